@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.machine import machine
 from opd.records.environments import Action, Outcome
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import EpisodeKey
@@ -77,12 +77,12 @@ class Solver:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
         found = TOLD.search(text)
         said = found[1] if found and text.endswith((SUMMARY.prompt, "door=")) else "g"
         ids = (*self._tokenizer(said, add_special_tokens=False)["input_ids"], self._tokenizer.eos_token_id)
-        return Sampled(token_ids=ids, logprobs=(0.0,) * len(ids), stop_reason="stop", policy_version=0)
+        return SampledTurn(token_ids=ids, logprobs=(0.0,) * len(ids), stop_reason="stop", policy_version=0)
 
 
 @dataclass(frozen=True)

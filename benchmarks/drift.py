@@ -203,7 +203,7 @@ def on_policy(args: argparse.Namespace, arm: str, seed: int) -> Result:
     sums = {0: 0}
     for record in MetricsFile(paths.metrics).read():
         sums[record.step] = sums[record.step - 1] + count_trained_tokens(record)
-    exams = {step: Evaluation.load(file) for step, file in paths.exams_by_step().items()}
+    exams = {step: Evaluation.load(file) for step, file in paths.evaluations_by_step().items()}
     exams |= {
         0: Evaluation.load(paths.evaluation_file("before")),
         max(sums): Evaluation.load(paths.evaluation_file("after")),

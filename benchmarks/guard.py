@@ -46,7 +46,7 @@ def medians_ms(guard: Guard, steps: Sequence[ToolCall], rounds: int) -> list[flo
 def _seconds(guard: Guard, step: ToolCall) -> float:
     session = guard.session()
     began = time.perf_counter()
-    guard.stage_one(step, session)
+    guard.check_rules(step, session)
     return time.perf_counter() - began
 
 

@@ -81,7 +81,7 @@ def _engine(model: Any, every_hook: bool) -> Any:
         adamw=AdamWOptions(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0), gradient_checkpointing=False, timeout_s=60,
     )  # fmt: skip
     rank = zero.ZeroEngine(options, 0, Loss)
-    rank.start(*rank.meeting_point("127.0.0.1"))
+    rank.start(*rank.open_meeting_point("127.0.0.1"))
     return rank
 
 

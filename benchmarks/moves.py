@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.visited import right_ways
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.play import PlaySettings, play_tasks
-from experts.episodes.rows import episode_row
+from experts.episodes.rows import read_episode
 from opd.environments.game import MOST_MOVES
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def right_episodes(tokenizer: PreTrainedTokenizerBase, game: str, tasks: Path) -
     played = play_tasks(game, rows, PlaySettings(mistakes=0.0, max_turns=MOST_MOVES))
     encoder, found = EpisodeEncoder(tokenizer), []
     for row, states in zip(played, right_ways(game, tasks), strict=True):
-        ids, learned = encoder.encode(episode_row(row))
+        ids, learned = encoder.encode(read_episode(row))
         runs = [[place for place, _ in run] for said, run in groupby(enumerate(learned), itemgetter(1)) if said]
         found.append((ids, [Move(state, run[0], run[-1] + 1) for state, run in zip(states, runs, strict=True)]))
     return found

@@ -143,7 +143,7 @@ class Bench:
         cpu, sent = sum(map(cpu_s, processes.values())), loopback_bytes()
         with peaks(processes) as most:
             began = time.perf_counter()
-            self._syncs[way].bring(version)
+            self._syncs[way].send_weights(version)
             seconds = time.perf_counter() - began
         cpu, sent = sum(map(cpu_s, processes.values())) - cpu, loopback_bytes() - sent
         gap = self._syncs[way].measure_gap()

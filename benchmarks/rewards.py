@@ -59,7 +59,7 @@ from pipelines.baselines.jobs import MAX_SEEDS, open_run, plan_jobs
 from pipelines.baselines.run import compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.catalog import find_pipeline
-from pipelines.merging.results import trained_so_far
+from pipelines.merging.results import read_progress
 from pipelines.reinforce import pipeline_of
 
 OPD = Variant("opd", ())
@@ -147,7 +147,7 @@ def against(where: Place, variant: Variant, seed: int, paths: RunPaths) -> Outco
     """The outcome of a run whose own teacher is no expert: measured by base and experts of the merge with this seed."""
     wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
     after = Evaluation.load(paths.evaluation_file("after")).scores
-    return measured(variant, seed, references(where, seed) | {"after": after}, trained_so_far(paths.metrics)[1], wall_s)
+    return measured(variant, seed, references(where, seed) | {"after": after}, read_progress(paths.metrics)[1], wall_s)
 
 
 def references(where: Place, seed: int) -> dict[str, dict[str, DomainScore]]:

@@ -55,7 +55,7 @@ class Case:
 
         prompts = [draw(self.prompt_tokens) for _ in range(self.prompts)]
         return [
-            Rollout.to_score(f"{p:04}#{i}", prompt, draw(self.new_tokens))
+            Rollout.from_tokens(f"{p:04}#{i}", prompt, draw(self.new_tokens))
             for p, prompt in enumerate(prompts)
             for i in range(self.n)
         ]

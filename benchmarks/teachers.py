@@ -35,7 +35,7 @@ from typing import Any
 from machine import machine, score, trim
 
 from opd.cluster.environment import SPIN_SETTINGS
-from opd.text import or_dash
+from opd.text import format_or_dash
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -486,14 +486,14 @@ def show(rows: Sequence[Row], title: str, console: Any) -> None:
             f"{case.experts} {case.kind}",
             budget(case),
             f"{1000 * row.median(lambda s: s.wall_s) / row.scored:.4f}",
-            or_dash(row.time_ratio, ".2f"),
-            or_dash(row.cpu_ratio, ".2f"),
+            format_or_dash(row.time_ratio, ".2f"),
+            format_or_dash(row.cpu_ratio, ".2f"),
             f"{row.median(lambda s: s.peak_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.file_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.anon_bytes) / MIB:.0f}",
             f"{row.median(lambda s: s.stream_bytes) / MIB:.0f}",
             f"{row.ready.alone.peak_bytes / MIB:.0f}",
-            or_dash(row.memory_ratio, ".2f"),
+            format_or_dash(row.memory_ratio, ".2f"),
             "-" if row.swap_s is None else f"{1000 * row.swap_s:.1f}",
             f"{row.median(lambda s: s.loads):g}",
             f"{row.median(lambda s: s.stream_bytes) / (case.experts * case.rows * case.response):,.1f}",

@@ -26,11 +26,11 @@ from benchmarks.machine import machine
 from opd.records.scores import DomainScore, Evaluation
 from opd.report.intervals import subtract_estimates
 from opd.report.summary import estimate_of
-from opd.run.paths import EXAMS, RunPaths
-from opd.text import or_dash
+from opd.run.paths import MERGE_EVALUATIONS, RunPaths
+from opd.text import format_or_dash
 from pipelines.baselines.comparison import mean_headroom
 from pipelines.catalog import find_pipeline
-from pipelines.merging.results import trained_so_far
+from pipelines.merging.results import read_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ("reverse", "double")
@@ -125,7 +125,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
 
 def tell(outcome: Outcome) -> None:
     """One line about it."""
-    headroom = or_dash(outcome.mean_headroom, ".3f")
+    headroom = format_or_dash(outcome.mean_headroom, ".3f")
     print(f"{outcome.variant}, seed {outcome.seed}: mean headroom {headroom}", file=sys.stderr, flush=True)
 
 
@@ -210,9 +210,9 @@ def carry_out(where: Place, paths: RunPaths, begin: Sequence[str]) -> None:
 
 def outcome(paths: RunPaths, variant: Variant, seed: int) -> Outcome:
     """What a finished merge came to."""
-    exams = {exam: Evaluation.load(paths.evaluation_file(exam)).scores for exam in EXAMS}
+    exams = {exam: Evaluation.load(paths.evaluation_file(exam)).scores for exam in MERGE_EVALUATIONS}
     wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
-    return measured(variant, seed, exams, trained_so_far(paths.metrics)[1], wall_s)
+    return measured(variant, seed, exams, read_progress(paths.metrics)[1], wall_s)
 
 
 def measured(
@@ -271,10 +271,10 @@ def _show(outcomes: Sequence[Outcome], title: str) -> None:
         known = [one.mean_headroom for one in mine if one.mean_headroom is not None]
         above = f"{fmean(len(one.above) for one in mine):.1f} of {len(domains)}"
         cells = _cells([one.accuracy["after"] for one in mine], domains)
-        table.add_row(variant, *cells, or_dash(fmean(known) if known else None, ".3f"), above)
+        table.add_row(variant, *cells, format_or_dash(fmean(known) if known else None, ".3f"), above)
     Console(width=None if sys.stdout.isatty() else 60 + 10 * len(domains)).print(table)
 
 
 def _cells(accuracies: Sequence[dict[str, float]], domains: Sequence[str]) -> list[str]:
     means = [fmean(one[domain] for one in accuracies) for domain in domains]
-    return [or_dash(value, ".3f") for value in (*means, fmean(means))]
+    return [format_or_dash(value, ".3f") for value in (*means, fmean(means))]

@@ -67,7 +67,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def inspect_expert(
-    path: Path, base: Path | None = None, known: Hashes | None = None, *, hash_files: bool = True
+    path: Path, base: Path | None = None, hash_cache: Hashes | None = None, *, hash_files: bool = True
 ) -> tuple[ModelInfo, AdapterInfo | None]:
     """Read and hash a full model, or an adapter's base and the adapter.
 
@@ -76,7 +76,7 @@ def inspect_expert(
     """
     if is_adapter(path):
         adapter = inspect_adapter(path, base, hash_files)
-        return inspect_model(Path(adapter.base), hash_files, known), adapter
+        return inspect_model(Path(adapter.base), hash_files, hash_cache), adapter
     if base is not None:
         refuse_no_directory(path)
         raise ModelError.at(
@@ -85,7 +85,7 @@ def inspect_expert(
             wanted=f"a base only for a LoRA adapter, a directory with {ADAPTER_CONFIG}",
             fix="leave out the base (`base` in a pipeline, --base), or give the adapter's directory",
         )
-    return inspect_model(path, hash_files, known), None
+    return inspect_model(path, hash_files, hash_cache), None
 
 
 def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = True) -> AdapterInfo:
@@ -185,18 +185,18 @@ def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
             raise _unsupported_error(file, key, repr(value), "nothing: plain LoRA on linear layers")
 
 
-def _unsupported_error(file: Path, part: str, found: str, wanted: str) -> ModelError:
-    return ModelError.at(f"{file}: {part}", found=found[:80], wanted=wanted, fix=explain_merging(file.parent))
+def _unsupported_error(file: Path, part: str, actual: str, expected: str) -> ModelError:
+    return ModelError.at(f"{file}: {part}", found=actual[:80], wanted=expected, fix=explain_merging(file.parent))
 
 
 def _weight_file(path: Path) -> Path:
     """Return the adapter's weight file. Raises: ModelError if it is missing, or if there is another file that could be loaded."""
     names = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", *OTHER_FORMATS))
-    others = [name for name in names if name.endswith(".safetensors") and name != ADAPTER_WEIGHTS]
-    if others:
+    other_weights = [name for name in names if name.endswith(".safetensors") and name != ADAPTER_WEIGHTS]
+    if other_weights:
         raise ModelError.at(
             path / ADAPTER_CONFIG,
-            found=f"an adapter beside {', '.join(others)}",
+            found=f"an adapter beside {', '.join(other_weights)}",
             wanted="either an adapter or a full model in a directory",
             fix="move the other weights away; if they are the merged model, delete adapter_config.json",
         )
@@ -217,13 +217,13 @@ def named_base(path: Path) -> Path | None:
     """
     name = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
     # An absolute name is the same in both.
-    places = [path / name, Path(name)] if isinstance(name, str) and name else []
-    return next((place for place in places if place.is_dir()), None)
+    candidates = [path / name, Path(name)] if isinstance(name, str) and name else []
+    return next((directory for directory in candidates if directory.is_dir()), None)
 
 
-def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
-    found = given or named_base(file.parent)
-    if found is None:
+def _find_base(file: Path, data: Mapping[str, Any], user_base: Path | None) -> Path:
+    base = user_base or named_base(file.parent)
+    if base is None:
         name = data.get("base_model_name_or_path")
         raise ModelError.at(
             f"{file}: base_model_name_or_path",
@@ -231,12 +231,12 @@ def _find_base(file: Path, data: Mapping[str, Any], given: Path | None) -> Path:
             wanted="the base's directory, absolute or relative to the adapter's or the current one; hubs are not asked",
             fix="name it: `--base DIR`, or `base: DIR` beside `model` in a pipeline",
         )
-    return found
+    return base
 
 
 def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig, base: Path) -> dict[str, int]:
     """Return module → rank. Raises: ModelError for a tensor that plain LoRA does not have, or that does not fit the base."""
-    theirs = weight_tensors(base)
+    base_tensors = weight_tensors(base)
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         part = split_name(name)
@@ -252,15 +252,15 @@ def _check_tensors(file: Path, tensors: Mapping[str, Tensor], config: LoraConfig
         pairs.setdefault(part[0], {})[part[1]] = tensor
     if not pairs:
         raise ModelError.at(file, found="no tensors", wanted="lora_A and lora_B of some modules", fix="save it again")
-    return {module: _check_module(file, module, pair, config, theirs, base) for module, pair in pairs.items()}
+    return {module: _check_module(file, module, pair, config, base_tensors, base) for module, pair in pairs.items()}
 
 
 def _check_module(
-    file: Path, module: str, pair: Mapping[str, Tensor], config: LoraConfig, theirs: Mapping[str, Tensor], base: Path
+    file: Path, module: str, pair: Mapping[str, Tensor], config: LoraConfig, base_tensors: Mapping[str, Tensor], base: Path
 ) -> int:
-    weight = theirs.get(f"{module}.weight")
+    weight = base_tensors.get(f"{module}.weight")
     if weight is None or len(weight.shape) != 2:
-        near = difflib.get_close_matches(module, [name.removesuffix(".weight") for name in theirs], n=1)
+        near = difflib.get_close_matches(module, [name.removesuffix(".weight") for name in base_tensors], n=1)
         raise ModelError.at(
             f"{file}: module `{module}`",
             found=f"an adapter of a module that the base {base} lacks",
@@ -278,20 +278,20 @@ def _check_module(
             fix="copy the file again",
         ) from None
     outputs, inputs = weight.shape
-    wanted = {"A": [rank, inputs], "B": [outputs, rank]}
-    found = {letter: tensor.shape for letter, tensor in sorted(pair.items())}
-    if found != wanted:
+    expected_shapes = {"A": [rank, inputs], "B": [outputs, rank]}
+    shapes = {letter: tensor.shape for letter, tensor in sorted(pair.items())}
+    if shapes != expected_shapes:
         raise ModelError.at(
             f"{file}: module `{module}`",
-            found=", ".join(f"lora_{letter} {shape}" for letter, shape in found.items()),
-            wanted=f"lora_A {wanted['A']}, lora_B {wanted['B']}: rank {rank}, {inputs} inputs and {outputs} outputs in {base}",
+            found=", ".join(f"lora_{letter} {shape}" for letter, shape in shapes.items()),
+            wanted=f"lora_A {expected_shapes['A']}, lora_B {expected_shapes['B']}: rank {rank}, {inputs} inputs and {outputs} outputs in {base}",
             fix="name the base that it was trained on; if it is the right one, the adapter is damaged: copy it again",
         )
     return rank
 
 
 @contextmanager
-def whole_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
+def open_full_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
     """Yield a directory with the full model: the teacher's own, or `scratch`, into which its adapter is merged with its base and
     which is removed at the end."""
     if teacher.adapter_dir is None:

@@ -25,33 +25,33 @@ def check_fits(student: ModelInfo, expert: ModelInfo, expert_name: str) -> list[
 def _check_vocabulary(student: ModelInfo, expert: ModelInfo, name: str) -> None:
     if student.vocab_hash == expert.vocab_hash:
         return
-    ours, theirs = token_map(Path(student.path)), token_map(Path(expert.path))
-    found = _size_difference(ours, theirs) if len(ours) != len(theirs) else _id_difference(ours, theirs)
+    student_tokens, expert_tokens = token_map(Path(student.path)), token_map(Path(expert.path))
+    difference = _size_difference(student_tokens, expert_tokens) if len(student_tokens) != len(expert_tokens) else _id_difference(student_tokens, expert_tokens)
     raise ModelError.at(
         f"expert `{name}`: {Path(expert.path) / 'tokenizer.json'}",
-        found=found,
+        found=difference,
         wanted=f"the id of every token as in {Path(student.path) / 'tokenizer.json'}",
         fix=_TRAIN_AGAIN,
     )
 
 
-def _size_difference(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str:
-    sizes = f"{len(theirs)} tokens, the student has {len(ours)}"
-    only_theirs = _format_list(set(theirs.values()) - set(ours.values()))
-    only_ours = _format_list(set(ours.values()) - set(theirs.values()))
+def _size_difference(student_tokens: Mapping[int, str], expert_tokens: Mapping[int, str]) -> str:
+    sizes = f"{len(expert_tokens)} tokens, the student has {len(student_tokens)}"
+    only_expert = _format_list(set(expert_tokens.values()) - set(student_tokens.values()))
+    only_student = _format_list(set(student_tokens.values()) - set(expert_tokens.values()))
     parts = [sizes]
-    if only_theirs:
-        parts.append(f"the student lacks {only_theirs}")
-    if only_ours:
-        parts.append(f"the expert lacks {only_ours}")
+    if only_expert:
+        parts.append(f"the student lacks {only_expert}")
+    if only_student:
+        parts.append(f"the expert lacks {only_student}")
     return "; ".join(parts)
 
 
-def _id_difference(ours: Mapping[int, str], theirs: Mapping[int, str]) -> str:
-    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    permuted = set(ours.values()) == set(theirs.values())
-    what = "the same tokens with permuted ids" if permuted else "as many tokens, but other ones"
-    return f"{what}: id {first} is {theirs.get(first)!r} in the expert and {ours.get(first)!r} in the student"
+def _id_difference(student_tokens: Mapping[int, str], expert_tokens: Mapping[int, str]) -> str:
+    lowest_id = min(i for i in student_tokens.keys() | expert_tokens.keys() if student_tokens.get(i) != expert_tokens.get(i))
+    permuted = set(student_tokens.values()) == set(expert_tokens.values())
+    kind = "the same tokens with permuted ids" if permuted else "as many tokens, but other ones"
+    return f"{kind}: id {lowest_id} is {expert_tokens.get(lowest_id)!r} in the expert and {student_tokens.get(lowest_id)!r} in the student"
 
 
 def _format_list(tokens: set[str]) -> str:
@@ -78,9 +78,9 @@ def _named_ids(info: ModelInfo) -> str:
 def _collect_warnings(student: ModelInfo, expert: ModelInfo, name: str) -> list[str]:
     if student.chat_template_hash == expert.chat_template_hash:
         return []
-    how = (
+    difference = (
         "has no chat template, unlike the student"
         if expert.chat_template_hash is None
         else "has another chat template than the student"
     )
-    return [f"expert `{name}` {how}; it scores prompts as the student writes them, which may be new to it"]
+    return [f"expert `{name}` {difference}; it scores prompts as the student writes them, which may be new to it"]

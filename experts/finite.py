@@ -33,17 +33,17 @@ def check_finite(path: Path, names: list[str]) -> None:
         # Offsets count from the end of the header, and the last tensor ends with the file.
         start = len(data) - max((t.data_offsets[1] for t in tensors.values()), default=0)
         for name, tensor in tensors.items():
-            bad = _not_finite(data[start:], tensor)
-            if bad:
+            count = _count_not_finite(data[start:], tensor)
+            if count:
                 raise ModelError.at(
                     f"{file}: tensor `{name}`",
-                    found=f"{bad} of {tensor.numel} numbers are NaN or infinite",
+                    found=f"{count} of {tensor.numel} numbers are NaN or infinite",
                     wanted="finite weights",
                     fix="take an earlier checkpoint of the training that made it, or copy the file again",
                 )
 
 
-def _not_finite(data: np.ndarray, tensor: Tensor) -> int:
+def _count_not_finite(data: np.ndarray, tensor: Tensor) -> int:
     """Return the number of NaNs and infinities; 0 for types that have none, and for types that only quantised models use."""
     import numpy as np
 

@@ -30,7 +30,7 @@ def match_weights(path: Path) -> Naming:
 
     from opd.models.weights import Naming, causal_lm_class, refuse_unusable_config
 
-    config, known = causal_lm_class(path)
+    config, model_class = causal_lm_class(path)
     with refuse_unusable_config(path):
         naming = Naming(config, torch.float32)
     shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
@@ -40,7 +40,7 @@ def match_weights(path: Path) -> Naming:
         raise ModelError.at(
             path,
             found=f"weights that do not fit config.json: {problem}",
-            wanted=f"the tensors of transformers' {known.__name__}, all of them and no others",
+            wanted=f"the tensors of transformers' {model_class.__name__}, all of them and no others",
             fix=leftover or "copy the directory again, or save the model again with save_pretrained",
         )
     return naming

@@ -33,7 +33,7 @@ _ADDS_BOS = (
 """Byte-level tokenizers (`tokenizer.ggml.pre`) to which llama.cpp adds the begin token where the file does not say."""
 
 
-def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = print) -> Path:
+def import_gguf(source: str, output_dir: Path, say: Callable[[str], None] = print) -> Path:
     """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`, and prove the result.
 
     Raises: ModelError if the source is neither, if the package has none or several, if the file is damaged, in parts or of a kind that
@@ -48,8 +48,8 @@ def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = pri
         )
     header = read_gguf_header(file)
     _refuse_unfit(header)
-    model, tokenizer = _load_header(header)
-    _greedy_until_end(model, tokenizer, header)
+    model, tokenizer = _load_gguf(header)
+    _write_generation_config(model, tokenizer, header)
     staging = output_dir.with_name(f".{output_dir.name}.tmp")
     shutil.rmtree(staging, ignore_errors=True)  # left by an import that was interrupted
     staging.mkdir(parents=True)
@@ -57,7 +57,7 @@ def import_gguf(source: str, output_dir: Path, tell: Callable[[str], None] = pri
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         del model  # it is read again
-        tell(prove_conversion(staging, file))
+        say(prove_conversion(staging, file))
         replace_dir(staging, output_dir)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -128,16 +128,16 @@ def _refuse_unfit(header: GGUFHeader) -> None:
             )
 
 
-def _load_header(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_gguf(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     file = header.file
-    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**where)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            **where, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
+            **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
         )
     # What transformers raises for a kind of model, of tokenizer or of tensors that it cannot convert.
     except (ValueError, KeyError) as error:
@@ -169,8 +169,8 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
         number = header.get_value(f"tokenizer.ggml.{name}_token_id", int)
         if number is not None:
             setattr(tokenizer, f"{kind}_token", tokenizer.convert_ids_to_tokens(number))
-    wanted = {kind: _adds_token(header, kind) for kind in ("bos", "eos")}
-    for kind, adds in wanted.items():
+    added_tokens = {kind: _adds_token(header, kind) for kind in ("bos", "eos")}
+    for kind, adds in added_tokens.items():
         if adds and getattr(tokenizer, f"{kind}_token_id") is None:
             raise ModelError.at(
                 f"{header.file}: tokenizer.ggml.add_{kind}_token",
@@ -178,9 +178,9 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
                 wanted=f"tokenizer.ggml.{kind}_token_id",
                 fix=COPY_AGAIN,
             )
-    if _tokenizer_added_tokens(tokenizer) != wanted:
+    if _tokenizer_added_tokens(tokenizer) != added_tokens:
         backend: Any = tokenizer
-        backend.add_bos_token, backend.add_eos_token = wanted["bos"], wanted["eos"]
+        backend.add_bos_token, backend.add_eos_token = added_tokens["bos"], added_tokens["eos"]
     names = header.get_value("tokenizer.chat_templates", list) or []
     named = {str(name): header.require_value(f"{TEMPLATE}.{name}", str) for name in names}
     default = header.get_value(TEMPLATE, str)
@@ -193,9 +193,9 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
 
 def _adds_token(header: GGUFHeader, kind: str) -> bool:
     """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
-    said = header.get_value(f"tokenizer.ggml.add_{kind}_token", bool)
-    if said is not None:
-        return said
+    declared = header.get_value(f"tokenizer.ggml.add_{kind}_token", bool)
+    if declared is not None:
+        return declared
     model = header.require_value("tokenizer.ggml.model", str)
     if kind == "eos":
         return model == "t5"
@@ -208,7 +208,7 @@ def _tokenizer_added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, boo
     return {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
 
 
-def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> None:
+def _write_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> None:
     """Write the file's end tokens into both configs, in place of what the conversion left there."""
     from transformers import GenerationConfig
 
@@ -223,9 +223,9 @@ def _greedy_until_end(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 
 def _list_end_ids(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
     """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
-    named = [header.get_value(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
-    found = [tokenizer.eos_token_id, *named, _end_of_turn(tokenizer)]
-    return list(dict.fromkeys(number for number in found if number is not None))
+    declared_ids = [header.get_value(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
+    end_ids = [tokenizer.eos_token_id, *declared_ids, _end_of_turn(tokenizer)]
+    return list(dict.fromkeys(number for number in end_ids if number is not None))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -237,8 +237,8 @@ def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     answer = "opd-answer"
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
     try:
-        behind = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2].lstrip()
+        suffix = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(answer)[2].lstrip()
     except TemplateError:
         return None
     tokens = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((tokens[text] for text in sorted(tokens, key=len, reverse=True) if behind.startswith(text)), None)
+    return next((tokens[text] for text in sorted(tokens, key=len, reverse=True) if suffix.startswith(text)), None)

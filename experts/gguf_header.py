@@ -84,10 +84,10 @@ def _read_counts(reader: _Reader) -> tuple[int, int]:
     reader.at = 4
     version, tensors, keys = reader.read_numbers("IQQ", "the header")
     if version not in VERSIONS:
-        other = int.from_bytes(int(version).to_bytes(4, "little"), "big")
+        swapped = int.from_bytes(int(version).to_bytes(4, "little"), "big")
         raise ModelError.at(
             reader.file,
-            found=f"GGUF version {version}" + (f", that is {other} of a big-endian file" if other in VERSIONS else ""),
+            found=f"GGUF version {version}" + (f", that is {swapped} of a big-endian file" if swapped in VERSIONS else ""),
             wanted=f"a little-endian file of version {' or '.join(map(str, VERSIONS))}",
             fix="convert the original model with llama.cpp's convert_hf_to_gguf.py, without --bigendian",
         )
@@ -113,8 +113,8 @@ def _read_tensor_shapes(reader: _Reader, count: int, alignment: object) -> dict[
         name = reader.read_text("the name of a tensor")
         (dims,) = reader.read_numbers("I", f"tensor {name!r}")
         if name in shapes or not 1 <= dims <= _MAX_DIMS:
-            found = f"tensor {name!r} twice" if name in shapes else f"tensor {name!r} of {dims:,} dimensions"
-            raise _make_error(file, found, f"each tensor once, with 1 to {_MAX_DIMS} dimensions")
+            actual = f"tensor {name!r} twice" if name in shapes else f"tensor {name!r} of {dims:,} dimensions"
+            raise _make_error(file, actual, f"each tensor once, with 1 to {_MAX_DIMS} dimensions")
         shape = reader.read_numbers(f"{dims}Q", f"tensor {name!r}")
         kind, offset = reader.read_numbers("IQ", f"tensor {name!r}")
         if kind not in sizes:
@@ -145,21 +145,21 @@ class _Reader:
     def __init__(self, file: Path, data: mmap) -> None:
         self.file, self.data, self.at = file, data, 0
 
-    def read_numbers(self, form: str, what: str) -> tuple[Any, ...]:
+    def read_numbers(self, form: str, subject: str) -> tuple[Any, ...]:
         size = struct.calcsize(f"<{form}")
-        self._refuse_end(size, what)
-        found = struct.unpack_from(f"<{form}", self.data, self.at)
+        self._refuse_end(size, subject)
+        numbers = struct.unpack_from(f"<{form}", self.data, self.at)
         self.at += size
-        return found
+        return numbers
 
-    def read_text(self, what: str) -> str:
-        (length,) = self.read_numbers("Q", what)
-        self._refuse_end(length, what)
+    def read_text(self, subject: str) -> str:
+        (length,) = self.read_numbers("Q", subject)
+        self._refuse_end(length, subject)
         self.at += length
         try:
             return self.data[self.at - length : self.at].decode()
         except UnicodeDecodeError as error:
-            raise _make_error(self.file, f"{what}: {error}", "text in UTF-8") from None
+            raise _make_error(self.file, f"{subject}: {error}", "text in UTF-8") from None
 
     def read_value(self, name: str) -> Any:
         (kind,) = self.read_numbers("I", repr(name))
@@ -184,11 +184,11 @@ class _Reader:
             raise _make_error(self.file, f"{name!r}: a value of type {kind}", f"a type from 0 to {max(_FORMATS)}")
         return _FORMATS[kind]
 
-    def _refuse_end(self, size: int, what: str) -> None:
-        left = len(self.data) - self.at
-        if size > left:
-            raise _make_error(self.file, f"{what}: {size:,} bytes, and {left:,} are left", "a file that is not cut off")
+    def _refuse_end(self, size: int, subject: str) -> None:
+        remaining = len(self.data) - self.at
+        if size > remaining:
+            raise _make_error(self.file, f"{subject}: {size:,} bytes, and {remaining:,} are left", "a file that is not cut off")
 
 
-def _make_error(file: Path, found: str, wanted: str) -> OpdError:
-    return ModelError.at(file, found=found[:300], wanted=wanted, fix=COPY_AGAIN)
+def _make_error(file: Path, actual: str, expected: str) -> OpdError:
+    return ModelError.at(file, found=actual[:300], wanted=expected, fix=COPY_AGAIN)

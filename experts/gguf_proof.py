@@ -33,39 +33,39 @@ def prove_conversion(model_dir: Path, file: Path) -> str:
 
     Return a sentence that says what was found. Raises: ModelError if tokens or likelihoods differ, or without llama.cpp if the texts are not likely.
     """
-    ids, ours, vocab_size = _score_texts(model_dir)
-    said = f"{np.mean(ours):.2f} nats a token on {len(TEXTS)} plain texts"
+    ids, nats, vocab_size = _score_texts(model_dir)
+    summary = f"{np.mean(nats):.2f} nats a token on {len(TEXTS)} plain texts"
     if find_spec("llama_cpp") is not None:
-        theirs = _score_file(file)
-        if theirs is not None:
-            _compare_scores(file, ids, ours, *theirs)
-            return f"proven: {said}, {np.mean(theirs[1]):.2f} by llama.cpp with the same tokens"
-        said += "; llama.cpp's package cannot read this file"
-    most = PLAUSIBLE * math.log(vocab_size)
-    if not np.mean(ours) <= most:  # NaN is not
+        llama_scores = _score_file(file)
+        if llama_scores is not None:
+            _compare_scores(file, ids, nats, *llama_scores)
+            return f"proven: {summary}, {np.mean(llama_scores[1]):.2f} by llama.cpp with the same tokens"
+        summary += "; llama.cpp's package cannot read this file"
+    limit = PLAUSIBLE * math.log(vocab_size)
+    if not np.mean(nats) <= limit:  # NaN is not
         raise ModelError.at(
             file,
-            found=f"a converted model with {said}",
-            wanted=f"at most {most:.2f}, half of what a guess among all tokens has: the conversion is wrong, or the model has not learned such texts",
+            found=f"a converted model with {summary}",
+            wanted=f"at most {limit:.2f}, half of what a guess among all tokens has: the conversion is wrong, or the model has not learned such texts",
             fix="if you trust the model, `pip install llama-cpp-python` and convert again: its scores of the file are then compared instead",
         )
-    return f"plausible: {said}; with `pip install llama-cpp-python` they would be compared with llama.cpp's"
+    return f"plausible: {summary}; with `pip install llama-cpp-python` they would be compared with llama.cpp's"
 
 
 def _compare_scores(
-    file: Path, ids: list[list[int]], ours: list[float], their_ids: list[list[int]], theirs: list[float]
+    file: Path, ids: list[list[int]], model_nats: list[float], llama_ids: list[list[int]], llama_nats: list[float]
 ) -> None:
-    for text, mine, other, nats, wanted in zip(TEXTS, ids, their_ids, ours, theirs, strict=True):
-        if mine != other:
-            found, read = f"{text[:30]!r} as the tokens {mine[:12]}", f"those of llama.cpp: {other[:12]}"
-        elif not abs(nats - wanted) <= LARGEST_GAP:  # NaN is not
-            found, read = f"{nats:.2f} nats a token on {text[:30]!r}", f"those of llama.cpp: {wanted:.2f}"
+    for text, text_ids, llama_text_ids, nats, llama_mean in zip(TEXTS, ids, llama_ids, model_nats, llama_nats, strict=True):
+        if text_ids != llama_text_ids:
+            actual, expected = f"{text[:30]!r} as the tokens {text_ids[:12]}", f"those of llama.cpp: {llama_text_ids[:12]}"
+        elif not abs(nats - llama_mean) <= LARGEST_GAP:  # NaN is not
+            actual, expected = f"{nats:.2f} nats a token on {text[:30]!r}", f"those of llama.cpp: {llama_mean:.2f}"
         else:
             continue
         raise ModelError.at(
             file,
-            found=f"a converted model that reads {found}",
-            wanted=read,
+            found=f"a converted model that reads {actual}",
+            wanted=expected,
             fix="transformers does not convert this kind of file right: take the model's original Hugging Face directory",
         )
 

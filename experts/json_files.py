@@ -46,10 +46,10 @@ def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, o
 
 def read_optional(model: type[M], file: Path) -> M:
     """Read a file as `model`; without such a file every field has its default. Raises: ModelError."""
-    return read_as(model, file) if file.is_file() else model()
+    return read_model(model, file) if file.is_file() else model()
 
 
-def read_as(model: type[M], file: Path) -> M:
+def read_model(model: type[M], file: Path) -> M:
     """Read a file as `model`. Raises: ModelError if the file cannot be read or a field has the wrong type."""
     return validate_json(model, read_json(file), file)
 
@@ -70,15 +70,15 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def validate_json(model: type[M], data: object, where: object) -> M:
-    """Check `data` as `model`. Raises: ModelError that names the first wrong field of `where`."""
+def validate_json(model: type[M], data: object, source: object) -> M:
+    """Check `data` as `model`. Raises: ModelError that names the first wrong field of `source`."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        first_error = error.errors()[0]
         raise ModelError.at(
-            f"{where}: {first['loc'][0] if first['loc'] else 'the whole'}",
-            found="nothing" if first["type"] == "missing" else repr(first["input"])[:80],
-            wanted=describe_wanted(first),
+            f"{source}: {first_error['loc'][0] if first_error['loc'] else 'the whole'}",
+            found="nothing" if first_error["type"] == "missing" else repr(first_error["input"])[:80],
+            wanted=describe_wanted(first_error),
             fix="copy the file from the original model or save the model again with save_pretrained",
         ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from opd.settings.yaml_files import parse_yaml
-from opd.text import one_line
+from opd.text import to_one_line
 
 OTHER = "other"
 """What the hub calls a licence that is none of the known ones; also a text that is not recognised."""
@@ -67,29 +67,29 @@ class Licence:
 
 def licences_of(directory: Path) -> list[Licence]:
     """Return the licences that a model's directory names, each once; if two differ, both hold. Raises: OSError."""
-    found: dict[str, Licence] = {}
-    for one in (*_of_header(directory / "README.md"), *_of_texts(directory)):
-        found.setdefault(one.name, one)
-    if len(found) > 1 and OTHER in found and found[OTHER].file != "README.md":
-        del found[OTHER]  # the text of a licence that the header names
-    return list(found.values())
+    by_name: dict[str, Licence] = {}
+    for licence in (*_read_header_licences(directory / "README.md"), *_read_text_licences(directory)):
+        by_name.setdefault(licence.name, licence)
+    if len(by_name) > 1 and OTHER in by_name and by_name[OTHER].file != "README.md":
+        del by_name[OTHER]  # the text of a licence that the header names
+    return list(by_name.values())
 
 
-def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
+def list_concerns(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[str]:
     """List what to look at before a model made from these is passed on, a sentence each. `licences_by_model`: model -> its licences."""
     by_name: dict[str, list[str]] = {}
-    for who, licences in found.items():
-        for one in licences:
-            by_name.setdefault(one.name, []).append(who)
-    lines = [f"{', '.join(nobody)}: no licence was found" for nobody in [_without(found)] if nobody]
+    for owner, licences in licences_by_model.items():
+        for licence in licences:
+            by_name.setdefault(licence.name, []).append(owner)
+    lines = [f"{', '.join(unlicensed)}: no licence was found" for unlicensed in [_list_unlicensed(licences_by_model)] if unlicensed]
     for name, owners in by_name.items():
-        who = ", ".join(owners)
+        owner = ", ".join(owners)
         if _NON_COMMERCIAL.search(name):
-            lines.append(f"{who}: {name} does not allow commercial use")
+            lines.append(f"{owner}: {name} does not allow commercial use")
         if _NO_DERIVATIVES.search(name):
-            lines.append(f"{who}: {name} does not allow derivatives, and a merged model may be one")
+            lines.append(f"{owner}: {name} does not allow derivatives, and a merged model may be one")
         elif name not in _PERMISSIVE and not _NON_COMMERCIAL.search(name) and not _SHARE_ALIKE.search(name):
-            lines.append(f"{who}: {name} has terms of its own; read them")
+            lines.append(f"{owner}: {name} has terms of its own; read them")
     alike = [name for name in by_name if _SHARE_ALIKE.search(name)]
     if len(alike) > 1:
         lines.append(
@@ -100,43 +100,43 @@ def list_concerns(found: Mapping[str, Sequence[Licence]]) -> list[str]:
     return lines
 
 
-def find_common(found: Mapping[str, Sequence[Licence]]) -> str | None:
+def find_common(licences_by_model: Mapping[str, Sequence[Licence]]) -> str | None:
     """Return the one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
-    names = {one.name for licences in found.values() for one in licences}
-    one = next(iter(names)) if len(names) == 1 and not _without(found) else OTHER
-    return None if one == OTHER else one
+    names = {licence.name for licences in licences_by_model.values() for licence in licences}
+    licence = next(iter(names)) if len(names) == 1 and not _list_unlicensed(licences_by_model) else OTHER
+    return None if licence == OTHER else licence
 
 
-def _without(found: Mapping[str, Sequence[Licence]]) -> list[str]:
-    return [who for who, licences in found.items() if not licences]
+def _list_unlicensed(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[str]:
+    return [owner for owner, licences in licences_by_model.items() if not licences]
 
 
-def _of_header(readme: Path) -> Iterator[Licence]:
+def _read_header_licences(readme: Path) -> Iterator[Licence]:
     """Yield the licences under the key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
-    lines = _find_start(readme).splitlines() if readme.is_file() else []
+    lines = _read_start(readme).splitlines() if readme.is_file() else []
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return
     try:
         header = parse_yaml("\n".join(lines[1 : lines.index("---", 1)]))
     except (ValueError, yaml.YAMLError):
         header = {"license": OTHER}
-    given = header.get("license") if isinstance(header, dict) else None
+    declared = header.get("license") if isinstance(header, dict) else None
     named = header.get("license_name") if isinstance(header, dict) else None
-    for name in given if isinstance(given, list) else [given]:
+    for name in declared if isinstance(declared, list) else [declared]:
         text = named if str(name).lower() == OTHER and isinstance(named, str) else name
         if isinstance(text, str) and text.strip():
-            yield Licence(one_line(text.lower(), 60), readme.name)
+            yield Licence(to_one_line(text.lower(), 60), readme.name)
 
 
-def _of_texts(directory: Path) -> Iterator[Licence]:
+def _read_text_licences(directory: Path) -> Iterator[Licence]:
     files: Iterable[Path] = sorted({file for pattern in FILES for file in directory.glob(pattern) if file.is_file()})
     for file in files:
-        text = " ".join(_find_start(file).lower().split())
+        text = " ".join(_read_start(file).lower().split())
         hits = [(hit.start(), -hit.end(), name) for name, title in _TITLES.items() if (hit := re.search(title, text))]
         # The first title is the licence's own; others are only mentioned further down.
         yield Licence(min(hits)[2] if hits else OTHER, file.name)
 
 
-def _find_start(file: Path) -> str:
+def _read_start(file: Path) -> str:
     with file.open(encoding="utf-8-sig", errors="replace") as text:
         return text.read(_MOST)

@@ -19,19 +19,19 @@ def add_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
 
     config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     try:
-        found: PeftModel = get_peft_model(model, config)
+        adapted: PeftModel = get_peft_model(model, config)
     except (ValueError, re.error) as error:  # a text is a regular expression
-        raise _no_modules(model, lora.target_modules, str(error)) from None
-    return found
+        raise _no_modules_error(model, lora.target_modules, str(error)) from None
+    return adapted
 
 
-def _no_modules(model: PreTrainedModel, targets: str | list[str], why: str) -> ConfigError:
+def _no_modules_error(model: PreTrainedModel, targets: str | list[str], reason: str) -> ConfigError:
     import torch
 
-    linear = {name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, torch.nn.Linear)}
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     return ConfigError.at(
         "lora.target_modules",
-        found=f"{targets!r}: {why}",
+        found=f"{targets!r}: {reason}",
         wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
         fix="correct the names",
     )

@@ -31,13 +31,13 @@ def explain_merging(adapter: Path) -> str:
 def _adapts_head_or_embedding(adapter: Path) -> bool:
     """Return True if LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
     try:
-        names = [name for name in read_header(adapter / ADAPTER_WEIGHTS) if ".lora_" in name]
+        modules = [name for name in read_header(adapter / ADAPTER_WEIGHTS) if ".lora_" in name]
     except (OSError, ModelError):  # other refusals say so
-        names = []
+        modules = []
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_bytes())
     except (OSError, ValueError):
         config = None
     targets = config.get("target_modules") if isinstance(config, dict) else None
-    names += [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
-    return any(_TIED.search(name) for name in names)
+    modules += [name for name in targets if isinstance(name, str)] if isinstance(targets, list) else []
+    return any(_TIED.search(name) for name in modules)

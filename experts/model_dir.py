@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
-from experts.json_files import Lenient, read_as, read_json, read_optional, refuse_custom_code, validate_json
+from experts.json_files import Lenient, read_model, read_json, read_optional, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
 from experts.tied import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
@@ -127,7 +127,7 @@ class _Tokenizer(Lenient):
     added_tokens: list[_NumberedToken] = Field(default_factory=list)
 
 
-def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = None) -> ModelInfo:
+def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | None = None) -> ModelInfo:
     """Read and check a model directory. This is cheap, except for the hashes, which read every weight file once.
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
@@ -147,9 +147,9 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
     _refuse_unlisted(path, files, tokens)
     ids = _special_ids(tokenizer, tokens)
     tied = _is_tied(config, tensors)
-    both = _embedding_and_head(tensors)
-    if tied and all(both):  # most tied models store no head, and need no second look at their shards
-        refuse_other_head(path, weight_shards(path), both)
+    head_names = _embedding_and_head(tensors)
+    if tied and all(head_names):  # most tied models store no head, and need no second look at their shards
+        refuse_other_head(path, weight_shards(path), head_names)
     return ModelInfo(
         path=str(path.resolve()),
         architecture=config.architectures[0],
@@ -167,7 +167,7 @@ def inspect_model(path: Path, hash_weights: bool = True, known: Hashes | None = 
         pad_token_id=_first_item(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
         bos_token_id=_first_item(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
         chat_template_hash=_hash_chat_template(path, tokenizer),
-        weight_files=weight_hashes(path.resolve(), known) if hash_weights else {},
+        weight_files=weight_hashes(path.resolve(), hash_cache) if hash_weights else {},
     )
 
 
@@ -184,7 +184,7 @@ def token_map(path: Path) -> dict[int, str]:
             wanted="the fast tokenizer in one JSON file",
             fix=_SAVE_TOKENIZER,
         )
-    tokenizer = read_as(_Tokenizer, file)
+    tokenizer = read_model(_Tokenizer, file)
     vocab = tokenizer.model.vocab
     tokens = (
         {i: t for t, i in vocab.items()}
@@ -203,12 +203,12 @@ def refuse_other_tokens(path: Path, tokenizer: Any) -> None:
     """Refuse the directory if transformers made a tokenizer of it with other tokens or ids than tokenizer.json has: the classes of
     some families have tokens of their own. Raises: ModelError."""
     tokens = token_map(path)
-    other = next(((token, i) for token, i in tokenizer.get_vocab().items() if tokens.get(i) != token), None)
-    if other is not None:
+    mismatch = next(((token, i) for token, i in tokenizer.get_vocab().items() if tokens.get(i) != token), None)
+    if mismatch is not None:
         raise ModelError.at(
             path / "tokenizer.json",
-            found=f"{type(tokenizer).__name__} of transformers reads the directory with {other[0]!r} as id {other[1]}, which here "
-            + (f"is {tokens[other[1]]!r}" if other[1] in tokens else "does not exist"),
+            found=f"{type(tokenizer).__name__} of transformers reads the directory with {mismatch[0]!r} as id {mismatch[1]}, which here "
+            + (f"is {tokens[mismatch[1]]!r}" if mismatch[1] in tokens else "does not exist"),
             wanted="every token in tokenizer.json, where each has its id",
             fix=_SAVE_TOKENIZER,
         )
@@ -250,13 +250,13 @@ def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
 def _refuse_unlisted(path: Path, files: Mapping[str, Mapping[str, Any]], tokens: Mapping[int, str]) -> None:
     """Refuse tokens that tokenizer.json lacks and another file names: transformers adds them when it loads the tokenizer, with
     ids that stand nowhere. Raises: ModelError."""
-    known = set(tokens.values())
-    missing = [(where, token) for where, token in _named_tokens(files) if token not in known]
+    listed = set(tokens.values())
+    missing = [(field, token) for field, token in _named_tokens(files) if token not in listed]
     if missing:
-        where, token = missing[0]
+        field, token = missing[0]
         count = len({token for _, token in missing}) - 1
         raise ModelError.at(
-            path / where,
+            path / field,
             found=f"{token!r}{f' and {count} more' if count else ''}, which tokenizer.json lacks",
             wanted="every token in tokenizer.json, where each has its id",
             fix=_SAVE_TOKENIZER,
@@ -280,8 +280,8 @@ def _read_texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict) and "content" in value:
         yield from _read_texts(value["content"])
     elif isinstance(value, dict | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _read_texts(one)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _read_texts(item)
 
 
 def _refuse_empty(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -315,18 +315,18 @@ def _read_dtype(path: Path, tensors: Mapping[str, Tensor]) -> str:
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
         counts[tensor.dtype] += tensor.numel
-    found = counts.most_common(1)[0][0] if counts else "no tensors"
+    dtype = counts.most_common(1)[0][0] if counts else "no tensors"
     packed = next((name for name, tensor in tensors.items() if tensor.dtype in QUANTISED), None)
     if packed is not None:
-        found = f"tensor `{packed}` of type {tensors[packed].dtype}"
-    if found not in _TORCH_DTYPE:
+        dtype = f"tensor `{packed}` of type {tensors[packed].dtype}"
+    if dtype not in _TORCH_DTYPE:
         raise ModelError.at(
             path,
-            found=f"weights: {found}",
+            found=f"weights: {dtype}",
             wanted=f"{', '.join(_TORCH_DTYPE)}: the loss needs unquantised weights",
             fix="dequantise the model and save it again with save_pretrained",
         )
-    return _TORCH_DTYPE[found]
+    return _TORCH_DTYPE[dtype]
 
 
 def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], tokens: Mapping[int, str]) -> int:
@@ -382,18 +382,18 @@ def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
 def _special_ids(tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
     """Return the tokenizer's own special tokens as ids."""
     ids = {token: i for i, token in tokens.items()}
-    found: dict[str, int | None] = {}
+    special_ids: dict[str, int | None] = {}
     for field in ("eos_token", "pad_token", "bos_token"):
         token = getattr(tokenizer, field)
-        found[field] = None if token is None else ids[token.content if isinstance(token, _AddedToken) else token]
-    return found
+        special_ids[field] = None if token is None else ids[token.content if isinstance(token, _AddedToken) else token]
+    return special_ids
 
 
 def _eos_token_ids(generation: _SpecialIds, config: _Config, ids: Mapping[str, int | None]) -> tuple[int, ...]:
     declared = config.eos_token_id if generation.eos_token_id is None else generation.eos_token_id
     ends = [declared] if isinstance(declared, int) else list(declared or ())
-    own = ids["eos_token"]
-    return tuple(dict.fromkeys([*ends, *([] if own is None else [own])]))
+    tokenizer_eos = ids["eos_token"]
+    return tuple(dict.fromkeys([*ends, *([] if tokenizer_eos is None else [tokenizer_eos])]))
 
 
 def _hash_tokens(tokens: Mapping[int, str]) -> str:

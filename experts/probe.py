@@ -17,7 +17,7 @@ from experts.fit import match_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
 from opd.errors import ModelError
-from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach_updates, not_linear, read_updates
+from opd.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.records.types import Probe
 from opd.settings.strict import DType, Strict
 
@@ -41,7 +41,7 @@ class ProbeRecord(Strict):
         return Probe(token_ids=tuple(self.token_ids), logprobs=tuple(self.logprobs), dtype=self.dtype)
 
 
-def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeRecord | None:
+def measure_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeRecord | None:
     """Load the model once and take its probe; None if torch is not installed, which the registry alone does not need.
 
     With an adapter, `info` is its base, and the probe is taken with the adapter attached. This needs memory for the weights.
@@ -51,7 +51,7 @@ def take_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeReco
     if find_spec("torch") is None or find_spec("transformers") is None or info.vocab_size < 2:
         return None
     dtype: DType = "bfloat16" if info.dtype == "bfloat16" else "float32"
-    model = _load(Path(info.path), dtype)
+    model = _load_model(Path(info.path), dtype)
     match_weights(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach_adapter(model, Path(adapter.path))
@@ -75,7 +75,7 @@ def probe_ids(vocab_size: int) -> list[int]:
     return [(2 * i + 1) * vocab_size // (2 * num) for i in range(num)]
 
 
-def _load(path: Path, dtype: DType) -> Any:
+def _load_model(path: Path, dtype: DType) -> Any:
     """Load a full model. Raises: what `opd.models.weights.load_causal_lm` raises."""
     import torch
     from transformers.utils import logging
@@ -93,10 +93,10 @@ def _attach_adapter(model: Any, adapter: Path) -> None:
     config = LoraConfig.model_validate_json((adapter / ADAPTER_CONFIG).read_bytes())
     tensors = {name: tensor.to(model.dtype) for name, tensor in load_file(adapter / ADAPTER_WEIGHTS).items()}
     changes = read_updates(config, tensors)
-    odd = not_linear(model, changes)
-    if odd:
+    nonlinear = find_nonlinear_modules(model, changes)
+    if nonlinear:
         raise ModelError.at(
-            f"{adapter / ADAPTER_WEIGHTS}: module `{odd[0]}`",
+            f"{adapter / ADAPTER_WEIGHTS}: module `{nonlinear[0]}`",
             found=f"an adapter of a module that is not linear in {type(model).__name__} of transformers",
             wanted="linear modules only: nothing else can be scored with an adapter",
             fix=explain_merging(adapter),

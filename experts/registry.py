@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model
-from experts.probe import ProbeRecord, take_probe
+from experts.probe import ProbeRecord, measure_probe
 from experts.weight_files import Hashes, weight_hashes
 from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
@@ -78,10 +78,10 @@ class ExpertManifest(Strict):
 def training_record(directory: Path) -> dict[str, Any] | None:
     """Read the training record of a model's directory; None if there is none, or none that can be read."""
     try:
-        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 def default_root() -> Path:
@@ -133,7 +133,7 @@ class Registry:
             info=info,
             config_hash=blake3_file(Path(info.path) / CONFIG),
             adapter=adapter,
-            probe=take_probe(info, adapter),
+            probe=measure_probe(info, adapter),
             training=training_record(model),
             registered_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -152,9 +152,9 @@ class Registry:
         try:
             manifest = ExpertManifest.model_validate_json(file.read_bytes())
         except ValidationError as error:
-            first = error.errors()[0]
-            key = ".".join(map(str, first["loc"])) or first.get("ctx", {}).get("key", "the file")
-            raise _broken_manifest_error(file, f"{key}: {describe_error(first)}", name) from None
+            first_error = error.errors()[0]
+            key = ".".join(map(str, first_error["loc"])) or first_error.get("ctx", {}).get("key", "the file")
+            raise _broken_manifest_error(file, f"{key}: {describe_error(first_error)}", name) from None
         if manifest.name != name:
             raise _broken_manifest_error(file, f"the manifest of `{manifest.name}`", name)
         return manifest
@@ -163,7 +163,7 @@ class Registry:
         """Return every manifest, by name. Raises: RegistryError if one cannot be read."""
         return [self.get(name) for name in self.names()]
 
-    def verify(self, name: str, known: Hashes | None = None) -> list[str]:
+    def verify(self, name: str, hash_cache: Hashes | None = None) -> list[str]:
         """Compare the files with the manifest; return one sentence for each difference.
 
         Pass one dictionary as `hash_cache` to several calls, so that a base that adapters share is read once.
@@ -171,7 +171,7 @@ class Registry:
         """
         manifest = self.get(name)
         return (
-            _weight_problems(manifest, known)
+            _weight_problems(manifest, hash_cache)
             + _info_problems(manifest)
             + _config_problems(manifest)
             + _adapter_problems(manifest)
@@ -234,17 +234,17 @@ def _list_weight_hashes(manifest: ExpertManifest) -> tuple[list[str], str | None
     return sorted(manifest.info.weight_files.values()), adapter
 
 
-def _weight_problems(manifest: ExpertManifest, known: Hashes | None) -> list[str]:
+def _weight_problems(manifest: ExpertManifest, hash_cache: Hashes | None) -> list[str]:
     directory = Path(manifest.info.path)
     if not directory.is_dir():
         return []  # `_info_problems` reports that
     try:
-        actual = weight_hashes(directory, known)
+        actual = weight_hashes(directory, hash_cache)
     except ModelError:
         return []  # `_info_problems` reports that, too
     # Older releases also recorded files that lie beside the model's.
-    beside = {name for name in manifest.info.weight_files.keys() - actual.keys() if (directory / name).is_file()}
-    expected = {name: digest for name, digest in manifest.info.weight_files.items() if name not in beside}
+    unused = {name for name in manifest.info.weight_files.keys() - actual.keys() if (directory / name).is_file()}
+    expected = {name: digest for name, digest in manifest.info.weight_files.items() if name not in unused}
     return _file_problems(directory, expected, actual)
 
 
@@ -266,10 +266,10 @@ def _file_problems(directory: Path, expected: Mapping[str, str], actual: Mapping
 
 def _info_problems(manifest: ExpertManifest) -> list[str]:
     try:
-        now = inspect_model(Path(manifest.info.path), hash_weights=False)
+        current = inspect_model(Path(manifest.info.path), hash_weights=False)
     except ModelError as error:
         return [str(error)]
-    return _changed_fields(manifest.info, now, but=("path", "weight_files"))
+    return _changed_fields(manifest.info, current, ignored=("path", "weight_files"))
 
 
 def _config_problems(manifest: ExpertManifest) -> list[str]:
@@ -289,15 +289,15 @@ def _adapter_problems(manifest: ExpertManifest) -> list[str]:
     directory = Path(registered.path)
     changed = _file_problems(directory, registered.files, adapter_hashes(directory)) if directory.is_dir() else []
     try:
-        now = inspect_adapter(directory, Path(registered.base), hash_files=False)
+        current = inspect_adapter(directory, Path(registered.base), hash_files=False)
     except ModelError as error:
         return [*changed, str(error)]
-    return changed + _changed_fields(registered, now, but=("path", "base", "files"))
+    return changed + _changed_fields(registered, current, ignored=("path", "base", "files"))
 
 
-def _changed_fields(registered: Facts, now: Facts, but: tuple[str, ...]) -> list[str]:
-    fields = [field for field in type(registered).model_fields if field not in but]
-    pairs = [(field, getattr(registered, field), getattr(now, field)) for field in fields]
+def _changed_fields(registered: Facts, current: Facts, ignored: tuple[str, ...]) -> list[str]:
+    fields = [field for field in type(registered).model_fields if field not in ignored]
+    pairs = [(field, getattr(registered, field), getattr(current, field)) for field in fields]
     return [
         f"{registered.path}: changed {field}, expected {old}, actual {new}" for field, old, new in pairs if old != new
     ]
@@ -361,7 +361,7 @@ def _occupied_error(path: Path) -> OpdError:
     )
 
 
-def _broken_manifest_error(file: Path, found: str, name: str) -> OpdError:
+def _broken_manifest_error(file: Path, actual: str, name: str) -> OpdError:
     return RegistryError.at(
-        file, found=found, wanted=f"the manifest of `{name}`", fix=f"`opd experts remove {name}` and add it again"
+        file, found=actual, wanted=f"the manifest of `{name}`", fix=f"`opd experts remove {name}` and add it again"
     )

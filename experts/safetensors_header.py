@@ -94,7 +94,7 @@ def _check_cover(file: Path, tensors: Mapping[str, Tensor], start: int, size: in
         raise _broken_file_error(file, f"{size} bytes", f"{start + position} bytes, as the header says")
 
 
-def _broken_file_error(file: Path, found: str, wanted: str) -> OpdError:
+def _broken_file_error(file: Path, actual: str, expected: str) -> OpdError:
     return ModelError.at(
-        file, found=found, wanted=wanted, fix="copy or save the file again; it is truncated or damaged"
+        file, found=actual, wanted=expected, fix="copy or save the file again; it is truncated or damaged"
     )

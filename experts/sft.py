@@ -24,7 +24,7 @@ from experts.episodes.rows import EpisodeRow
 from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
-from opd.prompts.encode import refused_row, render_messages
+from opd.prompts.encode import make_row_error, render_messages
 from opd.prompts.harmless import escape_specials_inside, escape_variables, special_texts
 from opd.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, build_adamw
@@ -59,14 +59,14 @@ def encode_line(
     continue the prompt.
     """
     try:
-        given = {**(variables or {}), **line.variables}
-        prompt = list(encode_prompt(tokenizer, line.prompt, day, **given))
-        completion = tokenizer.encode(_completion_text(tokenizer, line, day, given), add_special_tokens=False)
+        template_variables = {**(variables or {}), **line.variables}
+        prompt = list(encode_prompt(tokenizer, line.prompt, day, **template_variables))
+        completion = tokenizer.encode(_completion_text(tokenizer, line, day, template_variables), add_special_tokens=False)
     except PromptError:
         raise
     except (TemplateError, ValueError, TypeError) as error:
-        raise refused_row(f"prompt {line.prompt!r:.80}", "base", error) from None
-    completion = _until_end(completion, tokenizer.eos_token_id, ends)
+        raise make_row_error(f"prompt {line.prompt!r:.80}", "base", error) from None
+    completion = _cut_after_end(completion, tokenizer.eos_token_id, ends)
     return {"input_ids": prompt + completion, "labels": [IGNORED] * len(prompt) + completion}
 
 
@@ -91,13 +91,13 @@ def encode_lines(
         )
     encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
 
-    def encode_numbered(line: TrainingRow) -> Example:
+    def encode_row(line: TrainingRow) -> Example:
         if isinstance(line, PromptLine):
             return encode_line(tokenizer, line, ends, day, variables)
         ids, learned = encoder.encode(line)
         return {"input_ids": ids, "labels": [i if learn else IGNORED for i, learn in zip(ids, learned, strict=True)]}
 
-    examples = [example for line in lines if len((example := encode_numbered(line))["input_ids"]) <= max_length]
+    examples = [example for line in lines if len((example := encode_row(line))["input_ids"]) <= max_length]
     if not examples:
         raise PromptError.at(
             "max_length",
@@ -172,7 +172,7 @@ def train_on_text(
     # With several GPUs the Trainer would take a micro-batch for each of them, and so larger steps.
     arguments._n_gpu = min(1, arguments.n_gpu)
     optimizer = build_adamw(model, spec.adamw, lr=1.0)  # the schedule returns the rate itself, so the factor is 1
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: spec.rate.rate_at_step(done + 1))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda steps_done: spec.rate.rate_at_step(steps_done + 1))
     _run_trainer(model, examples, arguments, report, (optimizer, schedule))
 
 
@@ -240,24 +240,24 @@ def collate_examples(batch: list[Example]) -> dict[str, torch.Tensor | int]:
     small model's work.
     """
     length = max(len(example["input_ids"]) for example in batch)
-    first = min(next(t for t, label in enumerate(example["labels"]) if label != IGNORED) for example in batch)
-    assert first > 0, "a token without a context has no prediction"
-    kept = length - (first - 1)
+    first_label = min(next(t for t, label in enumerate(example["labels"]) if label != IGNORED) for example in batch)
+    assert first_label > 0, "a token without a context has no prediction"
+    num_logits = length - (first_label - 1)
 
     def pad_column(rows: list[list[int]], value: int) -> torch.Tensor:
         return torch.tensor([row + [value] * (length - len(row)) for row in rows])
 
     return {
         "input_ids": pad_column([example["input_ids"] for example in batch], 0),
-        "labels": pad_column([example["labels"] for example in batch], IGNORED)[:, -kept:],
+        "labels": pad_column([example["labels"] for example in batch], IGNORED)[:, -num_logits:],
         "attention_mask": pad_column([[1] * len(example["input_ids"]) for example in batch], 0),
-        "logits_to_keep": kept,
+        "logits_to_keep": num_logits,
     }
 
 
-def _until_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
+def _cut_after_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
     """Cut the ids after the last end token, or add one: a model never generates what a template writes after it."""
-    last = max((place for place, token in enumerate(ids) if token == eos or token in ends), default=None)
+    last = max((index for index, token in enumerate(ids) if token == eos or token in ends), default=None)
     return [*ids, eos] if last is None else ids[: last + 1]
 
 
@@ -278,14 +278,14 @@ def _completion_text(
     specials = special_texts(tokenizer)
     messages = [escape_specials_inside(message, specials) for message in line.prompt]
     messages += [escape_specials_inside(message, forbidden_in_turns(specials)) for message in line.completion]
-    whole = render_messages(
+    conversation = render_messages(
         tokenizer, messages, day, **escape_variables(variables, specials), add_generation_prompt=False
     )
-    if not whole.startswith(prompt):
+    if not conversation.startswith(prompt):
         raise PromptError.at(
             "chat template",
             found=f"a conversation that does not begin with its prompt {prompt!r:.80}",
             wanted="prompt with add_generation_prompt, then the completion",
             fix="use text rows, or a model whose template keeps the prompt as it is",
         )
-    return whole[len(prompt) :]
+    return conversation[len(prompt) :]

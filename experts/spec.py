@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.prompts import ChatTemplateKwargs
 from opd.records.types import ToolCallParser
 from opd.settings.strict import NUMPY_SEEDS, Name, Strict, UserPath
-from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml, validate_section
+from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml_error, validate_section
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -41,7 +41,7 @@ class TrainSettings(Strict):
     """`group_by_length`: rows of like lengths share a batch; default: `random`."""
 
     @model_serializer(mode="wrap")
-    def _without_what_is_left_out(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _dump_without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Dump without the keys that are None: a `training.json` of an older version is still that of the same settings."""
         return {key: value for key, value in dump(self).items() if value is not None}
 
@@ -101,14 +101,14 @@ class BaseSpec(Strict):
 
     @model_validator(mode="after")
     def _one_origin(self) -> BaseSpec:
-        given = [key for key in ("model", "from_scratch") if getattr(self, key)]
-        if len(given) != 1:
+        origins = [key for key in ("model", "from_scratch") if getattr(self, key)]
+        if len(origins) != 1:
             raise PydanticCustomError(
-                "origin", "exactly one of `model` and `from_scratch`", {"found": " and ".join(given) or "neither"}
+                "origin", "exactly one of `model` and `from_scratch`", {"found": " and ".join(origins) or "neither"}
             )
         if bool(self.data) != (self.train is not None):
-            found = "`data` alone" if self.data else "`train` alone"
-            raise PydanticCustomError("origin", "`data` and `train` together, or neither", {"found": found})
+            actual = "`data` alone" if self.data else "`train` alone"
+            raise PydanticCustomError("origin", "`data` and `train` together, or neither", {"found": actual})
         return self
 
 
@@ -184,16 +184,16 @@ class ExpertsSpec(FromBase):
 
 def list_shipped_specs() -> dict[str, Path]:
     """Return name -> file of every training spec that comes with the package."""
-    found = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
-    return {file.name.removesuffix(".yaml"): Path(str(file)) for file in found}
+    spec_files = sorted((file for file in files("experts").iterdir() if file.name.endswith(".yaml")), key=str)
+    return {file.name.removesuffix(".yaml"): Path(str(file)) for file in spec_files}
 
 
 def find_spec(name_or_path: str) -> Path:
     """Return the file of a shipped spec, or the path of one of the user's. Raises: ConfigError if there is neither."""
-    known, path = list_shipped_specs(), Path(name_or_path)
-    if name_or_path not in known and not path.exists():
-        raise no_such_yaml(path, known, "a shipped training spec", "check the path, or name a shipped one")
-    return known.get(name_or_path, path)
+    shipped, path = list_shipped_specs(), Path(name_or_path)
+    if name_or_path not in shipped and not path.exists():
+        raise no_such_yaml_error(path, shipped, "a shipped training spec", "check the path, or name a shipped one")
+    return shipped.get(name_or_path, path)
 
 
 def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:

@@ -22,8 +22,8 @@ CHUNK = 1 << 26
 
 def refuse_other_head(path: Path, shards: list[Path], names: tuple[str, str]) -> None:
     """`names`: of embedding and head, which the shards hold. Raises: ModelError if they are not the same numbers."""
-    places = {name: (shard, tensor) for shard in shards for name, tensor in _select_tensors(shard, names).items()}
-    if not _are_equal(*(places[name] for name in names)):
+    entries = {name: (shard, tensor) for shard in shards for name, tensor in _select_tensors(shard, names).items()}
+    if not _are_equal(*(entries[name] for name in names)):
         raise ModelError.at(
             f"{path / 'config.json'}: tie_word_embeddings",
             found=f"true, and a `{names[1]}` that differs from `{names[0]}`",
@@ -36,15 +36,15 @@ def _select_tensors(shard: Path, names: tuple[str, str]) -> Mapping[str, Tensor]
     return {name: tensor for name, tensor in read_header(shard).items() if name in names}
 
 
-def _are_equal(one: tuple[Path, Tensor], other: tuple[Path, Tensor]) -> bool:
-    if (one[1].dtype, one[1].shape) != (other[1].dtype, other[1].shape):
+def _are_equal(embedding: tuple[Path, Tensor], head: tuple[Path, Tensor]) -> bool:
+    if (embedding[1].dtype, embedding[1].shape) != (head[1].dtype, head[1].shape):
         return False
-    left, right = _read_bytes(*one), _read_bytes(*other)
-    return all((left[i : i + CHUNK] == right[i : i + CHUNK]).all() for i in range(0, len(left), CHUNK))
+    embedding_bytes, head_bytes = _read_bytes(*embedding), _read_bytes(*head)
+    return all((embedding_bytes[i : i + CHUNK] == head_bytes[i : i + CHUNK]).all() for i in range(0, len(embedding_bytes), CHUNK))
 
 
 def _read_bytes(shard: Path, tensor: Tensor) -> np.ndarray:
     import numpy as np
 
-    first, end = tensor.data_offsets
-    return np.memmap(shard, dtype=np.uint8, mode="r", offset=data_start(shard) + first, shape=(end - first,))
+    start, end = tensor.data_offsets
+    return np.memmap(shard, dtype=np.uint8, mode="r", offset=data_start(shard) + start, shape=(end - start,))

@@ -23,7 +23,7 @@ from experts.registry import RECORD, Registry, training_record
 from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
 from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
-from opd.machine.processor import slow_bf16
+from opd.machine.processor import slow_bf16_warnings
 from opd.prompts import PromptLine, find_source, load_tokenizer, read_prompt_lines
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.encode import ids_in_front
@@ -53,7 +53,7 @@ class TrainingJob:
     """None for a base that keeps its random weights."""
     record: TrainingRecord
     """Everything that decides the weights, as `training.json` stores it."""
-    given: bool = False
+    is_users: bool = False
     """True for a base of the user's, which is not made."""
 
     @property
@@ -73,14 +73,14 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
     Raises, before any training: PromptError (data, every row of it), ModelError (base), RegistryError (a name taken by another model),
     ConfigError (a directory made by another spec, LoRA modules that the base does not have).
     """
-    base_job = base_of(spec)
+    base_job = build_base_job(spec)
     jobs = _expert_jobs(spec, base_job.record)
     registry = Registry(spec.registry) if spec.registry else None
     for job in [base_job, *jobs]:
         check_unclaimed(job, registry)
     _check_rows(spec, [base_job, *jobs])
     if spec.method == "lora" and not all(job.is_finished for job in jobs):
-        add_adapters(_without_numbers(spec.base), spec.lora)
+        add_adapters(_build_meta_model(spec.base), spec.lora)
     for line in _slow_types([base_job, *jobs]):
         progress(f"warning: {line}")
     make_base(spec, base_job, progress)
@@ -94,22 +94,22 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
 
 def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
     """Return a warning if models are yet to be trained in bfloat16 on cores that cannot."""
-    asked = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.is_finished]
-    found = slow_bf16(asked)
-    if found:
+    bf16_keys = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.is_finished]
+    warnings = slow_bf16_warnings(bf16_keys)
+    if warnings:
         import torch  # here: a spec of which all is finished does not wait for it
 
-        found = [] if torch.cuda.is_available() else found
-    return found
+        warnings = [] if torch.cuda.is_available() else warnings
+    return warnings
 
 
-def base_of(spec: FromBase) -> TrainingJob:
+def build_base_job(spec: FromBase) -> TrainingJob:
     """Return the base that the experts start from: one to make, or one that is there. Raises: PromptError, ModelError."""
     origin: TrainingRecord = {"weights": inspect_model(spec.base.model).weight_files} if spec.base.model else {}
     origin |= spec.base.template_reading
     if spec.base.existing_model:
         return TrainingJob(
-            name=BASE, directory=spec.base.existing_model, lines=(), train=None, record=origin, given=True
+            name=BASE, directory=spec.base.existing_model, lines=(), train=None, record=origin, is_users=True
         )
     lines, hashes = _read_lines(spec.base.data)
     how = spec.base.model_dump(mode="json", include={"from_scratch", "train"})
@@ -141,11 +141,11 @@ def _expert_jobs(spec: ExpertsSpec, base: TrainingRecord) -> list[TrainingJob]:
 
 def _read_lines(paths: Sequence[Path]) -> tuple[tuple[PromptLine | EpisodeRow, ...], list[str]]:
     """Return all lines and the files' hashes. Raises: PromptError, also for a row without anything to learn."""
-    lines = [line for path in paths for line in (read_episodes if has_episodes(path) else _with_completions)(path)]
+    lines = [line for path in paths for line in (read_episodes if has_episodes(path) else _read_completions)(path)]
     return tuple(lines), [find_source(path).content_hash() for path in paths]
 
 
-def _with_completions(path: Path) -> list[PromptLine]:
+def _read_completions(path: Path) -> list[PromptLine]:
     lines = read_prompt_lines(path)
     for number, line in enumerate(lines, start=1):
         if not line.prompt:
@@ -167,7 +167,7 @@ def _with_completions(path: Path) -> list[PromptLine]:
 
 def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
     """Refuse a directory or a name that another spec or model has. Raises: ConfigError, RegistryError."""
-    if job.given:
+    if job.is_users:
         return
     if job.is_finished and read_origin(job.directory) != job.record:
         raise ConfigError.at(
@@ -190,7 +190,7 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
     any model is trained. Raises: PromptError, ModelError."""
     todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.is_finished]
     if todo:
-        tokenizer, ends = _reader_of(spec)
+        tokenizer, ends = _load_row_tokenizer(spec)
         _refuse_other_beginnings(jobs, ids_in_front(tokenizer))
         for name, lines, train in todo:
             try:
@@ -199,23 +199,23 @@ def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
                 raise type(error)(f"{name}: {error}") from None
 
 
-def _refuse_other_beginnings(jobs: Sequence[TrainingJob], front: list[int]) -> None:
+def _refuse_other_beginnings(jobs: Sequence[TrainingJob], ids_before: list[int]) -> None:
     """Refuse to train beside experts whose plain prompts began otherwise: those of an earlier release, or of another
     `add_special_tokens`. Raises: ConfigError."""
     for job in jobs:
         plain = any(isinstance(line.prompt, str) for line in job.lines)
-        found = (training_record(job.directory) or {}).get(IN_FRONT, []) if job.is_finished and plain else front
-        if found != front:
+        recorded = (training_record(job.directory) or {}).get(IN_FRONT, []) if job.is_finished and plain else ids_before
+        if recorded != ids_before:
             raise ConfigError.at(
                 f"{job.directory / RECORD}: {IN_FRONT}",
-                found=f"{found} in front of the prompts that `{job.name}` learned",
-                wanted=f"{front}, as the tokenizer of the base puts them there",
-                fix=f"set add_special_tokens: {str(bool(found)).lower()} to go on as it began, or remove the directory to train "
+                found=f"{recorded} in front of the prompts that `{job.name}` learned",
+                wanted=f"{ids_before}, as the tokenizer of the base puts them there",
+                fix=f"set add_special_tokens: {str(bool(recorded)).lower()} to go on as it began, or remove the directory to train "
                 "it again",
             )
 
 
-def _reader_of(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
+def _load_row_tokenizer(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequence[int]]:
     """Return the tokenizer that encodes the rows of the base and its experts, and the ids that end a response."""
     from experts.suites.letters import build_tokenizer
 
@@ -236,7 +236,7 @@ def read_origin(directory: Path) -> TrainingRecord | None:
 def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     """Make the base, unless it is there."""
     _silence_progress()
-    if job.given:
+    if job.is_users:
         return
     if job.is_finished:
         progress(f"{job.name}: finished before, kept")
@@ -244,16 +244,16 @@ def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     from transformers import set_seed
 
     set_seed(spec.training_seed)  # first: a base from scratch draws its weights
-    model, tokenizer, stored = _start_of(spec.base)
+    model, tokenizer, stored = _load_start(spec.base)
     front: list[int] = []
     if job.train:
-        reader, _ = _reader_of(spec)
+        reader, _ = _load_row_tokenizer(spec)
         front = ids_in_front(reader)
         _fit_model(spec, model, reader, job, job.train, progress)
     _save_model(model.to(stored), tokenizer, job, front)
 
 
-def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
+def _load_start(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
     """Return the model that the base's own training starts from, and the type in which it is stored."""
     if base.from_scratch is None:
         assert base.model is not None, "the spec has one of the two"
@@ -262,14 +262,14 @@ def _start_of(base: BaseSpec) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
     return model, tokenizer, model.dtype
 
 
-def _without_numbers(base: BaseSpec) -> PreTrainedModel:
+def _build_meta_model(base: BaseSpec) -> PreTrainedModel:
     """Return the base's modules on the meta device."""
     import torch
 
-    from opd.models.weights import Naming, config_of
+    from opd.models.weights import Naming, load_config
 
     if base.model:
-        model: PreTrainedModel = Naming(config_of(base.model), torch.float32).model
+        model: PreTrainedModel = Naming(load_config(base.model), torch.float32).model
         return model
     assert base.from_scratch is not None, "the spec has one of the two"
     with torch.device("meta"):
@@ -308,9 +308,9 @@ def _fit_adapter(
 ) -> PreTrainedModel:
     """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
     assert job.train is not None
-    whole = add_adapters(model, spec.lora)
-    _fit_model(spec, whole, tokenizer, job, job.train, progress)
-    merged: PreTrainedModel = whole.merge_and_unload()
+    adapted = add_adapters(model, spec.lora)
+    _fit_model(spec, adapted, tokenizer, job, job.train, progress)
+    merged: PreTrainedModel = adapted.merge_and_unload()
     return merged
 
 
@@ -355,9 +355,9 @@ def _fit_model(
 
 def _find_end_ids(model: Any) -> list[int]:
     """Return the ids that end a response of the model, as its files name them beside its tokenizer's."""
-    named = model.generation_config.eos_token_id
-    found = model.config.eos_token_id if named is None else named
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    generation_ids = model.generation_config.eos_token_id
+    end_ids = model.config.eos_token_id if generation_ids is None else generation_ids
+    return [] if end_ids is None else [end_ids] if isinstance(end_ids, int) else list(end_ids)
 
 
 def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -404,10 +404,10 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job:
     publish_model(directory, job, {IN_FRONT: front} if front else {})
 
 
-def publish_model(directory: Path, job: TrainingJob, more: Mapping[str, Any]) -> None:
+def publish_model(directory: Path, job: TrainingJob, extra: Mapping[str, Any]) -> None:
     """Add the record to a finished model's files and put them in their place. `extra` is stored beside what the spec says: `RESULT`,
     to be read by people, or `IN_FRONT`."""
-    record = {**job.record, **more}
+    record = {**job.record, **extra}
     atomic_write_text(directory / RECORD, json.dumps(record, indent=2) + "\n")
     replace_dir(directory, job.directory)
 

@@ -15,7 +15,7 @@ from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.models.files import INDEX, SINGLE, read_index, weight_files
 from opd.models.lora import ADAPTER_CONFIG
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 Hashes = dict[Path, dict[str, str]]
 """Directory → weight file → BLAKE3."""
@@ -38,16 +38,16 @@ _PARTS = {
 OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
-def weight_hashes(path: Path, known: Hashes | None = None) -> dict[str, str]:
+def weight_hashes(path: Path, hash_cache: Hashes | None = None) -> dict[str, str]:
     """Return file name → BLAKE3 of every file that holds the model, as far as it is there.
 
     Hashes in `hash_cache` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
     ModelError for an index that is none.
     """
-    known = {} if known is None else known
-    if path not in known:
-        known[path] = {file.name: blake3_file(file) for file in weight_files(path) if file.is_file()}
-    return known[path]
+    hash_cache = {} if hash_cache is None else hash_cache
+    if path not in hash_cache:
+        hash_cache[path] = {file.name: blake3_file(file) for file in weight_files(path) if file.is_file()}
+    return hash_cache[path]
 
 
 def weight_tensors(path: Path) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ def _refuse_links_out(path: Path) -> None:
         target = Path(
             os.path.realpath(file)
         )  # unlike `resolve` it does not raise for a loop of links; reading the file then fails
-        if file.is_symlink() and not any(target.is_relative_to(place) for place in inside):
+        if file.is_symlink() and not any(target.is_relative_to(root_dir) for root_dir in inside):
             raise ModelError.at(
                 file,
                 found=f"a link to {file.readlink()}, outside of the directory",
@@ -144,29 +144,29 @@ def _refuse_adapter(path: Path) -> None:
 def _refuse_no_safetensors(path: Path) -> None:
     names = sorted(file.name for file in path.iterdir())
     for pattern, command in _PARTS.items():
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        if found:
+        part_files = [name for name in names if re.fullmatch(pattern, name)]
+        if part_files:
             raise ModelError.at(
                 path,
-                found=f"parts of a model, as the ranks of a training saved them: {', '.join(found[:3])}",
+                found=f"parts of a model, as the ranks of a training saved them: {', '.join(part_files[:3])}",
                 wanted=f"{SINGLE} or {INDEX} with its shards",
-                fix=f"join them: {command.format(path=as_typed(path))}; then give OUT, with the model's config.json and tokenizer",
+                fix=f"join them: {command.format(path=quote_for_shell(path))}; then give OUT, with the model's config.json and tokenizer",
             )
-    others = [file.name for suffix in OTHER_FORMATS for file in _list_files(path, suffix)]
-    if not others:
+    other_weights = [file.name for suffix in OTHER_FORMATS for file in _list_files(path, suffix)]
+    if not other_weights:
         raise ModelError.at(
             path,
             found="no weights",
             wanted=f"{SINGLE} or {INDEX} with its shards",
             fix="copy the weight files into the directory",
         )
-    if others[0].endswith(".gguf"):
-        fix = f"`opd models from-gguf {as_typed(path / others[0])} --output OUT` converts it, with its tokenizer"
+    if other_weights[0].endswith(".gguf"):
+        fix = f"`opd models from-gguf {quote_for_shell(path / other_weights[0])} --output OUT` converts it, with its tokenizer"
     else:
         fix = f"convert in a place you trust: {_TO_SAFETENSORS}"
     raise ModelError.at(
-        path / others[0],
-        found=f"only {', '.join(others)}",
+        path / other_weights[0],
+        found=f"only {', '.join(other_weights)}",
         wanted="safetensors weights; the other formats may run code when loaded or need conversion",
         fix=fix,
     )

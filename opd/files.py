@@ -85,8 +85,8 @@ def sweep_temporary_files(directory: Path) -> list[str]:
     """Clear what a killed process left in a directory: temporary files and directories, and what `replace_dir` moved
     aside, which is put back if its successor never came. Return the names that were found. Raises: OSError.
     """
-    found = [p for p in directory.iterdir() if _LEFTOVER.match(p.name)] if directory.is_dir() else []
-    for path in found:
+    leftovers = [p for p in directory.iterdir() if _LEFTOVER.match(p.name)] if directory.is_dir() else []
+    for path in leftovers:
         aside = _ASIDE.match(path.name)
         if aside and not (directory / aside[1]).exists():
             path.rename(directory / aside[1])
@@ -94,7 +94,7 @@ def sweep_temporary_files(directory: Path) -> list[str]:
             shutil.rmtree(path)
         else:
             path.unlink()
-    return sorted(path.name for path in found)
+    return sorted(path.name for path in leftovers)
 
 
 _ASIDE = re.compile(r"^\.(.+)\.\d+\.old$")

@@ -19,7 +19,7 @@ from opd.records.types import (
     PushReport,
     Rollout,
     RolloutBatch,
-    Sampled,
+    SampledTurn,
     SavedCheckpoint,
     StepReport,
     Teacher,
@@ -59,10 +59,10 @@ class RolloutEngine(Protocol):
         ...
 
     def load(
-        self, model_dir: Path, again: Callable[[], AbstractContextManager[Path]] | None = None, base: Path | None = None
+        self, model_dir: Path, restart_weights: Callable[[], AbstractContextManager[Path]] | None = None, base: Path | None = None
     ) -> None:
         """Load the weights of this Hugging Face directory into every worker, and reset caches. If the directory may go away,
-        `again` makes one with the same weights for a worker that died. With `base` the directory has only some weights; the
+        `restart_weights` makes one with the same weights for a worker that died. With `base` the directory has only some weights; the
         others are in `base`, a directory of the same model."""
         ...
 
@@ -79,7 +79,7 @@ class RolloutEngine(Protocol):
 class TokenEngine(Protocol):
     """The policy, one turn at a time. Concurrent calls share a batch, which a later call joins while it runs."""
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         """Sample at most `max_tokens` tokens that follow `token_ids`. A call that is cancelled leaves the batch. The engine has
         all other sampling settings. Raises: RunError if the engine failed, after which all calls fail, or if there is no room."""
         ...
@@ -171,7 +171,7 @@ class Schedule(Protocol):
         """Return the responses of this step; `policy_version` is the version of the weights that it trains."""
         ...
 
-    def rest(self) -> None:
+    def sleep_engines(self) -> None:
         """Let engines sleep that do: this step is trained from the log, so that nothing is written for it."""
         ...
 
@@ -254,8 +254,8 @@ class WeightSync(Protocol):
         """Send the trainer's weights to every engine, and prove it on the probe tokens. Raises: RunError."""
         ...
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
-        """Have every engine load the model of a directory that it may not be able to read; `like` is a model of the same shape
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
+        """Have every engine load the model of a directory that it may not be able to read; `shape_of` is a model of the same shape
         that it can read."""
         ...
 
@@ -289,7 +289,7 @@ class Monitors(Protocol):
         StorageError."""
         ...
 
-    def verdict(self) -> RunError | None:
+    def end_error(self) -> RunError | None:
         """Return the error with which the run ends after the step that was judged last; None if it goes on."""
         ...
 
@@ -409,4 +409,4 @@ class Reporter(Sink, Protocol):
     """The destination of a run's numbers: metrics file, evaluation files, progress on the terminal."""
 
     def phase(self, name: str) -> None: ...
-    def evaluation(self, name: str, found: Evaluation) -> None: ...
+    def evaluation(self, name: str, result: Evaluation) -> None: ...

@@ -36,8 +36,8 @@ from opd.interfaces import (
     Trainer,
     WeightSync,
 )
-from opd.records.staleness import refuse_stale, stale_samples
-from opd.records.step import StepRecord, seconds_at_work, step_record
+from opd.records.staleness import refuse_stale, find_stale_samples
+from opd.records.step import StepRecord, measure_busy_seconds, build_step_record
 from opd.records.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
 from opd.reward.interfaces import Rewards
 from opd.run.metrics import PhaseClock
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """Everything that a merge is made of. `pipelines.build` puts it together; tests use fakes."""
 
     prompts: PromptSource
@@ -82,19 +82,19 @@ class Plan:
     overlap: bool
     """Train while teachers still score; for teachers and trainers that do not share cores."""
 
-    def evaluates(self, step: int) -> bool:
+    def evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation follows the step."""
         return self.evaluate_every > 0 and step % self.evaluate_every == 0
 
 
-def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
+def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
     """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
     version, clock = plan.policy_version, PhaseClock(parts.reporter.phase)
     saved: SavedCheckpoint | None = None
-    following: _Scored | None = None
+    following: _ScoredStep | None = None
     step = plan.first_step - 1
     for step in range(plan.first_step, plan.last_step + 1):
-        scored = following or _scored_rollouts(parts, step, version, clock)
+        scored = following or _score_rollouts(parts, step, version, clock)
         if step < plan.last_step:
             parts.schedule.begin_next(step + 1, version)
         if not plan.overlap:
@@ -107,15 +107,15 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
             # The push below replaces the weights that an engine may still be writing with.
             parts.schedule.finish_writing()
         version += 1
-        following = _scored_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None
+        following = _score_rollouts(parts, step + 1, version, clock) if _begins_ahead(parts, plan, step) else None
         with clock("sync"):
             pushed = parts.sync.push(version)
         record = _make_record(parts, scored, trained, pushed)
-        accuracy = _evaluate_weights(parts, step, clock) if plan.evaluates(step) else {}
+        accuracy = _evaluate_weights(parts, step, clock) if plan.evaluates_after(step) else {}
         record = replace(
             record, accuracy=accuracy, replayed=scored.replayed, checkpoint=saved, phase_s=clock.take_seconds()
         )
-        record = replace(record, busy_s=seconds_at_work(record, parts.schedule.take_busy_s(), scored.targets, trained))
+        record = replace(record, busy_s=measure_busy_seconds(record, parts.schedule.take_busy_s(), scored.targets, trained))
         record = replace(record, alarms=parts.monitors.judge(record, scored.batch.rollouts))
         parts.reporter.step(record)
         parts.traces.keep(step, scored.batch, trained)
@@ -132,18 +132,18 @@ def run(parts: Parts, plan: Plan, stop: Callable[[], bool] = lambda: False) -> i
     return step
 
 
-def _begins_ahead(parts: Parts, plan: Plan, step: int) -> bool:
+def _begins_ahead(parts: Components, plan: Plan, step: int) -> bool:
     """Return True if teachers begin to score step `step` + 1 while the weights of `step` are pushed, which they do not need.
 
     Not if an evaluation follows: it would come between, and count as the teachers' work. Not with rewards, which are judged
     and recorded one step at a time.
     """
     written = parts.schedule.STEPS_AHEAD > 0 and step < plan.last_step
-    return written and parts.rewards is None and not plan.evaluates(step)
+    return written and parts.rewards is None and not plan.evaluates_after(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Scored:
+class _ScoredStep:
     """A step's rollouts and their teachers' scores, which may still be coming."""
 
     batch: RolloutBatch
@@ -154,7 +154,7 @@ class _Scored:
     """True if batch and targets come from the target log."""
 
 
-def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -> _Scored:
+def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseClock) -> _ScoredStep:
     """Take the step from the target log. If the log lacks it, the student writes, its teachers score, and the log records.
 
     Raises: RunError for a row that is too old to be trained.
@@ -162,25 +162,25 @@ def _scored_rollouts(parts: Parts, step: int, version: int, clock: PhaseClock) -
     with clock("rollout"):
         prompts = parts.prompts.take(step)
         logged = parts.log.replay(step, version, prompts)
-        batch = logged[0] if logged else _roll_out(parts, step, version, prompts)
+        batch = logged[0] if logged else _write_rollouts(parts, step, version, prompts)
         refuse_stale(batch.rollouts, version, parts.schedule.max_staleness)
-        stale = stale_samples(batch.rollouts, version)
+        stale = find_stale_samples(batch.rollouts, version)
     if logged:
-        parts.schedule.rest()
-        return _Scored(batch=batch, targets=logged[1], stale=stale, replayed=True)
+        parts.schedule.sleep_engines()
+        return _ScoredStep(batch=batch, targets=logged[1], stale=stale, replayed=True)
     with clock("score"):
         targets = parts.teachers.score(batch.rollouts)
         parts.log.record(step, version, prompts, batch, targets)
-    return _Scored(batch=batch, targets=targets, stale=stale, replayed=False)
+    return _ScoredStep(batch=batch, targets=targets, stale=stale, replayed=False)
 
 
-def _roll_out(parts: Parts, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
+def _write_rollouts(parts: Components, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
     """Have the student write the step's rollouts, and judge them if there are rewards."""
     batch = parts.schedule.rollouts(step, version, prompts)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
-def _compute_reward_step(parts: Parts, step: int, scored: _Scored, clock: PhaseClock) -> RewardStep | None:
+def _compute_reward_step(parts: Components, step: int, scored: _ScoredStep, clock: PhaseClock) -> RewardStep | None:
     """Compute the advantages for the optimiser step from the rewards; None without rewards."""
     if parts.rewards is None:
         return None
@@ -188,17 +188,17 @@ def _compute_reward_step(parts: Parts, step: int, scored: _Scored, clock: PhaseC
         return parts.rewards.step(step, scored.batch.rollouts)
 
 
-def _make_record(parts: Parts, scored: _Scored, trained: StepReport, pushed: PushReport) -> StepRecord:
+def _make_record(parts: Components, scored: _ScoredStep, trained: StepReport, pushed: PushReport) -> StepRecord:
     """Make the step's record, as far as it can be filled after the push."""
-    record = step_record(scored.batch, scored.targets, trained, pushed)
+    record = build_step_record(scored.batch, scored.targets, trained, pushed)
     if parts.rewards is None:
         return record
     return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))
 
 
-def _evaluate_weights(parts: Parts, step: int, clock: PhaseClock) -> dict[str, float]:
+def _evaluate_weights(parts: Components, step: int, clock: PhaseClock) -> dict[str, float]:
     """Evaluate the weights after this step, and report that. Returns the accuracy by domain."""
     with clock("evaluate"):
-        found = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
-    parts.reporter.evaluation(step_name(step), found)
-    return found.accuracy
+        evaluation = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
+    parts.reporter.evaluation(step_name(step), evaluation)
+    return evaluation.accuracy

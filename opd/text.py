@@ -19,31 +19,31 @@ def escape_control_characters(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def one_line(text: str, limit: int) -> str:
+def to_one_line(text: str, limit: int) -> str:
     """Return the text as `escape_control_characters` gives it, on one line, cut to its first `limit` characters."""
     return escape_control_characters(" ".join(text[:limit].split()))
 
 
-def control_in(text: str) -> re.Match[str] | None:
+def find_control_character(text: str) -> re.Match[str] | None:
     """Return the first control character, or half of a pair, which no text for a policy may have; None without one."""
     return _CONTROL.search(text)
 
 
-def readable(text: str) -> str:
+def strip_control_characters(text: str) -> str:
     """Return the text without the characters that `find_control_character` finds."""
     return _CONTROL.sub("", text)
 
 
-def or_dash(value: float | None, form: str) -> str:
+def format_or_dash(value: float | None, form: str) -> str:
     """Return a number in this format; `-` where there is none."""
     return "-" if value is None else format(value, form)
 
 
-def with_home(path: str) -> str:
+def expand_home(path: str) -> str:
     """Return the path with the home directory in place of `~`, as a shell has it; `~` of nobody stays."""
     return os.path.expanduser(path)  # noqa: PTH111 (that of pathlib raises for nobody's home)
 
 
-def as_typed(path: object) -> str:
+def quote_for_shell(path: object) -> str:
     """Return a path for a command that a user is to copy into a shell."""
     return shlex.quote(str(path))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from experts.registry import ExpertManifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
-from opd.live.displays import Beginning, Silence, open_display
+from opd.live.displays import RunStart, Silence, open_display
 from opd.live.interfaces import Display
 from opd.records.step import StepRecord
 from opd.report import read_run
@@ -77,8 +77,8 @@ class MergeResult:
     @property
     def mean_headroom(self) -> float | None:
         """Share of the way from student to expert, as a mean over domains; None if no expert is better than the student."""
-        found: float | None = self.report["mean_headroom"]
-        return found
+        headroom: float | None = self.report["mean_headroom"]
+        return headroom
 
     def _exam_accuracy(self, exam: str) -> dict[str, float]:
         return {domain: values[exam] for domain, values in self.report["domains"].items()}
@@ -138,8 +138,8 @@ def evaluate(
     Raises: OpdError before any compute, RunError if a worker fails.
     """
     config = load_pipeline(pipeline)
-    found = evaluate_models(config, [Path(model) for model in models], domains, tell or _say_nothing)
-    return {name: evaluation.accuracy for name, evaluation in found.items()}
+    evaluations = evaluate_models(config, [Path(model) for model in models], domains, tell or _say_nothing)
+    return {name: evaluation.accuracy for name, evaluation in evaluations.items()}
 
 
 def check(pipeline: Pipeline, *, samples: int = 32, tell: Tell | None = None) -> CheckReport:
@@ -171,11 +171,11 @@ def register_expert(
 ) -> ExpertManifest:
     """Check an expert's files and write its manifest, as `opd experts add` does. Raises: OpdError."""
     store = Registry(Path(registry) if registry is not None else default_root())
-    return store.add(name, Path(model), domain, _pipeline_path(prompts), _pipeline_path(base))
+    return store.add(name, Path(model), domain, _as_path(prompts), _as_path(base))
 
 
-def _pipeline_path(given: Path | str | None) -> Path | None:
-    return None if given is None else Path(given)
+def _as_path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)
 
 
 def _say_nothing(line: str) -> None: ...
@@ -200,15 +200,15 @@ class _Callback:
 
 def _make_callbacks(on_step: OnStep | None, tell: Tell | None, progress: bool, handle_signals: bool) -> MergeCallbacks:
     @contextmanager
-    def quiet(begun: Beginning) -> Iterator[Display]:
+    def open_callback_display(beginning: RunStart) -> Iterator[Display]:
         yield _CallbackDisplay(tell or _say_nothing)
 
     @contextmanager
-    def deaf() -> Iterator[Interrupts]:
+    def ignore_signals() -> Iterator[Interrupts]:
         yield Interrupts()
 
     return MergeCallbacks(
-        display=open_display if progress else quiet,
-        signals=interrupts if handle_signals else deaf,
+        display=open_display if progress else open_callback_display,
+        signals=interrupts if handle_signals else ignore_signals,
         sinks=(_Callback(on_step),) if on_step else (),
     )

@@ -12,14 +12,14 @@ from opd.config.balance import SamplesBalance
 from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
 from opd.credit import CREDITS
 from opd.credit.critic import CriticCredit
-from opd.credit.ema import Ema, EmaSpec
-from opd.credit.group import Group, GroupSpec
+from opd.credit.ema import EmaCredit, EmaSpec
+from opd.credit.group import GroupCredit, GroupSpec
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
 from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
-from opd.loop import Parts
+from opd.loop import Components
 from opd.monitors.acting import RunMonitors
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
 from opd.reward.stream import CREDIT, RewardStream
@@ -35,13 +35,13 @@ from opd.settings.named import import_object
 from opd.settings.strict import DTYPE_BYTES
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
-from opd.sync.proof import ProvenSync, SyncSpec, probe_sequences
+from opd.sync.proof import ProvenSync, SyncSpec, choose_probe_sequences
 from opd.traces.keeping import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
-from pipelines.inputs.own_engine import users_engine
+from pipelines.inputs.own_engine import import_users_engine
 from pipelines.inputs.read import Inputs
-from pipelines.specs import ForTraining, critic_spec, flight_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import TrainingFeatures, critic_spec, flight_spec, teacherless_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightPool
 from teachers.nobody import TeacherlessPool
 from teachers.pool import Pool, Routes
@@ -50,69 +50,69 @@ ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
 """`rollout.engine` -> class of the rollout engine."""
 
 
-def _own_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Pool:
+def _start_own_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Pool:
     return Pool(pool_spec(config, vocab_size), routes)
 
 
-def _served_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> FlightPool:
+def _start_flight_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> FlightPool:
     return FlightPool(flight_spec(config, vocab_size), routes)
 
 
-def _nobodys_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> TeacherlessPool:
-    return TeacherlessPool(nobody_spec(config))
+def _start_teacherless_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> TeacherlessPool:
+    return TeacherlessPool(teacherless_spec(config))
 
 
 AnyPool = Pool | FlightPool | TeacherlessPool
 POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
-    "transformers": _own_pool,
-    "vllm": _own_pool,
-    "openai": _own_pool,
-    "flight": _served_pool,
-    "none": _nobodys_pool,
+    "transformers": _start_own_pool,
+    "vllm": _start_own_pool,
+    "openai": _start_own_pool,
+    "flight": _start_flight_pool,
+    "none": _start_teacherless_pool,
 }
 """`teachers.engine` -> function that starts the pool."""
 
 
 def num_workers(config: PipelineConfig) -> int:
     """Return the number of processes that a merge runs beside the driver."""
-    trained = 2 if config.objective.has_critic else 1
-    return config.rollout.workers + config.teachers.scoring_workers + trained * config.trainer.ranks
+    trained_models = 2 if config.objective.has_critic else 1
+    return config.rollout.workers + config.teachers.scoring_workers + trained_models * config.trainer.ranks
 
 
 def build_merge(
     config: PipelineConfig,
     inputs: Inputs,
     paths: RunPaths,
-    shown: Display,
+    display: Display,
     identity: Mapping[str, Any],
     sinks: Sequence[Sink] = (),
-) -> Parts:
+) -> Components:
     """Start every worker and put the merge together; `identity` goes into every checkpoint.
 
     Raises: RunError if a worker does not come up.
     """
-    engine, trainer, pool = _start_workers(config, inputs, shown, paths.judged.absolute())
+    engine, trainer, pool = _start_roles(config, inputs, display, paths.judge_answers.absolute())
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
-    credit = _build_credit(config, inputs, shown)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, shown.say, config.cluster.phase_timeout_s)
-    return Parts(
+    credit = _build_credit(config, inputs, display)
+    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, display.say, config.cluster.phase_timeout_s)
+    return Components(
         prompts=prompts,
         schedule=_build_schedule(config, prompts, engine, log),
         engine=engine,
         teachers=pool,
         log=log,
         trainer=trainer,
-        sync=_build_sync(config, inputs, trainer, engine, shown),
-        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, shown.say),
+        sync=_build_sync(config, inputs, trainer, engine, display),
+        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
         checkpoints=_build_checkpoints(
             config, paths, CompanionSaver(trainer, credit, CREDIT) if credit else trainer, identity
         ),
-        reporter=RunReporter(metrics, paths, shown, sinks),
+        reporter=RunReporter(metrics, paths, display, sinks),
         rewards=_build_rewards(config, inputs, credit) if credit else None,
     )
 
@@ -129,7 +129,7 @@ def _build_schedule(config: PipelineConfig, prompts: PromptSource, engine: Rollo
     return SCHEDULES[config.schedule.mode](spec)
 
 
-def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Credit | None:
+def _build_credit(config: PipelineConfig, inputs: Inputs, display: Display) -> Credit | None:
     """Return the object that turns rewards into advantages, ready; None without `objective.reward`. Raises: RunError."""
     if config.objective.reward is None:
         return None
@@ -139,7 +139,7 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Cre
     else:
         credit = credit_of(baseline)
     if config.objective.has_critic:
-        shown.doing("the critic loads")
+        display.doing("the critic loads")
     credit.wait_ready()
     return credit
 
@@ -147,9 +147,9 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, shown: Display) -> Cre
 def credit_of(baseline: BaselineConfig) -> Credit:
     """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
-        return Ema(EmaSpec(decay=baseline.decay))
+        return EmaCredit(EmaSpec(decay=baseline.decay))
     if isinstance(baseline, GroupBaseline):
-        return Group(GroupSpec(divide_by_std=baseline.divide_by_std))
+        return GroupCredit(GroupSpec(divide_by_std=baseline.divide_by_std))
     plain: Credit = import_object(CREDITS[baseline.kind])()
     return plain
 
@@ -165,19 +165,19 @@ def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> Re
 
 
 def _build_sync(
-    config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, shown: Display
+    config: PipelineConfig, inputs: Inputs, trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, display: Display
 ) -> ProvenSync:
     # Domains take turns, as far as the shortest one goes, so that the probe has prompts of all of them.
     every_prompt = (p for prompts in zip(*inputs.prompts.values(), strict=False) for p in prompts)
     spec = SyncSpec(
         trainer=trainer,
         engine=engine,
-        probe=probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
+        probe=choose_probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
         tolerance=sync_tolerance(config),
-        adapts=config.sync.tolerance is None,
-        keeps=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
+        adapts_tolerance=config.sync.tolerance is None,
+        keeps_weights=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
-        tell=shown.say,
+        tell=display.say,
     )
     return SYNCS[config.sync.kind](spec)
 
@@ -190,14 +190,14 @@ def start_rollouts(
     With `training` they know which tokens carry no loss (`Inputs.untrained`) and how each domain counters drift; without, only
     which domains' prompts are prefixes. `judged` is the run's file with the answers of the guard's judge.
     """
-    known = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
+    student_facts = (config.student.model, inputs.student.vocab_size, inputs.student.eos_token_ids)
     drift = drift_options(config, inputs.routes)
     if training:
-        options = ForTraining(untrained=inputs.untrained, drift=drift, judged=judged)
+        options = TrainingFeatures(untrained=inputs.untrained, drift=drift, judged=judged)
     else:
         prefixes = {domain: DriftOptions(replay=True) for domain, cure in drift.items() if cure.replay}
-        options = ForTraining(drift=prefixes, judged=judged)
-    spec = rollout_spec(config, *known, options)
+        options = TrainingFeatures(drift=prefixes, judged=judged)
+    spec = rollout_spec(config, *student_facts, options)
     return rollout_engine(config)(spec, inputs.tokenizer)
 
 
@@ -206,46 +206,46 @@ def rollout_engine(config: PipelineConfig) -> Callable[[RolloutSpec, Any], VLLMR
     name = config.rollout.engine
     if name in ROLLOUT_ENGINES:
         return ROLLOUT_ENGINES[name]
-    made: Callable[[RolloutSpec, Any], VLLMRolloutEngine] = users_engine(name)
-    return made
+    engine_class: Callable[[RolloutSpec, Any], VLLMRolloutEngine] = import_users_engine(name)
+    return engine_class
 
 
 class _StartUp:
     """Progress of the start-up: tells the user for which workers the run waits, and which are up."""
 
-    def __init__(self, shown: Display) -> None:
-        self._shown = shown
+    def __init__(self, display: Display) -> None:
+        self._display = display
         self._began = time.monotonic()
         self._up: list[str] = []
 
-    def wait(self, who: str, role: VLLMRolloutEngine | DeepSpeedTrainer | AnyPool) -> None:
+    def wait(self, role_name: str, role: VLLMRolloutEngine | DeepSpeedTrainer | AnyPool) -> None:
         """Wait until a role is ready. Raises: RunError."""
         up = f" ({', '.join(self._up)}: up)" if self._up else ""
-        self._shown.doing(f"loading: {who}{up}")
+        self._display.doing(f"loading: {role_name}{up}")
         role.wait_ready()
-        if who not in self._up and not isinstance(role, TeacherlessPool):
-            self._up.append(who)
-            self._shown.say(f"{who}: up after {time.monotonic() - self._began:.0f} s")
+        if role_name not in self._up and not isinstance(role, TeacherlessPool):
+            self._up.append(role_name)
+            self._display.say(f"{role_name}: up after {time.monotonic() - self._began:.0f} s")
 
 
-def _start_workers(
-    config: PipelineConfig, inputs: Inputs, shown: Display, judged: Path | None = None
+def _start_roles(
+    config: PipelineConfig, inputs: Inputs, display: Display, judged: Path | None = None
 ) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
 
     def start_pool() -> AnyPool:
         return POOLS[config.teachers.engine](config, inputs.scoring, inputs.student.vocab_size)
 
-    start_up = _StartUp(shown)
-    elsewhere = None if config.teachers.scoring_workers else start_pool()
-    if elsewhere is not None:
+    start_up = _StartUp(display)
+    remote_pool = None if config.teachers.scoring_workers else start_pool()
+    if remote_pool is not None:
         # This costs no core here, and a wrong token should show before anything else starts.
-        start_up.wait("teachers", elsewhere)
+        start_up.wait("teachers", remote_pool)
     engine = start_rollouts(config, inputs, training=True, judged=judged)
     if 0 < config.cluster.rollout_gpus < 1:
         # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own.
         start_up.wait("rollout engine", engine)
-    pool = elsewhere or start_pool()
+    pool = remote_pool or start_pool()
     trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
     # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)

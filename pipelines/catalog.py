@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from opd.settings.yaml_files import no_such_yaml
+from opd.settings.yaml_files import no_such_yaml_error
 
 PLANS = Path(str(files("pipelines"))) / "plan" / "shipped"
 """Clusters, pipelines and shapes of models for `opd plan`."""
@@ -27,7 +27,7 @@ def shipped_plans() -> dict[str, Path]:
 
 def find_pipeline(name_or_path: str) -> Path:
     """Return the file of a shipped pipeline, or the path of one of the user's. Raises: ConfigError if there is neither."""
-    known, path = shipped_plans() | shipped_pipelines(), Path(name_or_path)
-    if name_or_path not in known and not path.exists():
-        raise no_such_yaml(path, known, "a shipped pipeline", "`opd pipelines list` names the shipped ones")
-    return known.get(name_or_path, path)
+    shipped, path = shipped_plans() | shipped_pipelines(), Path(name_or_path)
+    if name_or_path not in shipped and not path.exists():
+        raise no_such_yaml_error(path, shipped, "a shipped pipeline", "`opd pipelines list` names the shipped ones")
+    return shipped.get(name_or_path, path)

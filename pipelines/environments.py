@@ -32,9 +32,9 @@ def environment_table() -> list[tuple[str, str, str]]:
     """Return name, tools and first line of the documentation of every environment that comes with `opd`."""
     rows = []
     for name in ENVIRONMENTS:
-        made = find_environment(name, "environments")
-        told = inspect.getdoc(made) or ""
-        rows.append((name, ", ".join(tool.name for tool in made.tools) or "-", told.partition("\n")[0]))
+        environment_class = find_environment(name, "environments")
+        docstring = inspect.getdoc(environment_class) or ""
+        rows.append((name, ", ".join(tool.name for tool in environment_class.tools) or "-", docstring.partition("\n")[0]))
     return rows
 
 
@@ -70,7 +70,7 @@ def write_prefixes(
     Raises: PromptError, ModelError: see `experts.episodes.prefixes`; ModelError for a directory that is no model; ConfigError.
     """
     try:
-        given = TypeAdapter(ChatTemplateKwargs).validate_json(variables)
+        template_variables = TypeAdapter(ChatTemplateKwargs).validate_json(variables)
     except ValidationError as error:
         raise ConfigError.at(
             "--chat-template-kwargs",
@@ -80,8 +80,8 @@ def write_prefixes(
         ) from None
     ends = inspect_model(model, hash_weights=False).eos_token_ids
     find_source(episodes)  # a missing file is found before the tokenizer's package is imported
-    found = read_prefixes(episodes, load_tokenizer(model, add_special_tokens), ends, day, parser, given)
-    return _write_rows(found.rows, output), found.left_out
+    prefixes = read_prefixes(episodes, load_tokenizer(model, add_special_tokens), ends, day, parser, template_variables)
+    return _write_rows(prefixes.rows, output), prefixes.left_out
 
 
 def _write_rows(rows: Sequence[dict[str, Any]], output: Path) -> int:
@@ -100,8 +100,8 @@ def play_task(
     row = _make_tasks(name, 1, seed, options)[0]
     environment = find_environment(name, "environments")()
     try:
-        first = environment.reset(row["metadata"], seed)
-        say(_message_text(row["prompt"]) + (f"\n{_message_text(first)}" if first else ""))
+        first_observation = environment.reset(row["metadata"], seed)
+        say(_message_text(row["prompt"]) + (f"\n{_message_text(first_observation)}" if first_observation else ""))
         while (text := ask("> ")).strip() != QUIT:
             outcome = _make_turn(environment, text, say)
             if outcome.done:
@@ -113,25 +113,25 @@ def play_task(
 
 def _make_turn(environment: Any, text: str, say: Callable[[str], None]) -> Outcome:
     try:
-        calls = _typed_calls(environment, text)
+        calls = _parse_typed_call(environment, text)
     except ValueError as error:
         say(f"this call cannot be made: {error}")
         return Outcome()
     outcome: Outcome = environment.step(Action(text=text, calls=calls))
-    seen = outcome.observation
-    say("\n".join(seen) if isinstance(seen, tuple) else seen)
+    observation = outcome.observation
+    say("\n".join(observation) if isinstance(observation, tuple) else observation)
     return outcome
 
 
-def _typed_calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
+def _parse_typed_call(environment: Any, text: str) -> tuple[ToolCall, ...]:
     """Return the tool call that a player typed, if it is one. Raises: ValueError for arguments that are missing."""
-    name, _, rest = text.strip().partition(" ")
+    name, _, argument_text = text.strip().partition(" ")
     tool = next((tool for tool in environment.tools if tool.name == name), None)
     if tool is None:
         return ()
     needed = list(tool.parameters.get("required", ()))
-    typed = {needed[0]: rest} if needed else {}
-    arguments = json.loads(rest) if rest.lstrip().startswith("{") else typed
+    typed = {needed[0]: argument_text} if needed else {}
+    arguments = json.loads(argument_text) if argument_text.lstrip().startswith("{") else typed
     missing = [key for key in needed if key not in arguments]
     if missing:
         raise ValueError(f"{name} needs {missing[0]}; write {name} {{JSON}}")
@@ -139,16 +139,16 @@ def _typed_calls(environment: Any, text: str) -> tuple[ToolCall, ...]:
 
 
 def _make_tasks(name: str, n: int, seed: int, options: list[str]) -> Sequence[dict[str, Any]]:
-    made = find_environment(name, "environments")
-    if not hasattr(made, "tasks"):
+    environment_class = find_environment(name, "environments")
+    if not hasattr(environment_class, "tasks"):
         raise ConfigError.at(
             f"environment {name}",
             found="a class without `tasks`",
             wanted="a class method tasks(n, seed, **options) that gives rows",
             fix="write one, or write the prompts file yourself",
         )
-    found: Sequence[dict[str, Any]] = made.tasks(n, seed, **apply_overrides({}, options))
-    return found
+    rows: Sequence[dict[str, Any]] = environment_class.tasks(n, seed, **apply_overrides({}, options))
+    return rows
 
 
 def _message_text(prompt: Any) -> str:

@@ -11,7 +11,7 @@ from types import FrameType
 
 from opd.machine.signals import end_at_once, postpone_signal, wait_for_sender
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -29,13 +29,13 @@ class Interrupted(Exception):
 
     def __init__(self, step: int, root: Path, number: int, *, died: Exception | None = None) -> None:
         """`died`: the worker's death that kept the merge from finishing its step."""
-        go_on = f"go on with `opd merge --resume {as_typed(RunPaths(root).whole)}`"
-        told = f"stopped after step {step}, checkpoint written; {go_on}"
+        go_on = f"go on with `opd merge --resume {quote_for_shell(RunPaths(root).merge_root)}`"
+        message = f"stopped after step {step}, checkpoint written; {go_on}"
         if died is not None:
-            told = (
+            message = (
                 f"stopped, last checkpoint of step {step}; {go_on}. After a signal no worker is started again: {died}"
             )
-        super().__init__(told)
+        super().__init__(message)
         self.number = number
         """The number of the signal."""
 
@@ -90,14 +90,14 @@ def interrupts() -> Iterator[Interrupts]:
     if isinstance(outer, Interrupts):
         yield outer
         return
-    found = Interrupts()
+    signals = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield found
+        yield signals
         return
-    before = {number: signal.signal(number, found.on_signal) for number in NAMES}
+    handlers = {number: signal.signal(number, signals.on_signal) for number in NAMES}
     try:
-        yield found
+        yield signals
     finally:
         wait_for_sender()  # before other handlers are back: they would take a postponed signal for a new one
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -18,7 +18,7 @@ from experts.rl.spec import ReinforceSpec
 from experts.train import (
     RESULT,
     TrainingJob,
-    base_of,
+    build_base_job,
     check_unclaimed,
     make_base,
     publish_model,
@@ -42,7 +42,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Expert:
+class _ReinforcedExpert:
     """One expert to make."""
 
     config: PipelineConfig
@@ -53,28 +53,28 @@ class _Expert:
     paths: RunPaths
 
     @property
-    def ran(self) -> bool:
+    def has_run(self) -> bool:
         """Return True if its run is finished, with a model and a report."""
-        whole = all(path.exists() for path in (self.paths.model, self.paths.report, self.paths.page))
-        return whole and read_run(self.paths.root).finished
+        is_complete = all(path.exists() for path in (self.paths.model, self.paths.report, self.paths.report_page))
+        return is_complete and read_run(self.paths.root).finished
 
 
-def reinforce_experts(spec: ReinforceSpec, tell: Tell, around: MergeCallbacks = TERMINAL) -> list[Path]:
+def reinforce_experts(spec: ReinforceSpec, tell: Tell, callbacks: MergeCallbacks = TERMINAL) -> list[Path]:
     """Make the experts that are not finished yet. Returns their directories in the order of the spec.
 
     Raises: OpdError before the base is made, or before the run of an expert begins; RunError if a run cannot go on;
     Interrupted after Ctrl-C, with a checkpoint.
     """
-    base = base_of(spec)
+    base = build_base_job(spec)
     experts = [_make_expert_run(spec, name, base) for name in spec.experts]
     registry = Registry(spec.registry) if spec.registry else None
     for job in (base, *(expert.job for expert in experts)):
         check_unclaimed(job, registry)
     make_base(spec, base, tell)
     # One handler for all runs: a Ctrl-C between two of them must not get lost.
-    with around.signals() as signals:
+    with callbacks.signals() as signals:
         for expert in experts:
-            _train_expert(expert, tell, around)
+            _train_expert(expert, tell, callbacks)
             if registry:
                 register_expert(registry, expert.job, expert.domain, expert.prompts)
             if signals.should_leave() and expert is not experts[-1]:
@@ -92,28 +92,28 @@ def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any],
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()
     )
-    found = config.model_dump(mode="json", include=decides)
-    for name, domain in found["domains"].items():
+    facts = config.model_dump(mode="json", include=decides)
+    for name, domain in facts["domains"].items():
         # Not the path: of the tasks the contents are hashed, and an exam decides no weight.
         del domain["prompts"], domain["eval"]["prompts"]
         domain |= _task_options(config.domains[name].prompts)
-    return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **found}
+    return {"method": spec.method, "base": base, "seed": spec.seed, "prompts": prompts, **facts}
 
 
 def _task_options(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
     """Return the keys of a mapping other than the location of its tasks: rows, columns and the like; empty if there are none."""
     assert prompts is not None, "an expert has tasks"
-    said = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
-    return {"prompts": said} if said else {}
+    options = as_prompts_config(prompts).model_dump(mode="json", exclude={"path"}, exclude_defaults=True)
+    return {"prompts": options} if options else {}
 
 
-def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expert:
+def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _ReinforcedExpert:
     config = pipeline_of(spec, name)
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
     directory = spec.output_dir / name
-    record = _as_made(directory, record_of(config, spec, base.record, source.content_hash()))
-    return _Expert(
+    record = _keep_compatible_record(directory, record_of(config, spec, base.record, source.content_hash()))
+    return _ReinforcedExpert(
         config=config,
         job=TrainingJob(name=name, directory=directory, lines=(), train=None, record=record),
         domain=spec.experts[name].domain,
@@ -122,14 +122,14 @@ def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Expe
     )
 
 
-def _as_made(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _keep_compatible_record(directory: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Return the record of an expert that is there already, if it differs from `record` only in what a resumed run may change
     too, such as a GPU's share of memory; else `record`."""
-    made = read_origin(directory)
-    return record if made is None or refused_keys(made, record) else made
+    stored_record = read_origin(directory)
+    return record if stored_record is None or refused_keys(stored_record, record) else stored_record
 
 
-def _train_expert(expert: _Expert, tell: Tell, around: MergeCallbacks) -> None:
+def _train_expert(expert: _ReinforcedExpert, tell: Tell, callbacks: MergeCallbacks) -> None:
     """Take an expert's run to its end and its model to its place."""
     name, paths = expert.job.name, expert.paths
     if expert.job.is_finished:
@@ -140,8 +140,8 @@ def _train_expert(expert: _Expert, tell: Tell, around: MergeCallbacks) -> None:
         tell(f"{name}: going on in {paths.root}")
     else:
         work = rounds.begin_rounds(expert.config, paths.root, tell)
-    if not expert.ran:
-        work.carry_out(around)
+    if not expert.has_run:
+        work.carry_out(callbacks)
     result = _run_result(paths)
     link_files(paths.model, staging_directory(expert.job))
     publish_model(staging_directory(expert.job), expert.job, {RESULT: result})
@@ -158,5 +158,5 @@ def _run_result(paths: RunPaths) -> dict[str, Any]:
         "steps": report["steps"],
         "response_tokens": report["response_tokens"],
         "wall_s": report["wall_s"],
-        "success": {name: [found["before"], found["after"]] for name, found in report["domains"].items()},
+        "success": {name: [scores["before"], scores["after"]] for name, scores in report["domains"].items()},
     }

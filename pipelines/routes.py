@@ -10,7 +10,7 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
-from opd.config.objectives import OBJECTIVES, objective_config
+from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.near import did_you_mean
@@ -20,7 +20,7 @@ START = "start student"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expert:
+class RoutedExpert:
     """An expert of this merge, from the registry or from the pipeline itself."""
 
     teacher: Teacher
@@ -35,7 +35,7 @@ class Expert:
 
 
 def route_domains(
-    config: PipelineConfig, experts: Mapping[str, Expert]
+    config: PipelineConfig, experts: Mapping[str, RoutedExpert]
 ) -> tuple[dict[str, tuple[WeightedTeacher, ...]], list[str]]:
     """The teachers of each domain, heaviest first, their weights adding up to 1; and notices for the user.
 
@@ -71,13 +71,13 @@ def scoring_routes(
     for domain, assigned in routes.items():
         factor = domain_extrapolation(config, domain)
         if factor > 1:
-            experts = tuple(replace(one, weight=factor * one.weight) for one in assigned)
+            experts = tuple(replace(weighted_teacher, weight=factor * weighted_teacher.weight) for weighted_teacher in assigned)
             itself = () if trainer_has_start(config) else (WeightedTeacher(teacher=start, weight=1 - factor),)
             scoring[domain] = (*experts, *itself)
     return scoring
 
 
-def asked_by_trainer(config: PipelineConfig) -> dict[str, float]:
+def start_student_weights(config: PipelineConfig) -> dict[str, float]:
     """Domain -> weight of the start student where the trainer asks it, and no teacher scores in its name."""
     if not trainer_has_start(config):
         return {}
@@ -85,28 +85,28 @@ def asked_by_trainer(config: PipelineConfig) -> dict[str, float]:
     return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
 
 
-def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, Expert]) -> dict[str, float]:
+def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, RoutedExpert]) -> dict[str, float]:
     """Expert -> weight as the pipeline gives it, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:
         return {_own_expert(domain, experts): 1.0}
-    given = {named: 1.0} if isinstance(named, str) else dict(named)
-    where = f"domains.{domain}.teachers"
-    for name in given:
+    weights = {named: 1.0} if isinstance(named, str) else dict(named)
+    key = f"domains.{domain}.teachers"
+    for name in weights:
         if name not in experts:
             raise ConfigError.at(
-                where,
+                key,
                 found=name,
                 wanted=f"experts of this pipeline: {', '.join(experts)}",
                 fix=did_you_mean(name, experts, "add it under `experts`"),
             )
-    shares = {name: weight for name, weight in given.items() if weight > 0}
+    shares = {name: weight for name, weight in weights.items() if weight > 0}
     if not shares:
-        raise ConfigError.at(where, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
+        raise ConfigError.at(key, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
     if len(shares) > 1 and not config.objective.OBJECTIVE.mixes:
-        mixing = [kind for kind in OBJECTIVES if objective_config(kind).OBJECTIVE.mixes]
+        mixing = [kind for kind in OBJECTIVES if find_objective_section(kind).OBJECTIVE.mixes]
         raise ConfigError.at(
-            where,
+            key,
             found=f"{len(shares)} teachers with objective.kind {config.objective.kind}",
             wanted=f"one teacher, or objective.kind {' or '.join(mixing)}",
             fix="give the domain one teacher or change the objective",
@@ -114,16 +114,16 @@ def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, E
     return shares
 
 
-def _own_expert(domain: str, experts: Mapping[str, Expert]) -> str:
-    mine = [name for name, expert in experts.items() if expert.domain == domain]
-    if len(mine) == 1:
-        return mine[0]
-    if mine:
+def _own_expert(domain: str, experts: Mapping[str, RoutedExpert]) -> str:
+    names = [name for name, expert in experts.items() if expert.domain == domain]
+    if len(names) == 1:
+        return names[0]
+    if names:
         raise ConfigError.at(
-            f"experts.{mine[1]}.domain",
-            found=f"{domain}, which {mine[0]} has already",
+            f"experts.{names[1]}.domain",
+            found=f"{domain}, which {names[0]} has already",
             wanted="one expert a domain, or weights for several",
-            fix=f"leave one of the two out, or set domains.{domain}.teachers: {{{mine[0]}: 0.5, {mine[1]}: 0.5}}",
+            fix=f"leave one of the two out, or set domains.{domain}.teachers: {{{names[0]}: 0.5, {names[1]}: 0.5}}",
         )
     served = ", ".join(f"{n} → {e.domain}" for n, e in experts.items()) or "none"
     raise ConfigError.at(
@@ -134,7 +134,7 @@ def _own_expert(domain: str, experts: Mapping[str, Expert]) -> str:
     )
 
 
-def _refuse_idle(config: PipelineConfig, experts: Mapping[str, Expert], used: set[str]) -> None:
+def _refuse_idle(config: PipelineConfig, experts: Mapping[str, RoutedExpert], used: set[str]) -> None:
     for name, expert in experts.items():
         if name not in used:
             named = expert.domain in config.domains

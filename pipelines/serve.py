@@ -81,9 +81,9 @@ def _refuse_taken(door: ListenAddress) -> None:
 @contextmanager
 def _treat_sigterm_as_interrupt() -> Iterator[None]:
     """Within, SIGTERM does what Ctrl-C does. Use it after Ray has started, because Ray replaces the handler at its start."""
-    before = {number: signal.signal(number, raise_interrupt) for number in STOPPING}
+    handlers = {number: signal.signal(number, raise_interrupt) for number in STOPPING}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

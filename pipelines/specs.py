@@ -13,12 +13,12 @@ from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec, WarmUp
-from opd.credit.gae import CUT, GaeSpec
+from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
-from opd.train.compiled import WRITTEN_OUT_UP_TO
+from opd.train.compiled import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
@@ -30,7 +30,7 @@ from opd.train.start import StartTeacher
 from opd.train.turns import TurnWeights
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import START, asked_by_trainer
+from pipelines.routes import START, start_student_weights
 from teachers.flight.client import FlightSpec
 from teachers.nobody import TeacherlessSpec
 from teachers.pool import PoolSpec
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForTraining:
+class TrainingFeatures:
     """Settings of rollout engines in training, and not in exams."""
 
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -57,10 +57,10 @@ def rollout_spec(
     model_dir: Path,
     vocab_size: int,
     stop_token_ids: Sequence[int],
-    training: ForTraining | None = None,
+    training: TrainingFeatures | None = None,
 ) -> RolloutSpec:
     """Return the spec of rollout engines that begin with the model in `model_dir`; `vocab_size` is the tokenizer's."""
-    training = training or ForTraining()
+    training = training or TrainingFeatures()
     rollout = config.rollout
     episodes = episode_options(config, training.judged)
     return RolloutSpec(
@@ -138,7 +138,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
             gamma=baseline.gamma,
             policy_lambda=baseline.policy_lambda,
             critic_lambda=baseline.critic_lambda,
-            bootstrap=CUT if baseline.bootstrap else frozenset(),
+            bootstrap=CUT_REASONS if baseline.bootstrap else frozenset(),
         ),
         updates=baseline.updates,
         warm_up=WarmUp(**baseline.warm_up.model_dump()),
@@ -200,14 +200,14 @@ def eager_attention(config: PipelineConfig) -> bool:
 
     They do where compiling fuses these, rows are short and there is no GPU.
     """
-    short = config.rollout.max_model_len <= WRITTEN_OUT_UP_TO
+    short = config.rollout.max_model_len <= EAGER_ATTENTION_TOKENS
     return config.trainer.compile and short and config.cluster.trainer_gpus == 0
 
 
 def turn_weights(config: PipelineConfig) -> dict[str, TurnWeights]:
     """Return domain -> weights of its turns, for domains whose turns do not all weigh the same."""
-    found = {name: domain.environment.turn_weights for name, domain in config.domains.items() if domain.environment}
-    return {name: TurnWeights(**given.model_dump()) for name, given in found.items() if given is not None}
+    weights = {name: domain.environment.turn_weights for name, domain in config.domains.items() if domain.environment}
+    return {name: TurnWeights(**settings.model_dump()) for name, settings in weights.items() if settings is not None}
 
 
 def lora_options(config: PipelineConfig) -> LoraOptions | None:
@@ -221,7 +221,7 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
 
 def start_teacher(config: PipelineConfig) -> StartTeacher | None:
     """Return the settings by which trainer ranks score with the start student; None if they do not."""
-    weights = asked_by_trainer(config)
+    weights = start_student_weights(config)
     return StartTeacher(name=START, weights=weights, payload=config.teachers.payload) if weights else None
 
 
@@ -233,7 +233,7 @@ def learning_rate(trainer: TrainerConfig) -> LearningRate:
         warmup_steps=trainer.warmup_steps,
         decay=trainer.lr_scheduler_type,
         floor=trainer.min_lr_ratio,
-        shorter=tuple((one.at, one.steps) for one in trainer.extended),
+        shorter=tuple((entry.at, entry.steps) for entry in trainer.extended),
     )
 
 
@@ -296,7 +296,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
             "tensor_parallel_size": teachers.tensor_parallel_size,
         }
     elif isinstance(teachers, OpenAITeachers):
-        servers = {name: Server(base_url=one.base_url, model=one.model) for name, one in teachers.servers.items()}
+        servers = {name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()}
         own = {
             "servers": servers,
             "api_key_env": teachers.api_key_env,
@@ -332,6 +332,6 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
     )
 
 
-def nobody_spec(config: PipelineConfig) -> TeacherlessSpec:
+def teacherless_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Return the spec of the pool without teachers."""
     return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

@@ -19,7 +19,7 @@ class DeviceCache:
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
-        self._copies = device.type != "cpu"
+        self._copies_weights = device.type != "cpu"
         self._budget_bytes = budget_bytes
         self._states: OrderedDict[str, State] = OrderedDict()
         self._sizes: dict[str, int] = {}
@@ -30,7 +30,7 @@ class DeviceCache:
 
     def has_room_for(self, key: str, state: State) -> bool:
         """Return True if the teacher `key` is on the device, or has room there beside the one in use, which was copied last."""
-        if not self._copies or not self._states or key in self._states:
+        if not self._copies_weights or not self._states or key in self._states:
             return True
         return self._sizes[next(reversed(self._states))] + _count_bytes(state) <= self._budget_bytes
 
@@ -39,7 +39,7 @@ class DeviceCache:
 
         What is dropped for it is free once no model has it either: see `has_room_for`.
         """
-        if not self._copies:
+        if not self._copies_weights:
             return state
         if (cached := self.find(key)) is not None:
             self._states.move_to_end(key)

@@ -16,7 +16,7 @@ from opd.models.heads import HeadSource
 from opd.payloads.none import Unscored
 from opd.records.types import LayoutProof, Rollout
 from opd.stream.schema import TargetRow, write_parts
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 
 NOBODY = "nobody"
 """Stands in the column `teacher`."""
@@ -45,13 +45,13 @@ class TeacherlessPool:
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
         """Make rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
-        expected = {NOBODY: Expected(weight=1.0, head="")}
-        request = Asked(
+        expected = {NOBODY: ExpectedRow(weight=1.0, head="")}
+        request = TeacherRequest(
             rollouts=rollouts,
             teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), expected),
             kind=(self._spec.dtype, PAYLOAD),
             max_quarantined=self._spec.max_quarantined,
-            who="rollouts",
+            sender="rollouts",
         )
         return TargetStream(self._iterate_parts(rollouts), request, heads={})
 

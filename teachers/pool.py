@@ -16,10 +16,10 @@ from opd.models.heads import HeadSource
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
-from teachers.worker import ScoringGroup, TeacherWorker
+from teachers.worker import TeacherRows, TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
@@ -102,7 +102,7 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = assign_groups(list(self.group_by_teacher(rollouts)), self.num_workers)
+        shares = assign_rows(list(self.group_by_teacher(rollouts)), self.num_workers)
         restarted: list[str] = []
         pending = [self.begin_share(index, share, index) for index, share in enumerate(shares)]
         return self.build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
@@ -122,7 +122,7 @@ class Pool:
         keys = {t.name: self.head_of(t).key for t in names} if self._sends_heads else {}
         heads = self.heads()
         self._heads = {key: heads[key] for key in sorted(set(keys.values()))}
-        request = Asked(
+        request = TeacherRequest(
             rollouts=rollouts,
             teachers=expected_rows(domains, self._routes, keys),
             kind=(self._options.dtype, self._options.payload),
@@ -133,11 +133,11 @@ class Pool:
     def heads(self) -> Heads:
         """Return content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
         it, when it is fetched."""
-        found: Heads = {}
+        heads_by_key: Heads = {}
         for teacher, head in self._teacher_heads.values():
             handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.read_head, teacher)
-            found.setdefault(head.key, replace(head, handle=handle))
-        return found
+            heads_by_key.setdefault(head.key, replace(head, handle=handle))
+        return heads_by_key
 
     def read_head(self, key: str) -> np.ndarray:
         """Return the matrix [V, D] of a head, as it travels. Raises: WorkerDied if the worker that reads it is dead."""
@@ -164,7 +164,7 @@ class Pool:
             worker.kill()
 
     def _iterate_parts(
-        self, shares: Sequence[Sequence[ScoringGroup]], pending: list[PendingParts], restarted: list[str]
+        self, shares: Sequence[Sequence[TeacherRows]], pending: list[PendingParts], restarted: list[str]
     ) -> Iterator[Any]:
         """Yield handles to the parts of all workers as they come. `pending`: for each worker, the parts under way.
 
@@ -192,10 +192,10 @@ class Pool:
             if num_parts[index] > num_skipped[index]:
                 yield part.handle
 
-    def begin_share(self, index: int, share: Sequence[ScoringGroup], number: int) -> PendingParts:
+    def begin_share(self, index: int, share: Sequence[TeacherRows], number: int) -> PendingParts:
         """Let worker `index` score these groups and ask for its first parts, which carry `number` in the stream."""
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_groups, share, number)
+        self._workers[index].submit(TeacherWorker.begin_rows, share, number)
         return deque(self.next_part(index) for _ in range(PARTS_AHEAD))
 
     def next_part(self, index: int) -> Pending[np.ndarray | None]:
@@ -236,7 +236,7 @@ class Pool:
             sizes.update({weight_key(weighted.teacher): tokens for weighted in assigned})
         return _balance_loads(sizes, self.num_workers)
 
-    def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[ScoringGroup]:
+    def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
         """Yield one group for each domain and each of its teachers. Raises: RunError for a domain without a teacher."""
         refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
@@ -259,21 +259,21 @@ def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
         raise RunError(f"no teacher for domain {unknown[0]!r}; teachers serve {', '.join(sorted(routes))}")
 
 
-def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, str]) -> dict[str, dict[str, Expected]]:
+def expected_rows(domains: Collection[str], routes: Routes, heads: Mapping[str, str]) -> dict[str, dict[str, ExpectedRow]]:
     """Return domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
     return {
-        domain: {a.teacher.name: Expected(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
+        domain: {a.teacher.name: ExpectedRow(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]}
         for domain in sorted(domains)
     }
 
 
-def assign_groups(groups: Sequence[ScoringGroup], workers: int) -> list[list[ScoringGroup]]:
+def assign_rows(groups: Sequence[TeacherRows], workers: int) -> list[list[TeacherRows]]:
     """Assign all groups of a teacher to one worker, most tokens first to the worker with the fewest.
 
     A share keeps the order of the groups, which is that of the trainer's micro-batches, but for this: groups of one
     teacher and teachers of one base lie side by side, so that each is put in place once.
     """
-    by_teacher: dict[str, list[ScoringGroup]] = defaultdict(list)
+    by_teacher: dict[str, list[TeacherRows]] = defaultdict(list)
     for group in groups:
         by_teacher[weight_key(group[0])].append(group)
     sizes = {

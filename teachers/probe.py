@@ -25,7 +25,7 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
     probe = teacher.probe
     if probe is None:
         return
-    rollout = Rollout.to_score("probe", probe.token_ids[:1], probe.token_ids[1:])
+    rollout = Rollout.from_tokens("probe", probe.token_ids[:1], probe.token_ids[1:])
     broken: dict[str, str] = {}
     rows = [row for batch in scorer.score(teacher, [rollout], broken) for row in batch]
     if broken:

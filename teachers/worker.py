@@ -12,7 +12,7 @@ from opd.stream.schema import TargetRow, write_parts
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 
-ScoringGroup = tuple[Teacher, float, tuple[Rollout, ...]]
+TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
 """A teacher, its weight in the domain of these rows, and the rows."""
 
 
@@ -34,11 +34,11 @@ class TeacherWorker:
         Raises: RunError if it cannot, or if it is not the one that was registered.
         """
         scorer = self._scorer
-        described = HeadSource(
+        head = HeadSource(
             key=scorer.head_key(teacher), rule=scorer.head_rule(teacher), file=scorer.head_file(teacher)
         )
         check_probe(self._scorer, teacher, self._options)
-        return described
+        return head
 
     def prove_layout(self, teacher: Teacher) -> LayoutProof | None:
         """Return how rows of this teacher share a forward pass, see `Scorer.layout`. Raises: RunError if they cannot."""
@@ -48,7 +48,7 @@ class TeacherWorker:
         """[V, D] the head, for the object store."""
         return head_array(self._scorer.head(teacher))
 
-    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
+    def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
         """Take these groups' rows as the next step's; `next_part` scores them. `worker` numbers this one in the step."""
         self._parts = self._make_parts(groups, worker)
 
@@ -56,19 +56,19 @@ class TeacherWorker:
         """Return one Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
         return next(self._parts, None)
 
-    def _make_parts(self, groups: Sequence[ScoringGroup], worker: int) -> Iterator[np.ndarray]:
+    def _make_parts(self, groups: Sequence[TeacherRows], worker: int) -> Iterator[np.ndarray]:
         broken: dict[str, str] = {}
         names = [teacher.name for teacher, _, _ in groups]
-        rows = self._score_groups(groups, broken)
+        rows = self._score_rows(groups, broken)
         options = self._options
         for part in write_parts(rows, options.dtype, options.payload, worker=worker, broken=broken, teachers=names):
             yield np.frombuffer(part, dtype=np.uint8)
 
-    def _score_groups(self, groups: Sequence[ScoringGroup], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        following = [group[0] for group in groups[1:]] + [None]
-        for (teacher, weight, rollouts), upcoming in zip(groups, following, strict=False):
+    def _score_rows(self, groups: Sequence[TeacherRows], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
+        next_teachers = [group[0] for group in groups[1:]] + [None]
+        for (teacher, weight, rollouts), next_teacher in zip(groups, next_teachers, strict=False):
             batches = self._scorer.score(teacher, rollouts, broken)
-            if upcoming is not None:
-                self._scorer.prefetch(upcoming)
+            if next_teacher is not None:
+                self._scorer.prefetch(next_teacher)
             for rows in batches:
                 yield [row.with_weight(weight) for row in rows]

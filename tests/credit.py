@@ -77,7 +77,7 @@ class PlainEngine:
 class PlainRank(CriticRank):
     """A rank of a critic on plain torch."""
 
-    def meeting_point(self, address: str) -> tuple[str, int]:
+    def open_meeting_point(self, address: str) -> tuple[str, int]:
         return address, 1
 
     def start(self, address: str, port: int) -> None:

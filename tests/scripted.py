@@ -10,7 +10,7 @@ import pytest
 from opd.environments.sandbox.box import Box, SandboxLimits
 from opd.errors import ConfigError
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.trace import EpisodeKey
@@ -47,10 +47,10 @@ class Speaker:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         text = TOKENIZER.decode(list(token_ids))
         ids = (*TOKENIZER(self.policy(results(text)), add_special_tokens=False)["input_ids"], TOKENIZER.eos_token_id)
-        return Sampled(token_ids=ids, logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
+        return SampledTurn(token_ids=ids, logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
 
 
 def played(policy: Policy, prompt: Prompt, options: EpisodeOptions) -> EpisodeResult:

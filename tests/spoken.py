@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.records.environments import Tool, ToolCall
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.tools import checked_calls
@@ -27,9 +27,9 @@ class Speaker:
     def __init__(self, tokenizer: Any, said: Sequence[str]) -> None:
         self.tokenizer, self.said = tokenizer, list(said)
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         ids = self.tokenizer(self.said.pop(0), add_special_tokens=False)["input_ids"] + [self.tokenizer.eos_token_id]
-        return Sampled(token_ids=tuple(ids), logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
+        return SampledTurn(token_ids=tuple(ids), logprobs=(-1.0,) * len(ids), stop_reason="stop", policy_version=0)
 
 
 def spoken(tokenizer: Any, place: str, task: Mapping[str, Any], said: Sequence[str], **options: Any) -> EpisodeResult:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu.check import Check, is_here
 from opd.machine.devices import to_device
-from opd.models.layouts import ALONE, NEIGHBOUR, Packed, candidate_layouts, layout_differences
+from opd.models.layouts import ALONE_TOLERANCE, NEIGHBOUR_TOLERANCE, Packed, candidate_layouts, layout_differences
 from tests.models.families import FAMILIES, Family, build_config
 
 QUICK = ("Llama", "Qwen3-Next", "LFM2")
@@ -65,7 +65,7 @@ def _layouts(family: Family, dtype: torch.dtype, kernel: str, device: str) -> di
         try:
             alone, neighbour = layout_differences(body, layout, config.vocab_size)
             found |= {layout: alone, f"{layout}, other neighbours": neighbour}
-            passes = alone <= ALONE[dtype] and neighbour <= NEIGHBOUR
+            passes = alone <= ALONE_TOLERANCE[dtype] and neighbour <= NEIGHBOUR_TOLERANCE
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             found[layout], passes = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", False
         if passes:

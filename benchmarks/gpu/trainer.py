@@ -78,7 +78,7 @@ class Task:
             torch.cuda.empty_cache()
             self.held_before = torch.cuda.memory_allocated()
         rank = TrainerRank(rank_options(validate_section(PipelineConfig, data, "gpu-check"), self.vocab), 0)
-        rank.start(*rank.meeting_point("127.0.0.1"))
+        rank.start(*rank.open_meeting_point("127.0.0.1"))
         return rank
 
     def step(self, rank: TrainerRank, step: int, lr: float, micro_batch_tokens: int) -> RankResult:
@@ -93,7 +93,7 @@ class Task:
         weights = row_weights(self.rollouts, "token_mean", {})
         rank.begin_step(RankWork(step=step, lr=lr, micro_batches=tuple(map(tuple, plan)), weights=weights), self.heads)
         for index in range(len(plan)):
-            rank.accumulate(index, NOTHING, *([_stream(self.rows, self.dtype)] if index == 0 else []))
+            rank.accumulate_micro_batch(index, NOTHING, *([_stream(self.rows, self.dtype)] if index == 0 else []))
         return len(plan)
 
 

@@ -205,7 +205,7 @@ def sharded(case: Case) -> dict[str, float]:
         timeout_s=600,
     )
     zero = ZeroEngine(options, 0, Mean)
-    zero.start(*zero.meeting_point("127.0.0.1"))
+    zero.start(*zero.open_meeting_point("127.0.0.1"))
     ids_B_T = torch.zeros(case.rows, case.prompt_tokens + case.new_tokens, dtype=torch.long)
     found = {}
     for _ in range(2):  # the first time warms up

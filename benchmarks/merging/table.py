@@ -21,7 +21,7 @@ from benchmarks.merging.case import (
     ratio,
     sharding,
 )
-from opd.text import or_dash
+from opd.text import format_or_dash
 
 GIB = 2**30
 LEAST_BYTES, LEAST = 100 * 2**20, "processes of less than 100 MiB are left out"
@@ -54,7 +54,7 @@ def compared(measured: Sequence[Measured]) -> Any:
         table.add_row(
             one.case.name,
             *(_shown(turns, lambda t: t.rate, ".1f") for turns in sides),
-            or_dash(ratio(*sides), ".2f"),
+            format_or_dash(ratio(*sides), ".2f"),
             *(_shown(turns, lambda t: t.seconds, ".1f") for turns in sides),
             f"{sum(alone.values()):.1f}" if alone else "-",
             *(_shown(turns, lambda t: t.peak_bytes / GIB, ".2f") for turns in sides),
@@ -121,9 +121,9 @@ def by_phase(measured: Sequence[Measured]) -> Any:
                     phase.name,
                     f"{phase.seconds:.2f}",
                     f"{100 * phase.seconds / step:.0f} %",
-                    or_dash(phase.alone, ".2f"),
-                    or_dash(rest, ".2f"),
-                    or_dash(phase.sharding, ".2f"),
+                    format_or_dash(phase.alone, ".2f"),
+                    format_or_dash(rest, ".2f"),
+                    format_or_dash(phase.sharding, ".2f"),
                     phase.parts,
                     end_section=phase is found[-1],
                 )
@@ -152,7 +152,7 @@ def of_limits(measured: Sequence[Measured]) -> Any:
         table.add_column(title, justify="right")
     for one in measured:
         found = one.limits()
-        table.add_row(one.case.name, *(or_dash(found.get(name), form) for name, (_, form) in LIMIT_COLUMNS.items()))
+        table.add_row(one.case.name, *(format_or_dash(found.get(name), form) for name, (_, form) in LIMIT_COLUMNS.items()))
     return table
 
 
@@ -187,7 +187,7 @@ def of_experts(measured: Sequence[Measured]) -> Any:
         table.add_row(
             str(one.case.experts),
             _shown(turns, lambda t: t.rate, ".1f"),
-            or_dash(ratio(turns, base), ".2f"),
+            format_or_dash(ratio(turns, base), ".2f"),
             _shown(turns, lambda t: t.seconds, ".1f"),
             *(_shown(turns, _seconds(name), ".2f") for name in PARTS[OURS]),
             _shown(turns, lambda t: t.peak_bytes / GIB, ".2f"),

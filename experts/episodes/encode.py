@@ -56,36 +56,36 @@ class EpisodeEncoder:
         Raises: PromptError for an observation that no rollout accepts, messages that the template refuses, or thoughts that it
         leaves out before a later turn; ModelError if the template cannot append.
         """
-        prompt, ids, learn = self.split(row)
+        prompt, ids, learn = self.encode_apart(row)
         return prompt + ids, [False] * len(prompt) + learn
 
-    def split(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
+    def encode_apart(self, row: EpisodeRow) -> tuple[list[int], list[int], list[bool]]:
         """Return the same in two: ids of what stands before the first turn, ids of what follows, and for each of these whether it is
         learned. Raises: as `encode`."""
         parts = self._split_turns(row)
         prompt = parts[0][0]
-        whole, learn = list(prompt), list[bool]()
-        for before, said, learned_too in parts:
-            if before[: len(whole)] != whole:
+        ids, learned = list(prompt), list[bool]()
+        for prefix, turn_ids, is_learned_turn in parts:
+            if prefix[: len(ids)] != ids:
                 raise PromptError.at(
                     f"the episode of prompt {row.prompt!r:.80}",
                     found="thoughts in a turn, which the chat template leaves out before the next one",
                     wanted="turns that a rollout reads as they were written",
                     fix="leave the thoughts of all turns but the last one out, or make a row of each turn",
                 )
-            learn += [False] * (len(before) - len(whole)) + [learned_too] * len(said)
-            whole = before + said
-        return prompt, whole[len(prompt) :], learn
+            learned += [False] * (len(prefix) - len(ids)) + [is_learned_turn] * len(turn_ids)
+            ids = prefix + turn_ids
+        return prompt, ids[len(prompt) :], learned
 
-    def prefixes(self, row: EpisodeRow) -> list[list[int]]:
+    def encode_prefixes(self, row: EpisodeRow) -> list[list[int]]:
         """Return the token ids of what stands before each turn, without the thoughts that the chat template leaves out by then. Raises: as
         `encode`, but for thoughts."""
-        return [before for before, _, _ in self._split_turns(row)]
+        return [prefix for prefix, _, _ in self._split_turns(row)]
 
     def _split_turns(self, row: EpisodeRow) -> list[tuple[list[int], list[int], bool]]:
         """Return, for each turn, the ids before it, its own ids, and whether it is learned. Raises: as `encode`."""
         try:
-            return list(self._turns(row, self._dialogue(row)))
+            return list(self._encode_turns(row, self._dialogue(row)))
         except (BadObservation, TemplateError) as error:
             raise PromptError.at(
                 f"the episode of prompt {row.prompt!r:.80}",
@@ -94,18 +94,18 @@ class EpisodeEncoder:
                 fix="correct or delete this row",
             ) from None
 
-    def _turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
-        history = History(dialogue.first(row.prompt, _first_messages(row.observations[0])))
+    def _encode_turns(self, row: EpisodeRow, dialogue: Dialogue) -> Iterator[tuple[list[int], list[int], bool]]:
+        history = History(dialogue.encode_opening(row.prompt, _first_messages(row.observations[0])))
         end = self._end if self._appender is None or isinstance(row.prompt, str) else self._appender.end_id
         forbidden = forbidden_in_turns(special_texts(self._tokenizer))
-        for turn, following in zip(row.turns, [*row.observations[1:], None], strict=True):
-            said = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
-            yield history.ids, said, is_learned(turn)
-            if following is not None:
-                texts = tuple(message["content"] for message in following)
-                calls = len(texts) if following[0]["role"] == "tool" else 0
-                read = dialogue.after(texts if calls else texts[0], calls=calls, ended=True)
-                history.turns.append((said, read))
+        for turn, observation in zip(row.turns, [*row.observations[1:], None], strict=True):
+            turn_ids = [*encode_text(self._tokenizer, escape_specials(turn["content"], forbidden)), end]
+            yield history.ids, turn_ids, is_learned(turn)
+            if observation is not None:
+                texts = tuple(message["content"] for message in observation)
+                calls = len(texts) if observation[0]["role"] == "tool" else 0
+                observation_ids = dialogue.encode_following(texts if calls else texts[0], calls=calls, ended=True)
+                history.turns.append((turn_ids, observation_ids))
                 if dialogue.drops_thoughts(calls=calls):
                     history = history.without_thoughts(dialogue)
 

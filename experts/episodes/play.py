@@ -57,17 +57,17 @@ def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> l
     none, or tasks of another environment.
     """
     _check_environment(environment, play)
-    made = find_environment(environment, "environment")
-    if not callable(getattr(made, "solve", None)):
+    environment_class = find_environment(environment, "environment")
+    if not callable(getattr(environment_class, "solve", None)):
         raise ConfigError.at(
             f"environment `{environment}`",
             found="no method `solve`",
             wanted="an environment that says what is right in every state",
             fix="take one of `opd environments list` that has a solver, or add `solve` to yours",
         )
-    known = {action.text: action for task in tasks[:POOL] for action in _play_episode(made(), task, play, ())[0]}
+    actions = {action.text: action for task in tasks[:POOL] for action in _play_episode(environment_class(), task, play, ())[0]}
     return [
-        _build_row(made, task, tuple(known.values()), replace(play, seed=play.seed + i)) for i, task in enumerate(tasks)
+        _build_row(environment_class, task, tuple(actions.values()), replace(play, seed=play.seed + i)) for i, task in enumerate(tasks)
     ]
 
 
@@ -81,48 +81,48 @@ def _check_environment(environment: str, play: PlaySettings) -> None:
         )
 
 
-def _build_row(made: Any, task: Task, known: Sequence[Action], play: PlaySettings) -> dict[str, Any]:
+def _build_row(environment_class: Any, task: Task, mistakes: Sequence[Action], play: PlaySettings) -> dict[str, Any]:
     """Return the task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
-    environment = made()
+    environment = environment_class()
     tools = [tool.schema() for tool in environment.tools]
-    _, turns = _play_episode(environment, task, play, known)
+    _, turns = _play_episode(environment, task, play, mistakes)
     if not any(turn.get("weight") for turn in turns):
-        _, turns = _play_episode(made(), task, play, ())
+        _, turns = _play_episode(environment_class(), task, play, ())
     return {**task, "messages": turns} | ({"tools": tools} if tools else {})
 
 
 def _play_episode(
-    environment: SolvedEnvironment, task: Task, play: PlaySettings, known: Sequence[Action]
+    environment: SolvedEnvironment, task: Task, play: PlaySettings, mistakes: Sequence[Action]
 ) -> tuple[list[Action], list[Turn]]:
     """Return the actions and the messages of one episode; mistakes are drawn from `mistakes`, without which there are none."""
     rng = random.Random(f"episode/{play.seed}")
     actions: list[Action] = []
     turns: list[Turn] = []
     try:
-        turns += _first(environment.reset(task["metadata"], rng.getrandbits(32)))
+        turns += _first_turns(environment.reset(task["metadata"], rng.getrandbits(32)))
         while len(actions) < play.max_turns:
             right = environment.solve()
-            wrong = bool(known) and (play.blind or rng.random() < play.mistakes)
-            actions.append(rng.choice(known) if wrong else right)
+            is_mistake = bool(mistakes) and (play.blind or rng.random() < play.mistakes)
+            actions.append(rng.choice(mistakes) if is_mistake else right)
             weight = int(play.blind or actions[-1].text == right.text)
             turns.append({"role": "assistant", "content": actions[-1].text, "weight": weight})
             outcome = environment.step(actions[-1])
             if outcome.done:
                 break
-            turns += _answer_messages(outcome.observation)
+            turns += _observation_turns(outcome.observation)
     finally:
         environment.close()
     return actions, _to_last_turn(turns)
 
 
-def _first(observation: str | Sequence[Mapping[str, str]]) -> list[Turn]:
+def _first_turns(observation: str | Sequence[Mapping[str, str]]) -> list[Turn]:
     """Return the messages of the first observation; none if there is nothing to read beside the prompt."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []
     return [dict(message) for message in observation]
 
 
-def _answer_messages(observation: str | tuple[str, ...]) -> list[Turn]:
+def _observation_turns(observation: str | tuple[str, ...]) -> list[Turn]:
     """Return one message, or one for the result of each call."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
@@ -131,7 +131,7 @@ def _answer_messages(observation: str | tuple[str, ...]) -> list[Turn]:
 
 def _to_last_turn(turns: Iterable[Turn]) -> list[Turn]:
     """Return the turns up to the policy's last one: it never reads what stands after that."""
-    found = list(turns)
-    while found and found[-1]["role"] != "assistant":
-        found.pop()
-    return found
+    kept_turns = list(turns)
+    while kept_turns and kept_turns[-1]["role"] != "assistant":
+        kept_turns.pop()
+    return kept_turns

@@ -53,24 +53,24 @@ def read_prefixes(
     Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
     """
     encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     left_out = 0
     for row, (_, data) in zip(
         read_episodes(episodes), source_rows(find_source(episodes), as_prompts_config(episodes)), strict=True
     ):
-        known = data.get("metadata") or {}
-        for number, (ids, turn) in enumerate(zip(encoder.prefixes(row), row.turns, strict=True)):
+        metadata = data.get("metadata") or {}
+        for number, (ids, turn) in enumerate(zip(encoder.encode_prefixes(row), row.turns, strict=True)):
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             if list(encode_prompt(tokenizer, text)) != ids:
                 left_out += 1
                 continue
             answer = turn["content"] if is_learned(turn) else ""
-            found.append({"prompt": text, "answer": answer, "metadata": {**known, TURN: number}})
-    if not found:
+            rows.append({"prompt": text, "answer": answer, "metadata": {**metadata, TURN: number}})
+    if not rows:
         raise PromptError.at(
             episodes,
             found=f"{left_out} prefixes, of which none has a text that gives its tokens",
             wanted="prefixes that the student's tokenizer reads as an episode has them",
             fix="is --model the student that the episodes are for? Else train on whole episodes",
         )
-    return Prefixes(rows=tuple(found), left_out=left_out)
+    return Prefixes(rows=tuple(rows), left_out=left_out)

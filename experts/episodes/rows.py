@@ -56,25 +56,25 @@ def has_episodes(prompts: Path | PromptsConfig) -> bool:
     source, config = find_source(prompts), as_prompts_config(prompts)
     if source.kind != "jsonl" or "messages" in config.columns.values():
         return False
-    first = next((row for _, row in source_rows(source, config) if row is not None), None)
+    first_row = next((row for _, row in source_rows(source, config) if row is not None), None)
     completion = config.columns.get("completion", "completion")
-    return isinstance(first, dict) and "messages" in first and completion not in first
+    return isinstance(first_row, dict) and "messages" in first_row and completion not in first_row
 
 
 def read_episodes(path: Path) -> list[EpisodeRow]:
     """Return every episode of a JSONL file. Raises: PromptError naming file, line and message."""
-    return [episode_at(place, row) for place, row in source_rows(find_source(path), as_prompts_config(path))]
+    return [read_episode_at(location, row) for location, row in source_rows(find_source(path), as_prompts_config(path))]
 
 
-def episode_at(place: RowLocation, row: Any) -> EpisodeRow:
+def read_episode_at(location: RowLocation, row: Any) -> EpisodeRow:
     """Check the row at a place. Raises: PromptError naming file, line and message."""
     try:
-        return episode_row(row)
+        return read_episode(row)
     except BrokenRow as problem:
-        raise PromptError.at(str(place), found=problem.found, wanted=WANTED, fix=problem.fix) from None
+        raise PromptError.at(str(location), found=problem.fault, wanted=WANTED, fix=problem.fix) from None
 
 
-def episode_row(row: Any) -> EpisodeRow:
+def read_episode(row: Any) -> EpisodeRow:
     """Check one row. Raises: BrokenRow."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise BrokenRow("no list `messages`", "give every row of the file its episode")
@@ -87,22 +87,22 @@ def episode_row(row: Any) -> EpisodeRow:
         raise BrokenRow(
             "no turn of the assistant with weight 1", "delete this line: an expert has nothing to learn of it"
         )
-    _check_between(observations[1:])
+    _check_observations(observations[1:])
     tools = tuple(_read_tool(schema) for schema in row.get("tools") or ())
     if "prompt" not in row:
         head = [{"role": turn["role"], "content": turn["content"]} for turn in observations[0]]
         return EpisodeRow(prompt=head, observations=((), *observations[1:]), turns=turns, tools=tools, asks=False)
     prompt = read_row(row).prompt
-    _refuse_twice(prompt, messages[0])
+    _refuse_repeated_prompt(prompt, messages[0])
     return EpisodeRow(prompt=prompt, observations=observations, turns=turns, tools=tools)
 
 
 def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
     """Split into the messages before each turn of the assistant, and these turns. What follows the last one nobody answers."""
-    places = [place for place, turn in enumerate(messages) if turn["role"] == "assistant"]
-    starts = [0, *(place + 1 for place in places)]
-    before = tuple(tuple(islice(messages, start, place)) for start, place in zip(starts, places, strict=False))
-    return before, tuple(messages[place] for place in places)
+    indices = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    starts = [0, *(index + 1 for index in indices)]
+    observations = tuple(tuple(islice(messages, start, index)) for start, index in zip(starts, indices, strict=False))
+    return observations, tuple(messages[index] for index in indices)
 
 
 def _turn_problem(turn: Any) -> str:
@@ -111,9 +111,9 @@ def _turn_problem(turn: Any) -> str:
         return f"{turn!r:.60}"
     if turn.get("tool_calls") or turn.get("function_call"):
         return "a call beside the text; write it into `content`, as the student's chat template has it"
-    odd = next((key for key in ("role", "content") if not isinstance(turn.get(key), str)), "")
-    if odd:
-        return f"`{odd}` is no text: {turn.get(odd)!r:.60}"
+    wrong_key = next((key for key in ("role", "content") if not isinstance(turn.get(key), str)), "")
+    if wrong_key:
+        return f"`{wrong_key}` is no text: {turn.get(wrong_key)!r:.60}"
     if not turn["role"]:
         return "an empty `role`"
     if "weight" in turn and turn["role"] != "assistant":
@@ -122,28 +122,28 @@ def _turn_problem(turn: Any) -> str:
     return "" if type(weight) is int and weight in (0, 1) else f"the `weight` {weight!r:.60}, wanted 0 or 1"
 
 
-def _check_between(observations: Sequence[Sequence[Turn]]) -> None:
+def _check_observations(observations: Sequence[Sequence[Turn]]) -> None:
     """Raises: BrokenRow unless each is one message, or the results of a turn's calls."""
-    for found in observations:
-        if len(found) != 1 and {turn["role"] for turn in found} != {"tool"}:
-            roles = " and ".join(turn["role"] for turn in found) or "nothing"
+    for messages in observations:
+        if len(messages) != 1 and {turn["role"] for turn in messages} != {"tool"}:
+            roles = " and ".join(turn["role"] for turn in messages) or "nothing"
             raise BrokenRow(
                 f"{roles} between two turns of the assistant",
                 "put one message of the user there, or one of the role `tool` for each call of the turn before",
             )
 
 
-def _refuse_twice(prompt: str | Messages, first: Turn) -> None:
+def _refuse_repeated_prompt(prompt: str | Messages, first_message: Turn) -> None:
     """Raises: BrokenRow if `messages` begin with the prompt once more, as in some public data sets."""
-    asked = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
-    if first["role"] != "assistant" and asked.strip() and first["content"] == asked:
+    question = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
+    if first_message["role"] != "assistant" and question.strip() and first_message["content"] == question:
         raise BrokenRow("`messages` that begin with the prompt once more", "delete the column `prompt`")
 
 
 def _read_tool(schema: Any) -> Tool:
     """Raises: BrokenRow."""
-    told = schema.get("function") if isinstance(schema, dict) else None
-    if not isinstance(told, dict) or not isinstance(told.get("name"), str):
+    function = schema.get("function") if isinstance(schema, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BrokenRow(f"the tool {schema!r:.60}", 'give tools as {"type": "function", "function": {"name": ...}}')
-    parameters = {"parameters": told["parameters"]} if isinstance(told.get("parameters"), dict) else {}
-    return Tool(name=told["name"], description=str(told.get("description", "")), **parameters)
+    parameters = {"parameters": function["parameters"]} if isinstance(function.get("parameters"), dict) else {}
+    return Tool(name=function["name"], description=str(function.get("description", "")), **parameters)

@@ -85,8 +85,8 @@ class ReinforceSpec(FromBase, Sections):
     def _steps_are_given(self) -> ReinforceSpec:
         for name, expert in self.experts.items():
             if "steps" not in {**self.trainer, **expert.trainer}:
-                where = f"experts.{name}.trainer.steps"
-                raise PydanticCustomError("steps", "a number of steps", {"where": where, "found": "nothing"})
+                key = f"experts.{name}.trainer.steps"
+                raise PydanticCustomError("steps", "a number of steps", {"where": key, "found": "nothing"})
         return self
 
     def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
@@ -95,16 +95,16 @@ class ReinforceSpec(FromBase, Sections):
         return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
 
 
-def merge_mappings(first: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_mappings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return `base` with the values of `overrides` put over its own; mappings are merged key by key, unless `kind` changes."""
-    found = dict(first)
-    for key, value in over.items():
-        old = found.get(key)
+    merged = dict(base)
+    for key, value in overrides.items():
+        old = merged.get(key)
         if isinstance(old, Mapping) and isinstance(value, Mapping):
             of_one_kind = value.get("kind", old.get("kind")) == old.get("kind")
             value = merge_mappings(old, value) if of_one_kind else value
-        found[key] = value
-    return found
+        merged[key] = value
+    return merged
 
 
 def load_training(path: Path, overrides: list[str] | None = None) -> ExpertsSpec | ReinforceSpec:

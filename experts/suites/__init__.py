@@ -52,9 +52,9 @@ def write_suite(
             "rows", found=f"train {train}, eval {eval}", wanted="at least 1 of each", fix="for example 2000 and 200"
         )
     rows = {domain: SUITES[suite](domain, train + eval, seed) for domain in domains or DOMAINS[suite]}
-    for domain, mine in rows.items():
-        _check_apart(domain, mine, eval)
-    return {domain: _write_domain(mine, eval, out / domain) for domain, mine in rows.items()}
+    for domain, domain_rows in rows.items():
+        _check_apart(domain, domain_rows, eval)
+    return {domain: _write_domain(domain_rows, eval, out / domain) for domain, domain_rows in rows.items()}
 
 
 def _check_apart(domain: str, rows: Rows, eval: int) -> None:
@@ -65,12 +65,12 @@ def _check_apart(domain: str, rows: Rows, eval: int) -> None:
             wanted=f"more than the {eval} held-out ones",
             fix="ask for fewer held-out rows",
         )
-    asked = [json.dumps(row["prompt"]) for row in rows]
-    both = len(set(asked[:eval]) & set(asked[eval:]))
-    if both:
+    prompts = [json.dumps(row["prompt"]) for row in rows]
+    shared = len(set(prompts[:eval]) & set(prompts[eval:]))
+    if shared:
         raise ConfigError.at(
             f"domain {domain}",
-            found=f"{both} prompts on both sides: there are only {len(set(asked))} different ones",
+            found=f"{shared} prompts on both sides: there are only {len(set(prompts))} different ones",
             wanted=f"{eval} held-out prompts that no training row has",
             fix="ask for fewer of them",
         )
@@ -88,7 +88,7 @@ def _write_jsonl(path: Path, rows: Rows) -> None:
     atomic_write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _check_known(name: str, known: Collection[str], kind: str) -> None:
-    if name not in known:
-        fix = did_you_mean(name, known, "choose one of them")
-        raise ConfigError.at(kind, found=f"`{name}`", wanted=f"one of: {', '.join(known)}", fix=fix)
+def _check_known(name: str, names: Collection[str], kind: str) -> None:
+    if name not in names:
+        fix = did_you_mean(name, names, "choose one of them")
+        raise ConfigError.at(kind, found=f"`{name}`", wanted=f"one of: {', '.join(names)}", fix=fix)

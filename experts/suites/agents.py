@@ -51,5 +51,5 @@ def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
 def play_games(environment: str, chosen: AgentDomain, count: int, play: PlaySettings) -> list[dict[str, Any]]:
     """Return `count` rows of an environment's tasks, each with an episode."""
     tasks = find_environment(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
-    again = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
-    return play_tasks(environment, [*tasks, *again], play)
+    repeated = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
+    return play_tasks(environment, [*tasks, *repeated], play)

@@ -54,7 +54,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
 
     Raises: ConfigError if the domain has fewer different prompts.
     """
-    return take_unique(_draw_task(domain, count * DRAWS_PER_ROW, seed), count, f"suite letters, domain {domain}")
+    return take_unique(_sample_rows(domain, count * DRAWS_PER_ROW, seed), count, f"suite letters, domain {domain}")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -78,7 +78,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _draw_task(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
+def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
     rng = random.Random(f"letters/{domain}/{seed}")
     for _ in range(limit):
         prompt, lines = DOMAINS[domain](rng)
@@ -90,56 +90,56 @@ def _draw_task(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
         }
 
 
-def _draw_word(rng: random.Random) -> str:
+def _sample_word(rng: random.Random) -> str:
     return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(*WORD_LENGTHS)))
 
 
-def _on_word(code: str, rule: Callable[[str], str]) -> Task:
+def _build_word_task(code: str, rule: Callable[[str], str]) -> Task:
     def task(rng: random.Random) -> tuple[str, list[str]]:
-        word = _draw_word(rng)
+        word = _sample_word(rng)
         return f"{code} {word}=", [rule(word)]
 
     return task
 
 
-def _shift(word: str) -> str:
+def _shift_letters(word: str) -> str:
     return word.translate(str.maketrans(string.ascii_lowercase, string.ascii_lowercase[1:] + "a"))
 
 
-def _mask(word: str) -> str:
+def _mask_vowels(word: str) -> str:
     return "".join("." if letter in "aeiou" else letter for letter in word)
 
 
-def _compare(rng: random.Random) -> tuple[str, list[str]]:
-    left, right = rng.sample(range(100), 2)
-    return f"cmp {left}:{right}=", ["<" if left < right else ">"]
+def _sample_comparison(rng: random.Random) -> tuple[str, list[str]]:
+    first_number, second_number = rng.sample(range(100), 2)
+    return f"cmp {first_number}:{second_number}=", ["<" if first_number < second_number else ">"]
 
 
-def _walk(rng: random.Random) -> tuple[str, list[str]]:
+def _sample_walk(rng: random.Random) -> tuple[str, list[str]]:
     start = rng.randrange(26)
     steps = rng.choices([1, -1], k=WALK_STEPS)
     signs = "".join(">" if step > 0 else "<" for step in steps)
-    visited = "".join(string.ascii_lowercase[place % 26] for place in accumulate(steps, initial=start))
+    visited = "".join(string.ascii_lowercase[position % 26] for position in accumulate(steps, initial=start))
     return f"wlk {visited[0]}{signs}=", [visited[1:]]
 
 
-def _swap(rng: random.Random) -> tuple[str, list[str]]:
+def _sample_swaps(rng: random.Random) -> tuple[str, list[str]]:
     text = "".join(sorted(rng.sample(string.digits, SWAP_DIGITS)))
     for _ in range(rng.randint(1, MOST_SWAPS)):
         in_order = [i for i in range(SWAP_DIGITS - 1) if text[i] < text[i + 1]]
-        text = _swapped(text, rng.choice(in_order))
-    return f"swp {text}=", _any_way(
-        rng, text, lambda t: [_swapped(t, i) for i in range(SWAP_DIGITS - 1) if t[i] > t[i + 1]]
+        text = _swap_letters(text, rng.choice(in_order))
+    return f"swp {text}=", _sample_lines(
+        rng, text, lambda t: [_swap_letters(t, i) for i in range(SWAP_DIGITS - 1) if t[i] > t[i + 1]]
     )
 
 
-def _swapped(text: str, i: int) -> str:
+def _swap_letters(text: str, i: int) -> str:
     return text[:i] + text[i + 1] + text[i] + text[i + 2 :]
 
 
-def _duel(rng: random.Random) -> tuple[str, list[str]]:
+def _sample_duel(rng: random.Random) -> tuple[str, list[str]]:
     text = "".join(rng.sample(string.digits, DUEL_DIGITS))
-    return f"due {text}=", _any_way(
+    return f"due {text}=", _sample_lines(
         rng, text, lambda t: [_remove_letter(t, i if t[i] < t[i + 1] else i + 1) for i in range(len(t) - 1)]
     )
 
@@ -148,7 +148,7 @@ def _remove_letter(text: str, i: int) -> str:
     return text[:i] + text[i + 1 :]
 
 
-def _any_way(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
+def _sample_lines(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
     """Return the lines after `start`, each a random one of those that may come next, until none may."""
     lines = [start]
     while following := next_lines(lines[-1]):
@@ -157,14 +157,14 @@ def _any_way(rng: random.Random, start: str, next_lines: Callable[[str], list[st
 
 
 DOMAINS: dict[str, Task] = {
-    "reverse": _on_word("rev", lambda word: word[::-1]),
-    "sort": _on_word("srt", lambda word: "".join(sorted(word))),
-    "rotate": _on_word("rot", lambda word: word[1:] + word[0]),
-    "shift": _on_word("nxt", _shift),
-    "double": _on_word("dbl", lambda word: "".join(letter * 2 for letter in word)),
-    "mask": _on_word("msk", _mask),
-    "compare": _compare,
-    "walk": _walk,
-    "swap": _swap,
-    "duel": _duel,
+    "reverse": _build_word_task("rev", lambda word: word[::-1]),
+    "sort": _build_word_task("srt", lambda word: "".join(sorted(word))),
+    "rotate": _build_word_task("rot", lambda word: word[1:] + word[0]),
+    "shift": _build_word_task("nxt", _shift_letters),
+    "double": _build_word_task("dbl", lambda word: "".join(letter * 2 for letter in word)),
+    "mask": _build_word_task("msk", _mask_vowels),
+    "compare": _sample_comparison,
+    "walk": _sample_walk,
+    "swap": _sample_swaps,
+    "duel": _sample_duel,
 }

@@ -93,10 +93,10 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
 
     Raises: ConfigError if the domain has fewer different prompts.
     """
-    return take_unique(_draw(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
+    return take_unique(_sample_rows(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
 
 
-def _draw(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
+def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
     import reasoning_gym
 
     family, config = DOMAINS[domain]

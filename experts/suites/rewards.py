@@ -73,60 +73,60 @@ def _draw(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def _range(rng: random.Random) -> str:
+def _sample_range(rng: random.Random) -> str:
     width = rng.randint(4, 16)
     low = rng.randint(0, 99 - width)
     return f"{low}:{low + width}"
 
 
-def _between(task: str, text: str) -> bool:
+def _is_between(task: str, text: str) -> bool:
     low, high = map(int, task.split(":"))
     return text.isascii() and text.isdigit() and len(text) <= 2 and low < int(text) < high
 
 
-def _ascending(task: str, text: str) -> bool:
+def _is_ascending(task: str, text: str) -> bool:
     return len(text) == ASCENDING and set(text) <= set(task) and all(a < b for a, b in pairwise(text))
 
 
-def _next_to(task: str, text: str) -> bool:
+def _is_neighbour(task: str, text: str) -> bool:
     return len(text) == 1 and any(
         text == LETTERS[(LETTERS.index(letter) + way) % 26] for letter in task for way in (-1, 1)
     )
 
 
-def _avoids(task: str, text: str) -> bool:
+def _avoids_digits(task: str, text: str) -> bool:
     return len(text) == len(set(text)) == AVOIDING and set(text) <= set(string.digits) - set(task)
 
 
-def _sample(rng: random.Random, signs: str, count: int) -> str:
+def _sample_signs(rng: random.Random, signs: str, count: int) -> str:
     return "".join(rng.sample(signs, count))
 
 
 SKILLS: dict[str, Skill] = {
     "between": Skill(
         code="btw",
-        draw=_range,
+        draw=_sample_range,
         guess=lambda rng, task: str(rng.randrange(100)),
-        right=_between,
+        right=_is_between,
         tasks=1100,
     ),
     "ascend": Skill(
         code="asc",
-        draw=lambda rng: _sample(rng, string.digits, 5),
-        guess=lambda rng, task: _sample(rng, task, ASCENDING),
-        right=_ascending,
+        draw=lambda rng: _sample_signs(rng, string.digits, 5),
+        guess=lambda rng, task: _sample_signs(rng, task, ASCENDING),
+        right=_is_ascending,
     ),
     "beside": Skill(
         code="adj",
-        draw=lambda rng: _sample(rng, LETTERS, 3),
+        draw=lambda rng: _sample_signs(rng, LETTERS, 3),
         guess=lambda rng, task: rng.choice(LETTERS),
-        right=_next_to,
+        right=_is_neighbour,
     ),
     "avoid": Skill(
         code="not",
-        draw=lambda rng: _sample(rng, string.digits, 4),
-        guess=lambda rng, task: _sample(rng, string.digits, AVOIDING),
-        right=_avoids,
+        draw=lambda rng: _sample_signs(rng, string.digits, 4),
+        guess=lambda rng, task: _sample_signs(rng, string.digits, AVOIDING),
+        right=_avoids_digits,
     ),
 }
 GAMES: dict[str, AgentDomain] = {

@@ -51,11 +51,11 @@ def kill_stopped_daemons() -> Iterator[None]:
 
     A call into Ray may wait for a stopped process whatever its deadline is; it ends when that process is dead.
     """
-    done = threading.Event()
+    finished = threading.Event()
 
     def watch_daemons() -> None:
         stopped: Counter[int] = Counter()
-        while not done.wait(LOOK_S):
+        while not finished.wait(LOOK_S):
             for _, process in _list_daemons():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     still = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
@@ -68,7 +68,7 @@ def kill_stopped_daemons() -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        finished.set()
         thread.join()
 
 

@@ -39,9 +39,9 @@ def copy_on(node: str, handle: Any) -> Any:
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     with convert_ray_errors():
-        return _copy_task().options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(handle)
+        return _copy_task().options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(handle)
 
 
 @cache

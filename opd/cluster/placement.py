@@ -42,7 +42,7 @@ class Seat:
     def fits_node(self, node: Node) -> bool:
         """Return True if the node, with nothing on it, has room for this worker."""
         enough = all(node.has.get(name, 0) >= amount for name, amount in self.asks.items())
-        return enough and all(matches_selector(node.labels.get(key), wanted) for key, wanted in self.labels.items())
+        return enough and all(matches_selector(node.labels.get(key), selector) for key, selector in self.labels.items())
 
     def __str__(self) -> str:
         return format_resources(self.asks, {key: value for key, value in self.labels.items() if key != NODE})
@@ -65,7 +65,7 @@ class Node:
 
     id: str
     address: str
-    here: bool
+    is_local: bool
     """Whether this process is on it."""
     has: Mapping[str, float]
     """Resource -> how much of it the node has in all, whoever uses it now."""
@@ -73,7 +73,7 @@ class Node:
 
     def __str__(self) -> str:
         labels = {key: value for key, value in self.labels.items() if not key.startswith("ray.io/")}
-        return f"{self.address} ({'this one: ' if self.here else ''}{format_resources(_drop_internal_resources(self.has), labels)})"
+        return f"{self.address} ({'this one: ' if self.is_local else ''}{format_resources(_drop_internal_resources(self.has), labels)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,9 @@ class ReservedSeat:
         return "" if _read_bundle_nodes(self.group).get(self.index) else _describe_shortage(self.seat)
 
 
-def matches_selector(value: str | None, wanted: str) -> bool:
+def matches_selector(value: str | None, selector: str) -> bool:
     """Return True if a node's label (None: it has none) is what a selector wants, by the rules of Ray."""
-    negated, plain = wanted.startswith("!"), wanted.removeprefix("!")
+    negated, plain = selector.startswith("!"), selector.removeprefix("!")
     match = re.fullmatch(r"in\((.*)\)", plain)
     values = [value_text.strip() for value_text in match[1].split(",")] if match else [plain]
     return (value in values) != negated
@@ -130,8 +130,8 @@ def matches_selector(value: str | None, wanted: str) -> bool:
 
 def format_resources(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
     """Return resources and labels in words."""
-    words = [f"{amount:g} {name}" for name, amount in sorted(resources.items())]
-    return ", ".join([*words, *(f"label {key}={value}" for key, value in sorted(labels.items()))])
+    parts = [f"{amount:g} {name}" for name, amount in sorted(resources.items())]
+    return ", ".join([*parts, *(f"label {key}={value}" for key, value in sorted(labels.items()))])
 
 
 def list_nodes() -> list[Node]:
@@ -139,19 +139,19 @@ def list_nodes() -> list[Node]:
     import ray
 
     with convert_ray_errors():
-        here, every = ray.get_runtime_context().get_node_id(), ray.nodes()
+        own_id, every = ray.get_runtime_context().get_node_id(), ray.nodes()
     live_nodes = [
         Node(
             id=node["NodeID"],
             address=node["NodeManagerAddress"],
-            here=node["NodeID"] == here,
+            is_local=node["NodeID"] == own_id,
             has=node["Resources"],
             labels=node["Labels"],
         )
         for node in every
         if node["Alive"]
     ]
-    return sorted(live_nodes, key=lambda node: (not node.here, node.address))
+    return sorted(live_nodes, key=lambda node: (not node.is_local, node.address))
 
 
 def reserve_seats(groups: Sequence[WorkerGroup], *, timeout_s: float) -> dict[str, str]:
@@ -179,7 +179,7 @@ def reserve_seats(groups: Sequence[WorkerGroup], *, timeout_s: float) -> dict[st
         for _, reserved in () if isinstance(error, WorkerDied) else reservations:
             remove_placement_group(reserved)
         raise
-    watch.places |= {
+    watch.seats |= {
         seat.worker: ReservedSeat(seat, reserved, index)
         for group, reserved in reservations
         for index, seat in enumerate(group.seats)

@@ -40,8 +40,8 @@ class PulsingWorker:
         """Return Ray's id of the node that this worker runs on."""
         import ray
 
-        found: str = ray.get_runtime_context().get_node_id()
-        return found
+        node: str = ray.get_runtime_context().get_node_id()
+        return node
 
 
 def _write_pulse(key: bytes) -> None:

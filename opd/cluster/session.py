@@ -53,7 +53,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
         _restrict_ray_to_loopback()
     import ray
 
-    leftovers.remove_orphans()
+    leftovers.end_orphans()
     while _failed_directories:
         shutil.rmtree(_failed_directories.pop(), ignore_errors=True)
     directory = _make_own_directory() if config.address == LOCAL else None
@@ -67,14 +67,14 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             if directory is not None:
                 _failed_directories.append(directory)
             if isinstance(error, WorkerDied) and error.worker is None:
-                leftovers.end_own()  # before Ray shuts down, which would wait for processes that do not answer
+                leftovers.end_own_processes()  # before Ray shuts down, which would wait for processes that do not answer
             raise
         finally:
             _watch = None  # no thread spawns a worker from here on
             end_background(watch.workers)
             watch.stop_watching_all()
             ray.shutdown()
-            leftovers.end_own()  # a process that is stopped or hung does not end by itself
+            leftovers.end_own_processes()  # a process that is stopped or hung does not end by itself
             if directory is not None and directory not in _failed_directories:
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -169,12 +169,12 @@ def _restrict_ray_to_loopback() -> None:
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
     """Keep SIGTERM as it was: Ray takes it when it starts, and would end the driver in the middle of a step."""
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _refuse_open_ports(node_address: str) -> None:

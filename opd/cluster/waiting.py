@@ -39,7 +39,7 @@ def wait_for_all(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
         except Exception:
             _raise_partner_death(open_calls)
             raise
-    return [_read_answer(one) for one in pending]
+    return [_read_answer(call) for call in pending]
 
 
 def wait_first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: float | None = None) -> int:
@@ -65,14 +65,14 @@ def _wait_next(
     method = open_calls[0].method
     while True:
         left_s = deadline - time.monotonic()
-        handles = [one.handle for one in open_calls]
+        handles = [call.handle for call in open_calls]
         with convert_ray_errors():
             # Not fetched: an answer may be meant for another worker, and large.
             ready, _ = ray.wait(handles, num_returns=1, timeout=max(0.0, min(LOOK_S, left_s)), fetch_local=False)
         if ready:
             return open_calls[handles.index(ready[0])]
         if left_s <= 0:
-            names = ", ".join(one.worker.name for one in calls)
+            names = ", ".join(call.worker.name for call in calls)
             raise RunError(
                 f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             )
@@ -108,13 +108,13 @@ def _describe_lost_argument(error: Any) -> str:
     if isinstance(error, exceptions.RayActorError):
         return f"to get the answer of a worker that died: {error}"
     # What it was given lay on a node that died, or was to be copied by a process that is gone.
-    gone = (
+    node_errors = (
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,
         exceptions.TaskUnschedulableError,
         exceptions.OutOfMemoryError,
     )
-    return "given a value that is lost" if isinstance(error, (exceptions.ObjectLostError, *gone)) else ""
+    return "given a value that is lost" if isinstance(error, (exceptions.ObjectLostError, *node_errors)) else ""
 
 
 def _build_death_error(pending: Pending[Any], error: Any) -> WorkerDied:

@@ -28,7 +28,7 @@ class WorkerWatch:
         self._workers: dict[bytes, Worker[Any]] = {}
         """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
         self._start_timeout_s = start_timeout_s
-        self.places: dict[str, ReservedSeat] = {}
+        self.seats: dict[str, ReservedSeat] = {}
         """Name of a worker -> the place that is reserved for it."""
 
     @property
@@ -74,8 +74,8 @@ class WorkerWatch:
 
     def _describe_failed_start(self, worker: Worker[Any]) -> str:
         """Describe why a worker that was never heard is given up."""
-        place = self.places.get(worker.name)
-        problem = place.describe_problem() if place else ""
+        seat = self.seats.get(worker.name)
+        problem = seat.describe_problem() if seat else ""
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
             f": no node has room for it: {problem}" if problem else ""
         )

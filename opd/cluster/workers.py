@@ -107,11 +107,11 @@ def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gp
     beating = type(cls.__name__, (PulsingWorker, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
     # No restart by Ray, which knows nothing of the weights that a worker has to get back.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
-    place = watch.places.get(name)
-    if place is not None:
-        place.wait_for_node()
-        options |= place.build_actor_options()
-        env = {**env, **place.build_env()}
+    seat = watch.seats.get(name)
+    if seat is not None:
+        seat.wait_for_node()
+        options |= seat.build_actor_options()
+        env = {**env, **seat.build_env()}
     options["runtime_env"] = {"env_vars": dict(env)}
     with convert_ray_errors():
         actor = ray.remote(beating).options(**options).remote(pulse.key, *args)

@@ -11,7 +11,7 @@ from opd.config.verifiers import VerifierConfig
 from opd.settings.strict import PathOrName, Strict
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-OURS = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "OPD_TASK", "OPD_RESULT")
+RESERVED_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "OPD_TASK", "OPD_RESULT")
 """Variables that every program gets from us."""
 
 
@@ -43,12 +43,12 @@ class AgentConfig(Strict):
 
     @field_validator("env")
     @classmethod
-    def _not_ours(cls, given: dict[str, str]) -> dict[str, str]:
-        taken = [name for name in given if name in OURS]
-        if taken:
+    def _refuse_reserved_variables(cls, variables: dict[str, str]) -> dict[str, str]:
+        reserved = [name for name in variables if name in RESERVED_VARIABLES]
+        if reserved:
             raise PydanticCustomError(
                 "taken",
                 "other names than {ours}, which lead to the student",
-                {"ours": ", ".join(OURS), "found": taken[0]},
+                {"ours": ", ".join(RESERVED_VARIABLES), "found": reserved[0]},
             )
-        return given
+        return variables

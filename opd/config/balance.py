@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from opd.config.kinds import NameOrMapping, by_kind
+from opd.config.kinds import NameOrMapping, discriminate_by_kind
 from opd.settings.strict import Strict
 
 
@@ -46,6 +46,6 @@ BalanceConfig = Annotated[
     Annotated[SamplesBalance, Tag("~samples")]
     | Annotated[TokensBalance, Tag("~tokens")]
     | Annotated[GapBalance, Tag("~gap")],
-    by_kind("balance"),
+    discriminate_by_kind("balance"),
     NameOrMapping("balance", "balance", KINDS),
 ]

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.settings.strict import Strict
 
-PLACE = "{summary}"
+PLACEHOLDER = "{summary}"
 """Where the summary stands in `resume`."""
 
 
@@ -32,7 +32,7 @@ class ContextConfig(Strict):
 
     @field_validator("resume")
     @classmethod
-    def _has_a_place(cls, value: str) -> str:
-        if value.count(PLACE) != 1:
-            raise PydanticCustomError("resume", "a text with {place} in it, once", {"place": PLACE, "found": value})
+    def _check_placeholder(cls, value: str) -> str:
+        if value.count(PLACEHOLDER) != 1:
+            raise PydanticCustomError("resume", "a text with {place} in it, once", {"place": PLACEHOLDER, "found": value})
         return value

@@ -20,32 +20,32 @@ def teacher_devices(cluster: ClusterConfig, teachers: Teachers) -> float:
     return cluster.teacher_gpus * (teachers.tensor_parallel_size if isinstance(teachers, VLLMTeachers) else 1)
 
 
-def devices_problem(
+def find_devices_problem(
     cluster: ClusterConfig, trainer: TrainerConfig, rollout: RolloutConfig, teachers: Teachers, schedule: ScheduleConfig
 ) -> PydanticCustomError | None:
     """Return the first thing that a role cannot do on its devices; None if all can."""
     gpus, ranks = cluster.trainer_gpus, trainer.ranks
     if ranks > 1 and gpus % 1:
-        return _make_error(
+        return _devices_error(
             "cluster.trainer_gpus",
             f"{gpus:g} with trainer.ranks {ranks}",
             "a whole number: NCCL refuses two ranks on one GPU; set trainer.ranks to 1 to share a GPU with other roles, or "
             "cluster.trainer_gpus to 1",
         )
-    divided = _find_division_problem("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
-    if divided is None and isinstance(teachers, VLLMTeachers):
-        divided = _find_division_problem("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
-    if divided is None and isinstance(teachers, TransformersTeachers) and teachers.device_map is not None:
-        divided = _map_problem(cluster.teacher_gpus, teachers)
-    return divided or _kept_problem(cluster, teachers) or _engine_problem(cluster, rollout, schedule)
+    problem = _find_division_problem("rollout", cluster.rollout_gpus, rollout.tensor_parallel_size)
+    if problem is None and isinstance(teachers, VLLMTeachers):
+        problem = _find_division_problem("teacher", cluster.teacher_gpus, teachers.tensor_parallel_size)
+    if problem is None and isinstance(teachers, TransformersTeachers) and teachers.device_map is not None:
+        problem = _find_map_problem(cluster.teacher_gpus, teachers)
+    return problem or _find_gpu_memory_problem(cluster, teachers) or _find_engine_problem(cluster, rollout, schedule)
 
 
-def _kept_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomError | None:
+def _find_gpu_memory_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomError | None:
     """Return why no teacher can be kept on a GPU; None if it can."""
     if not isinstance(teachers, TransformersTeachers) or not teachers.gpu_memory or cluster.teacher_gpus:
         return None
-    wanted = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
-    return _make_error("teachers.gpu_memory", f"{teachers.gpu_memory} bytes with cluster.teacher_gpus 0", wanted)
+    expected = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
+    return _devices_error("teachers.gpu_memory", f"{teachers.gpu_memory} bytes with cluster.teacher_gpus 0", expected)
 
 
 def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomError | None:
@@ -53,36 +53,36 @@ def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomE
     if size == 1 or gpus in (0, 1):
         return None
     section = "teachers" if role == "teacher" else role
-    return _make_error(
+    return _devices_error(
         f"cluster.{role}_gpus",
         f"{gpus:g} with {section}.tensor_parallel_size {size}",
         "1 (or 0, the CPU): it counts the GPUs of each of an engine's processes, and NCCL refuses two of them on one GPU",
     )
 
 
-def _map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomError | None:
+def _find_map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomError | None:
     """Return why a worker's layers cannot be divided among so many GPUs."""
     with_gpus = f"with cluster.teacher_gpus {gpus:g}"
     if gpus > 1 and gpus % 1:
-        wanted = "a whole number: layers are divided among whole GPUs"
-        return _make_error("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", wanted)
+        expected = "a whole number: layers are divided among whole GPUs"
+        return _devices_error("cluster.teacher_gpus", f"{gpus:g} with teachers.device_map {teachers.device_map}", expected)
     if gpus % 1 and not teachers.max_memory:
-        wanted = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
-        return _make_error("teachers.max_memory", f"nothing, {with_gpus}", wanted)
-    named, has = {device for device in teachers.max_memory if isinstance(device, int)}, set(range(ceil(gpus)))
-    if named - has:
-        theirs = (
-            f"the GPUs of a scoring worker, {_format_numbers(has)}"
-            if has
+        expected = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
+        return _devices_error("teachers.max_memory", f"nothing, {with_gpus}", expected)
+    named_gpus, worker_gpus = {device for device in teachers.max_memory if isinstance(device, int)}, set(range(ceil(gpus)))
+    if named_gpus - worker_gpus:
+        worker_devices = (
+            f"the GPUs of a scoring worker, {_format_numbers(worker_gpus)}"
+            if worker_gpus
             else "cpu and disk: a scoring worker has no GPU"
         )
-        wanted = f"{theirs}; cluster.teacher_gpus gives it more"
-        return _make_error("teachers.max_memory", f"GPU {_format_numbers(named - has)}, {with_gpus}", wanted)
-    if teachers.max_memory and has - named:
-        wanted = (
-            f"all GPUs of a scoring worker, {_format_numbers(has)}: one that is not named would be reserved for nobody"
+        expected = f"{worker_devices}; cluster.teacher_gpus gives it more"
+        return _devices_error("teachers.max_memory", f"GPU {_format_numbers(named_gpus - worker_gpus)}, {with_gpus}", expected)
+    if teachers.max_memory and worker_gpus - named_gpus:
+        expected = (
+            f"all GPUs of a scoring worker, {_format_numbers(worker_gpus)}: one that is not named would be reserved for nobody"
         )
-        return _make_error("teachers.max_memory", f"no GPU {_format_numbers(has - named)}, {with_gpus}", wanted)
+        return _devices_error("teachers.max_memory", f"no GPU {_format_numbers(worker_gpus - named_gpus)}, {with_gpus}", expected)
     return None
 
 
@@ -90,24 +90,24 @@ def _format_numbers(gpus: set[int]) -> str:
     return ", ".join(map(str, sorted(gpus)))
 
 
-def _engine_problem(
+def _find_engine_problem(
     cluster: ClusterConfig, rollout: RolloutConfig, schedule: ScheduleConfig
 ) -> PydanticCustomError | None:
     if rollout.sleep and not cluster.rollout_gpus:
-        return _make_error(
+        return _devices_error(
             "rollout.sleep",
             "true with cluster.rollout_gpus 0",
             "false: a CPU engine cannot give its memory back; set cluster.rollout_gpus if the engines have GPUs",
         )
     if rollout.sleep and schedule.mode == "one_step_off":
-        return _make_error(
+        return _devices_error(
             "rollout.sleep",
             "true with schedule.mode one_step_off",
             "false with schedule.mode one_step_off: the engine writes while the trainer trains, so they cannot take turns with "
             "a GPU's memory; set schedule.mode to sync to share it",
         )
     if rollout.kv_cache_dtype != "auto" and not cluster.rollout_gpus:
-        return _make_error(
+        return _devices_error(
             "rollout.kv_cache_dtype",
             f"{rollout.kv_cache_dtype} with cluster.rollout_gpus 0",
             "auto: a CPU engine has memory for its cache, and would only write from a distribution that is not the student's",
@@ -115,5 +115,5 @@ def _engine_problem(
     return None
 
 
-def _make_error(where: str, found: str, wanted: str) -> PydanticCustomError:
-    return PydanticCustomError("devices", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+def _devices_error(key: str, actual: str, expected: str) -> PydanticCustomError:
+    return PydanticCustomError("devices", "{wanted}", {"wanted": expected, "where": key, "found": actual})

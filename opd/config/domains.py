@@ -72,7 +72,7 @@ class RegisteredExperts(Strict):
     """Names from the registry (`opd experts list`), or `all`."""
 
 
-def _experts_kind(value: Any) -> str:
+def _choose_experts_kind(value: Any) -> str:
     return (
         "~registered"
         if isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
@@ -82,7 +82,7 @@ def _experts_kind(value: Any) -> str:
 
 ExpertsConfig = Annotated[
     Annotated[RegisteredExperts, Tag("~registered")] | Annotated[dict[Name, ExpertConfig], Tag("~inline")],
-    Discriminator(_experts_kind),
+    Discriminator(_choose_experts_kind),
 ]
 
 
@@ -95,11 +95,11 @@ class DomainEvalConfig(Strict):
     """How an answer is judged: a kind, or a mapping with `kind` and options."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> DomainEvalConfig:
+    def _check_one_source(self) -> DomainEvalConfig:
         if (self.prompts is None) == (self.holdout is None):
-            found = "neither" if self.prompts is None else "both"
+            actual = "neither" if self.prompts is None else "both"
             raise PydanticCustomError(
-                "eval", "either `prompts` (a file) or `holdout` (a share of the training prompts)", {"found": found}
+                "eval", "either `prompts` (a file) or `holdout` (a share of the training prompts)", {"found": actual}
             )
         return self
 
@@ -195,7 +195,7 @@ class DomainConfig(Strict):
         return self.can_be_rewarded if self.reward == "auto" else self.reward
 
     @model_validator(mode="after")
-    def _one_kind_of_episode(self) -> DomainConfig:
+    def _check_one_kind_of_episode(self) -> DomainConfig:
         if self.environment is not None and self.agent is not None:
             raise PydanticCustomError("episodes", "either `environment` or `agent`", {"found": "both"})
         return self

@@ -32,7 +32,7 @@ class TeacherTurnsConfig(Strict):
     """Train the student on the expert's turns too."""
 
     @model_validator(mode="after")
-    def _something_to_train(self) -> TeacherTurnsConfig:
+    def _check_trains_something(self) -> TeacherTurnsConfig:
         if self.share == 1 and not self.train:
             raise PydanticCustomError(
                 "teacher_turns",
@@ -52,7 +52,7 @@ class TurnWeightsConfig(Strict):
     """Least weight of a turn; the first has 1."""
 
     @model_validator(mode="after")
-    def _weighs_something(self) -> TurnWeightsConfig:
+    def _check_weights(self) -> TurnWeightsConfig:
         if self.decay == 1 and self.divergence == 0:
             raise PydanticCustomError(
                 "turn_weights",
@@ -62,7 +62,7 @@ class TurnWeightsConfig(Strict):
         return self
 
 
-def engines_of_worker(domains: Mapping[str, DomainConfig]) -> int:
+def count_worker_engines(domains: Mapping[str, DomainConfig]) -> int:
     """Return the number of engines of a rollout worker: an expert that writes turns has one of its own."""
     return 2 if any(domain.environment and domain.environment.teacher_turns for domain in domains.values()) else 1
 
@@ -70,57 +70,57 @@ def engines_of_worker(domains: Mapping[str, DomainConfig]) -> int:
 def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: ObjectiveConfig) -> None:
     """Refuse cures that contradict each other, the environment or the objective. Raises: PydanticCustomError."""
     for name, domain in domains.items():
-        acts = domain.environment
-        if acts is None:
+        environment = domain.environment
+        if environment is None:
             continue
-        where = f"domains.{name}.environment"
-        if acts.curriculum is not None and acts.curriculum.first >= acts.max_turns:
-            raise _make_error(
-                f"{where}.curriculum.first",
-                str(acts.curriculum.first),
-                f"below max_turns, {acts.max_turns}, which is where the curriculum ends",
+        section = f"domains.{name}.environment"
+        if environment.curriculum is not None and environment.curriculum.first >= environment.max_turns:
+            raise _drift_error(
+                f"{section}.curriculum.first",
+                str(environment.curriculum.first),
+                f"below max_turns, {environment.max_turns}, which is where the curriculum ends",
             )
-        if acts.replay:
-            _refuse_beside_replay(f"domains.{name}", domain, acts)
-        if acts.turn_weights is not None:
-            _refuse_objective(f"{where}.turn_weights", objective)
-        if acts.teacher_turns is not None and acts.teacher_turns.train:
-            _refuse_objective(f"{where}.teacher_turns.train", objective)
+        if environment.replay:
+            _refuse_beside_replay(f"domains.{name}", domain, environment)
+        if environment.turn_weights is not None:
+            _refuse_objective(f"{section}.turn_weights", objective)
+        if environment.teacher_turns is not None and environment.teacher_turns.train:
+            _refuse_objective(f"{section}.teacher_turns.train", objective)
 
 
-def _refuse_beside_replay(where: str, domain: DomainConfig, acts: EnvironmentConfig) -> None:
+def _refuse_beside_replay(section: str, domain: DomainConfig, environment: EnvironmentConfig) -> None:
     """Raises: PydanticCustomError."""
-    others = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(acts, key) is not None]
-    if others:
-        raise _make_error(
-            f"{where}.environment.replay",
-            f"true with {others[0]}",
-            f"no {others[0]}: with replay the student writes one turn after each prefix, and no episode is played",
+    cures = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(environment, key) is not None]
+    if cures:
+        raise _drift_error(
+            f"{section}.environment.replay",
+            f"true with {cures[0]}",
+            f"no {cures[0]}: with replay the student writes one turn after each prefix, and no episode is played",
         )
     if domain.eval is not None and domain.eval.holdout is not None:
-        raise _make_error(
-            f"{where}.eval.holdout",
+        raise _drift_error(
+            f"{section}.eval.holdout",
             f"{domain.eval.holdout:g} with environment.replay",
             "eval.prompts, a file of tasks: prefixes are no tasks that an exam could play",
         )
 
 
-def _refuse_objective(where: str, objective: ObjectiveConfig) -> None:
+def _refuse_objective(key: str, objective: ObjectiveConfig) -> None:
     """Raises: PydanticCustomError for an objective under which not every token can be trained with a weight of its own."""
     if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
-        raise _make_error(
-            where,
+        raise _drift_error(
+            key,
             f"set with objective.kind {objective.kind}",
             "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
             "with weights that do not depend on them",
         )
     if objective.reward is not None:
-        raise _make_error(
-            where,
+        raise _drift_error(
+            key,
             "set with objective.reward",
             "no objective.reward: the policy gradient is about tokens that the student sampled, each with the same weight",
         )
 
 
-def _make_error(where: str, found: str, wanted: str) -> PydanticCustomError:
-    return PydanticCustomError("drift", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+def _drift_error(key: str, actual: str, expected: str) -> PydanticCustomError:
+    return PydanticCustomError("drift", "{wanted}", {"wanted": expected, "where": key, "found": actual})

@@ -21,7 +21,7 @@ class LMEvalConfig(Strict):
     """Deadline for all tasks of one model."""
 
 
-def _lm_eval_tasks(value: Any) -> Any:
+def _read_lm_eval_tasks(value: Any) -> Any:
     return {"tasks": value} if isinstance(value, list) else value
 
 
@@ -40,11 +40,11 @@ class EvaluateConfig(Strict):
     """Answer limit; default: the rollout's."""
     cache: bool = True
     """Take over equal exams of start student and experts from other runs, see docs/evaluation.md."""
-    lm_eval: Annotated[LMEvalConfig, BeforeValidator(_lm_eval_tasks)] = LMEvalConfig()
+    lm_eval: Annotated[LMEvalConfig, BeforeValidator(_read_lm_eval_tasks)] = LMEvalConfig()
     """Tasks of lm-evaluation-harness for start student and merged model; a list will do."""
 
     @model_validator(mode="after")
-    def _answers_differ(self) -> EvaluateConfig:
+    def _check_answers_differ(self) -> EvaluateConfig:
         if self.n > 1 and self.temperature == 0:
             raise PydanticCustomError(
                 "temperature",

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.kinds import kind_of
-from opd.settings.named import is_place
+from opd.config.kinds import kind_tag
+from opd.settings.named import is_import_name
 from opd.settings.strict import PathOrName, Strict, UserPath
 from opd.settings.yaml_files import move_error
 
@@ -26,18 +26,18 @@ def _check_url(url: str) -> str:
 
 
 def _check_import_name(name: str) -> str:
-    if not is_place(name):
+    if not is_import_name(name):
         raise PydanticCustomError("place", "module:name of a function or class")
     return name
 
 
-def _require_absolute(path: str) -> str:
+def _check_absolute(path: str) -> str:
     if not path.startswith("/"):
         raise PydanticCustomError("path", "an absolute path, as the policy's shell sees it")
     return path
 
 
-def _require_anchored_glob(glob: str) -> str:
+def _check_anchored_glob(glob: str) -> str:
     if not glob.startswith(("/", "**/")) or glob.count("{") != glob.count("}"):
         raise PydanticCustomError("glob", "a glob that begins with `/` or `**/`, its braces in pairs")
     return glob
@@ -69,17 +69,17 @@ class LocalJudge(Strict):
     """Block from this probability of `block` on."""
 
     @model_validator(mode="after")
-    def _one_model(self) -> LocalJudge:
+    def _check_one_model(self) -> LocalJudge:
         if (self.model is None) == (self.scorer is None):
-            found = "neither" if self.model is None else "both"
-            raise PydanticCustomError("local_judge", "either `model` or `scorer`", {"found": found})
+            actual = "neither" if self.model is None else "both"
+            raise PydanticCustomError("local_judge", "either `model` or `scorer`", {"found": actual})
         return self
 
 
 JudgeConfig = Annotated[
     Annotated[EndpointJudge, Tag("~endpoint")] | Annotated[LocalJudge, Tag("~local")],
     Discriminator(
-        kind_of, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
+        kind_tag, custom_error_type="judge", custom_error_message="a mapping with `kind: endpoint` or `kind: local`"
     ),
 ]
 
@@ -87,11 +87,11 @@ JudgeConfig = Annotated[
 class GuardConfig(Strict):
     rules: list[PathOrName] = Field(["shipped"], min_length=1)
     """Files of rules; `shipped` is our own."""
-    protected: list[Annotated[str, AfterValidator(_require_anchored_glob)]] = []
+    protected: list[Annotated[str, AfterValidator(_check_anchored_glob)]] = []
     """Globs of what the environment hides, from `/` or with `**/` in front: `/box/.cases/**`."""
-    workdir: Annotated[str, AfterValidator(_require_absolute)] = "/workspace"
+    workdir: Annotated[str, AfterValidator(_check_absolute)] = "/workspace"
     """Where an episode begins, as its shell sees it."""
-    home: Annotated[str, AfterValidator(_require_absolute)] = "/root"
+    home: Annotated[str, AfterValidator(_check_absolute)] = "/root"
     """What `~` is."""
     keeps_shell: bool = True
     """Calls share one shell, with its `cd` and variables; false: each begins anew in `workdir`."""
@@ -114,14 +114,14 @@ class GuardConfig(Strict):
     """Tokens of a turn with a blocked call: trained as usual, masked, or trained against, which needs a reward."""
 
 
-def guard_of(section: GuardConfig | None, own: bool | Mapping[str, Any] | None) -> GuardConfig | None:
+def merge_guard(section: GuardConfig | None, overrides: bool | Mapping[str, Any] | None) -> GuardConfig | None:
     """Return the guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
 
     Raises: ValidationError for keys that no guard has.
     """
-    if section is None or own is False:
+    if section is None or overrides is False:
         return None
-    return GuardConfig.model_validate({**section.model_dump(), **own}) if isinstance(own, Mapping) else section
+    return GuardConfig.model_validate({**section.model_dump(), **overrides}) if isinstance(overrides, Mapping) else section
 
 
 def refuse_useless_guard(
@@ -131,35 +131,35 @@ def refuse_useless_guard(
 
     `rewarded` are the domains that train on rewards. Raises: PydanticCustomError.
     """
-    found = {name: _guard_here(section, name, domain) for name, domain in domains.items()}
-    if section is not None and not any(found.values()):
-        raise _refused(
+    guards = {name: _find_domain_guard(section, name, domain) for name, domain in domains.items()}
+    if section is not None and not any(guards.values()):
+        raise _guard_error(
             "guard", "a guard for no domain", "a domain with `environment` or `agent` that the guard holds for"
         )
-    for name, guard in found.items():
+    for name, guard in guards.items():
         if guard is not None and guard.on_hit == "negative" and name not in rewarded:
-            raise _refused(
+            raise _guard_error(
                 "guard.on_hit" if section == guard else f"domains.{name}.guard.on_hit",
                 f"negative, and domain {name} trains on no reward",
                 "keep or mask, or objective.reward in this domain: the stream of rewards is what trains against tokens",
             )
 
 
-def _guard_here(section: GuardConfig | None, name: str, domain: DomainConfig) -> GuardConfig | None:
-    own = domain.guard
-    if own and section is None:
-        raise _refused(
+def _find_domain_guard(section: GuardConfig | None, name: str, domain: DomainConfig) -> GuardConfig | None:
+    overrides = domain.guard
+    if overrides and section is None:
+        raise _guard_error(
             f"domains.{name}.guard", "no section `guard`", "the section at the top level, `guard: {}` will do"
         )
-    if isinstance(own, Mapping) and not domain.has_episodes:
-        raise _refused(
+    if isinstance(overrides, Mapping) and not domain.has_episodes:
+        raise _guard_error(
             f"domains.{name}.guard", "a guard without episodes", "an `environment` or an `agent` in the domain"
         )
     try:
-        return guard_of(section, own) if domain.has_episodes else None
+        return merge_guard(section, overrides) if domain.has_episodes else None
     except ValidationError as errors:
-        raise move_error(errors, ["domains", name, "guard"], own) from None
+        raise move_error(errors, ["domains", name, "guard"], overrides) from None
 
 
-def _refused(where: str, found: str, wanted: str) -> PydanticCustomError:
-    return PydanticCustomError("guard", "{wanted}", {"where": where, "found": found, "wanted": wanted})
+def _guard_error(key: str, actual: str, expected: str) -> PydanticCustomError:
+    return PydanticCustomError("guard", "{wanted}", {"where": key, "found": actual, "wanted": expected})

@@ -18,17 +18,17 @@ class NameOrMapping:
 
     error: str
     """Type of the error for an unknown kind."""
-    where: str
+    key: str
     """Key of the section."""
     kinds: tuple[str, ...]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._section, handler(source))
+        return core_schema.no_info_before_validator_function(self._read_section, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"oneOf": [{"enum": list(self.kinds), "type": "string"}, *handler(schema)["oneOf"]]}
 
-    def _section(self, value: Any) -> Any:
+    def _read_section(self, value: Any) -> Any:
         """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
         if isinstance(value, str):
             value = {"kind": value}
@@ -41,20 +41,20 @@ class NameOrMapping:
                 {
                     "hint": f"did you mean `{near}`? " if near else "",
                     "kinds": ", ".join(self.kinds),
-                    "where": self.where,
+                    "where": self.key,
                     "found": "no `kind`" if kind is None else str(kind),
                 },
             )
         return value
 
 
-def by_kind(error: str) -> Discriminator:
+def discriminate_by_kind(error: str) -> Discriminator:
     """Tells the classes of a section apart; the tag of a class is its `kind` after a tilde."""
     return Discriminator(
-        kind_of, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
+        kind_tag, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
     )
 
 
-def kind_of(value: Any) -> str:
+def kind_tag(value: Any) -> str:
     """Return the tag of a section: its `kind` after a tilde, by which `opd.settings.yaml_files.keys_of` knows that no user wrote it."""
     return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"

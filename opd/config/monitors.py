@@ -30,16 +30,16 @@ class SignalLimits(Strict):
     """Also a checkpoint, and the merge ends with exit code 1; a resume goes on with another limit."""
 
     @model_validator(mode="after")
-    def _reached_one_after_the_other(self) -> SignalLimits:
-        given = [(action, limit) for action in ACTIONS if (limit := getattr(self, action)) is not None]
-        for (mild, low), (hard, high) in pairwise(given):
+    def _check_limit_order(self) -> SignalLimits:
+        limits = [(action, limit) for action in ACTIONS if (limit := getattr(self, action)) is not None]
+        for (mild, low), (hard, high) in pairwise(limits):
             if high < low:
                 raise PydanticCustomError(
                     "limits",
                     "limits that do not fall from warn to pause to stop",
                     {"found": f"{hard} {high:g} below {mild} {low:g}"},
                 )
-        for action, limit in given:
+        for action, limit in limits:
             if self.MOST is not None and limit > self.MOST:
                 raise PydanticCustomError(
                     "limits",

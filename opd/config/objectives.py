@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
 from opd.errors import ConfigError
-from opd.settings.named import import_object, import_user_object, is_place
+from opd.settings.named import import_object, import_user_object, is_import_name
 from opd.settings.near import find_nearest
 from opd.settings.strict import Strict
 
@@ -107,43 +107,43 @@ class ObjectiveConfig(Strict):
 
     def build(self) -> Objective:
         """Make the objective from those keys of the section that it has as fields."""
-        made: Objective = self.OBJECTIVE(**{f.name: getattr(self, f.name) for f in fields(self.OBJECTIVE)})
-        return made
+        objective: Objective = self.OBJECTIVE(**{f.name: getattr(self, f.name) for f in fields(self.OBJECTIVE)})
+        return objective
 
 
-def objective_config(kind: str) -> type[ObjectiveConfig]:
+def find_objective_section(kind: str) -> type[ObjectiveConfig]:
     """Return the class of the section of this kind; `module:Class` is a class of the user's.
 
     Raises: KeyError for an unknown kind; ConfigError for a `module:Class` that cannot be imported or is no section.
     """
-    found: type[ObjectiveConfig] = (
+    section_class: type[ObjectiveConfig] = (
         import_user_object(kind, "objective.kind", SECTION) if ":" in kind else import_object(OBJECTIVES[kind])
     )
-    if not (isinstance(found, type) and issubclass(found, ObjectiveConfig) and hasattr(found, "OBJECTIVE")):
+    if not (isinstance(section_class, type) and issubclass(section_class, ObjectiveConfig) and hasattr(section_class, "OBJECTIVE")):
         raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
-    return found
+    return section_class
 
 
-def default_objective() -> ObjectiveConfig:
+def build_default_objective() -> ObjectiveConfig:
     """Return the objective of a pipeline that has no such section."""
-    return objective_config(DEFAULT_KIND).model_validate({})
+    return find_objective_section(DEFAULT_KIND).model_validate({})
 
 
 class _ByKind:
     """Reads the section with the class of its `kind`."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(_of_its_kind, handler(source))
+        return core_schema.no_info_before_validator_function(_read_objective, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"oneOf": [handler(objective_config(kind).__pydantic_core_schema__) for kind in OBJECTIVES]}
+        return {"oneOf": [handler(find_objective_section(kind).__pydantic_core_schema__) for kind in OBJECTIVES]}
 
 
-def _of_its_kind(value: Any) -> ObjectiveConfig:
+def _read_objective(value: Any) -> ObjectiveConfig:
     if isinstance(value, ObjectiveConfig):
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
-    if kind not in list(OBJECTIVES) and not is_place(kind):  # it may be anything, a list too
+    if kind not in list(OBJECTIVES) and not is_import_name(kind):  # it may be anything, a list too
         near = find_nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
         raise PydanticCustomError(
             "objective_kind",
@@ -155,7 +155,7 @@ def _of_its_kind(value: Any) -> ObjectiveConfig:
                 "found": str(kind),
             },
         )
-    return objective_config(kind).model_validate(value)
+    return find_objective_section(kind).model_validate(value)
 
 
 AnyObjective = Annotated[SerializeAsAny[ObjectiveConfig], _ByKind()]

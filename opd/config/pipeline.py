@@ -10,14 +10,14 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
-from opd.config.devices import devices_problem
+from opd.config.devices import find_devices_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
-from opd.config.objectives import AnyObjective, default_objective
-from opd.config.prompts import OF_CHATS
+from opd.config.objectives import AnyObjective, build_default_objective
+from opd.config.prompts import CHAT_COLUMNS
 from opd.config.sections import (
     CheckpointConfig,
     ClusterConfig,
@@ -27,7 +27,7 @@ from opd.config.sections import (
     SyncConfig,
     TrainerConfig,
 )
-from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, changed_teachers
+from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, change_teachers
 from opd.settings.strict import Name, Strict, UserPath
 from opd.settings.yaml_files import apply_overrides, load_yaml, move_error, validate_section
 
@@ -73,7 +73,7 @@ class PipelineConfig(Strict):
     """How many samples of a step each domain gets, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TransformersTeachers()
-    objective: AnyObjective = Field(default_factory=default_objective)
+    objective: AnyObjective = Field(default_factory=build_default_objective)
     trainer: TrainerConfig
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
@@ -97,36 +97,36 @@ class PipelineConfig(Strict):
         return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
 
     @model_validator(mode="after")
-    def _experts_and_teachers_or_neither(self) -> PipelineConfig:
+    def _check_experts_and_teachers(self) -> PipelineConfig:
         problem = _find_teacherless_problem(self) if isinstance(self.teachers, NoTeachers) else None
         if not isinstance(self.teachers, NoTeachers) and self.experts == {}:
-            wanted = "at least one expert; or teachers.engine none, to learn from rewards alone"
+            expected = "at least one expert; or teachers.engine none, to learn from rewards alone"
             problem = PydanticCustomError(
-                "no_expert", "{wanted}", {"wanted": wanted, "where": "experts", "found": "{}"}
+                "no_expert", "{wanted}", {"wanted": expected, "where": "experts", "found": "{}"}
             )
         if problem is not None:
             raise problem
         return self
 
     @model_validator(mode="after")
-    def _something_to_hold_out_from(self) -> PipelineConfig:
+    def _check_holdout_prompts(self) -> PipelineConfig:
         for name, domain in self.domains.items():
-            asked = domain.eval is not None and domain.eval.holdout is not None
+            holds_out = domain.eval is not None and domain.eval.holdout is not None
             # A registered expert may have prompts of its own, which are read later.
-            if asked and domain.prompts is None and not isinstance(self.experts, RegisteredExperts):
-                wanted = "the domain's `prompts`, of which eval.holdout is a share"
-                raise PydanticCustomError("holdout", wanted, {"found": "no `prompts`", "where": f"domains.{name}"})
+            if holds_out and domain.prompts is None and not isinstance(self.experts, RegisteredExperts):
+                expected = "the domain's `prompts`, of which eval.holdout is a share"
+                raise PydanticCustomError("holdout", expected, {"found": "no `prompts`", "where": f"domains.{name}"})
         return self
 
     @model_validator(mode="after")
-    def _payload_holds_what_the_objective_needs(self) -> PipelineConfig:
+    def _check_payload(self) -> PipelineConfig:
         problem = self.objective.problem_with(self.teachers.payload)
         if problem is not None:
             raise problem
         return self
 
     @model_validator(mode="after")
-    def _cures_of_drift_that_fit(self) -> PipelineConfig:
+    def _check_drift_cures(self) -> PipelineConfig:
         refuse_contradictions(self.domains, self.objective)
         if self.rollout.sleep and any(d.environment and d.environment.teacher_turns for d in self.domains.values()):
             raise PydanticCustomError(
@@ -137,16 +137,16 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _rewards_come_from_somewhere(self) -> PipelineConfig:
-        problem = _reward_problem(self)
+    def _check_reward_sources(self) -> PipelineConfig:
+        problem = _find_reward_problem(self)
         if problem is not None:
             raise problem
         return self
 
     @model_validator(mode="after")
-    def _beyond_the_experts_only_where_it_can_be_computed(self) -> PipelineConfig:
-        beyond = [name for name in self.domains if domain_extrapolation(self, name) > 1]
-        if not beyond:
+    def _check_extrapolation(self) -> PipelineConfig:
+        extrapolated = [name for name in self.domains if domain_extrapolation(self, name) > 1]
+        if not extrapolated:
             return self
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
         if problem is None and isinstance(self.teachers, OpenAITeachers) and not trainer_has_start(self):
@@ -157,49 +157,49 @@ class PipelineConfig(Strict):
                 {"with": "teachers.engine openai"},
             )
         if problem is not None:
-            raise _refused_beyond(self, beyond[0], str((problem.context or {})["with"]), problem.message())
+            raise _extrapolation_error(self, extrapolated[0], str((problem.context or {})["with"]), problem.message())
         return self
 
     @model_validator(mode="after")
-    def _every_expert_has_a_server(self) -> PipelineConfig:
-        named = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
-        if not isinstance(self.teachers, OpenAITeachers) or named == "all":  # the registry's names are not known here
+    def _check_servers(self) -> PipelineConfig:
+        experts = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
+        if not isinstance(self.teachers, OpenAITeachers) or experts == "all":  # the registry's names are not known here
             return self
         served = self.teachers.servers
-        for wrong, found in (
-            ([name for name in named if name not in served], "nothing"),
-            ([name for name in served if name not in named], "a server of no expert"),
+        for names, problem in (
+            ([name for name in experts if name not in served], "nothing"),
+            ([name for name in served if name not in experts], "a server of no expert"),
         ):
-            if wrong:
+            if names:
                 raise PydanticCustomError(
                     "servers",
                     "base_url and model for each of the experts {experts}, and no others",
-                    {"experts": ", ".join(named), "where": f"teachers.servers.{wrong[0]}", "found": found},
+                    {"experts": ", ".join(experts), "where": f"teachers.servers.{names[0]}", "found": problem},
                 )
         return self
 
     @model_validator(mode="after")
-    def _every_sub_agent_has_a_domain(self) -> PipelineConfig:
+    def _check_sub_agent_domains(self) -> PipelineConfig:
         for name, domain in self.domains.items():
             for tool, agent in (domain.environment.sub_agents if domain.environment else {}).items():
-                own = agent.domain or name
-                wanted = [d for d, found in self.domains.items() if found.environment or agent.environment != "domain"]
-                if own not in wanted:
-                    has = "a domain with an environment" if agent.environment == "domain" else "a domain"
+                agent_domain = agent.domain or name
+                eligible = [d for d, candidate in self.domains.items() if candidate.environment or agent.environment != "domain"]
+                if agent_domain not in eligible:
+                    requirement = "a domain with an environment" if agent.environment == "domain" else "a domain"
                     raise PydanticCustomError(
                         "sub_agent",
                         "{has} of this pipeline: {wanted}",
                         {
-                            "has": has,
-                            "wanted": ", ".join(wanted),
-                            "found": own,
+                            "has": requirement,
+                            "wanted": ", ".join(eligible),
+                            "found": agent_domain,
                             "where": f"domains.{name}.environment.sub_agents.{tool}.domain",
                         },
                     )
         return self
 
     @model_validator(mode="after")
-    def _whole_groups_in_every_step(self) -> PipelineConfig:
+    def _check_whole_groups(self) -> PipelineConfig:
         total, n = self.trainer.samples_per_step, self.rollout.n
         if total % n:
             raise PydanticCustomError(
@@ -210,7 +210,7 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _every_domain_in_every_step(self) -> PipelineConfig:
+    def _check_samples_per_domain(self) -> PipelineConfig:
         if self.trainer.samples_per_step < self.rollout.n * len(self.domains):
             raise PydanticCustomError(
                 "too_few_samples",
@@ -225,31 +225,31 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _processes_have_the_gpus_that_they_need(self) -> PipelineConfig:
-        problem = devices_problem(self.cluster, self.trainer, self.rollout, self.teachers, self.schedule)
+    def _check_devices(self) -> PipelineConfig:
+        problem = find_devices_problem(self.cluster, self.trainer, self.rollout, self.teachers, self.schedule)
         if problem is not None:
             raise problem
         return self
 
     @model_validator(mode="after")
-    def _guard_has_something_to_look_at(self) -> PipelineConfig:
+    def _check_guard(self) -> PipelineConfig:
         rewarded = [name for name, domain in self.domains.items() if self.objective.reward and domain.is_rewarded]
         refuse_useless_guard(self.guard, self.domains, rewarded)
         return self
 
     @model_validator(mode="after")
-    def _every_round_is_a_pipeline(self) -> PipelineConfig:
+    def _check_rounds(self) -> PipelineConfig:
         if isinstance(self.rounds, int):
             return self
-        first = self.rounds[0].model_dump(exclude_defaults=True)
-        if first:
+        first_round = self.rounds[0].model_dump(exclude_defaults=True)
+        if first_round:
             raise PydanticCustomError(
                 "rounds",
                 "an empty mapping: the first round is the pipeline as it stands",
-                {"where": "rounds.0", "found": ", ".join(first)},
+                {"where": "rounds.0", "found": ", ".join(first_round)},
             )
         for index in range(1, len(self.rounds)):
-            data = _round_data(self, index)
+            data = _build_round_data(self, index)
             try:
                 PipelineConfig.model_validate(data)
             except ValidationError as errors:  # the pipeline alone is valid, so it comes from a setting of the round
@@ -257,19 +257,19 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _extrapolated_rounds_have_experts_of_their_own(self) -> PipelineConfig:
-        later = [None] * (self.rounds - 1) if isinstance(self.rounds, int) else self.rounds[1:]
-        for index, one in enumerate(later, start=1):
-            if one is not None and (one.experts, one.registry) != (None, None):
+    def _check_extrapolated_rounds(self) -> PipelineConfig:
+        later_rounds = [None] * (self.rounds - 1) if isinstance(self.rounds, int) else self.rounds[1:]
+        for index, round_config in enumerate(later_rounds, start=1):
+            if round_config is not None and (round_config.experts, round_config.registry) != (None, None):
                 continue
-            config = PipelineConfig.model_validate(_round_data(self, index))
+            config = PipelineConfig.model_validate(_build_round_data(self, index))
             for name in config.domains:
                 if domain_extrapolation(config, name) > 1:
-                    wanted = (
+                    expected = (
                         "1, or experts of each round's own: with the same experts a round takes back what the one before "
                         "it gained beyond them, because it starts from the model of that round"
                     )
-                    raise _refused_beyond(config, name, f"round {index + 1}, which has no `experts` of its own", wanted)
+                    raise _extrapolation_error(config, name, f"round {index + 1}, which has no `experts` of its own", expected)
         return self
 
 
@@ -285,22 +285,22 @@ def trainer_has_start(config: PipelineConfig) -> bool:
     return config.student.lora is not None and not config.objective.wants_baseline
 
 
-def _refused_beyond(config: PipelineConfig, domain: str, beside: str, wanted: str) -> PydanticCustomError:
+def _extrapolation_error(config: PipelineConfig, domain: str, other_setting: str, expected: str) -> PydanticCustomError:
     """Return the error about a domain's `extrapolate`, which does not go with something else."""
-    where = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
-    found = f"{domain_extrapolation(config, domain):g} with {beside}"
+    section = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
+    actual = f"{domain_extrapolation(config, domain):g} with {other_setting}"
     return PydanticCustomError(
-        "extrapolate", "{wanted}", {"where": f"{where}.extrapolate", "found": found, "wanted": wanted}
+        "extrapolate", "{wanted}", {"where": f"{section}.extrapolate", "found": actual, "wanted": expected}
     )
 
 
-def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
+def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """Return why `objective.reward` has nothing to train on; None if it has, or is not there."""
     reward = config.objective.reward
-    judged = "an environment, an agent, or an eval whose verifier judges the responses"
+    reward_source = "an environment, an agent, or an eval whose verifier judges the responses"
     for name, domain in config.domains.items():
         if domain.reward is True and not domain.can_be_rewarded:
-            return _reward_error(f"domains.{name}.reward", "true, and nothing gives a reward", judged)
+            return _reward_error(f"domains.{name}.reward", "true, and nothing gives a reward", reward_source)
         if domain.reward is True and reward is None:
             return _reward_error(f"domains.{name}.reward", "true without objective.reward", "objective.reward as well")
     if reward is None and not config.objective.HAS_DIVERGENCE:
@@ -310,15 +310,15 @@ def _reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
     if reward is None:
         return None
     if not any(domain.is_rewarded for domain in config.domains.values()):
-        return _reward_error("objective.reward", "no domain that gives a reward", f"at least one domain with {judged}")
+        return _reward_error("objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}")
     if reward.baseline.kind == "group" and config.rollout.n < 2:
-        found = "group with rollout.n 1: every advantage would be 0"
-        return _reward_error("objective.reward.baseline", found, "leave_one_out or ema, or rollout.n of 2 or more")
+        actual = "group with rollout.n 1: every advantage would be 0"
+        return _reward_error("objective.reward.baseline", actual, "leave_one_out or ema, or rollout.n of 2 or more")
     return None
 
 
-def _reward_error(where: str, found: str, wanted: str) -> PydanticCustomError:
-    return PydanticCustomError("reward", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+def _reward_error(key: str, actual: str, expected: str) -> PydanticCustomError:
+    return PydanticCustomError("reward", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
 def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | None:
@@ -326,32 +326,32 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
     idle = next((name for name, domain in config.domains.items() if not domain.is_rewarded), None)
     if config.experts != {}:
-        where, found, wanted = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
+        key, actual, expected = "experts", "experts", "{}: nobody asks an expert with teachers.engine none"
     elif taught is not None:
-        where, found, wanted = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
+        key, actual, expected = f"domains.{taught}.teachers", "a teacher", "nothing, with teachers.engine none"
     elif config.rounds != 1:
-        where, found, wanted = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
+        key, actual, expected = "rounds", "several", "1: without experts one round is as good; raise trainer.steps"
     elif config.objective.reward is not None and idle is not None:
-        where, found, wanted = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
+        key, actual, expected = f"domains.{idle}", "no reward", "an environment, an agent or an eval: nobody teaches it"
     else:
         return None
-    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": wanted, "where": where, "found": found})
+    return PydanticCustomError("without_teachers", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
     """Return a pipeline of one round for each round; all start from the pipeline's student."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
-    return [PipelineConfig.model_validate(_round_data(config, index)) for index in range(num)]
+    return [PipelineConfig.model_validate(_build_round_data(config, index)) for index in range(num)]
 
 
-def _round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
+def _build_round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
     """Return the pipeline of round `index`, from 0, not validated yet."""
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
     if isinstance(config.rounds, list):
         for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
             section = key in ("rollout", "objective", "trainer") and "kind" not in value
             if key == "teachers":
-                value = changed_teachers(data[key], value)
+                value = change_teachers(data[key], value)
             data[key] = {**data[key], **value} if section else value
     return data
 
@@ -366,8 +366,8 @@ def is_overlapped(config: PipelineConfig) -> bool:
 
 def max_staleness(config: PipelineConfig) -> int:
     """Return `schedule.max_staleness`, or its default for the mode."""
-    given = config.schedule.max_staleness
-    return (0 if config.schedule.mode == "sync" else 1) if given is None else given
+    configured = config.schedule.max_staleness
+    return (0 if config.schedule.mode == "sync" else 1) if configured is None else configured
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
@@ -389,34 +389,34 @@ def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(student, Mapping):  # a damaged file, which is refused where it is checked
         return dict(recorded)
     begun = {**recorded, "student": {"add_special_tokens": False, **student}}
-    return begun if "chat_template_kwargs" in student else _without_columns_of_chats(begun)
+    return begun if "chat_template_kwargs" in student else _drop_chat_columns(begun)
 
 
-def _without_columns_of_chats(pipeline: dict[str, Any]) -> dict[str, Any]:
+def _drop_chat_columns(pipeline: dict[str, Any]) -> dict[str, Any]:
     """Return the pipeline of a run that passed over system messages, tools and variables in columns of their own."""
     changed = dict(pipeline)
     if isinstance(domains := pipeline.get("domains"), Mapping):
-        changed["domains"] = {name: _domain_without(domain) for name, domain in domains.items()}
+        changed["domains"] = {name: _drop_domain_chat_columns(domain) for name, domain in domains.items()}
     if isinstance(rounds := pipeline.get("rounds"), list):
-        changed["rounds"] = [_without_columns_of_chats(one) if isinstance(one, dict) else one for one in rounds]
+        changed["rounds"] = [_drop_chat_columns(round_data) if isinstance(round_data, dict) else round_data for round_data in rounds]
     return changed
 
 
-def _domain_without(domain: Any) -> Any:
+def _drop_domain_chat_columns(domain: Any) -> Any:
     if not isinstance(domain, Mapping):
         return domain
-    found = {**domain, "prompts": _prompts_without(domain.get("prompts"))}
+    changed = {**domain, "prompts": _drop_prompts_chat_columns(domain.get("prompts"))}
     exam = domain.get("eval")
-    return found | (
-        {"eval": {**exam, "prompts": _prompts_without(exam.get("prompts"))}} if isinstance(exam, Mapping) else {}
+    return changed | (
+        {"eval": {**exam, "prompts": _drop_prompts_chat_columns(exam.get("prompts"))}} if isinstance(exam, Mapping) else {}
     )
 
 
-def _prompts_without(prompts: Any) -> Any:
+def _drop_prompts_chat_columns(prompts: Any) -> Any:
     if not isinstance(prompts, str | Mapping):
         return prompts
-    given: Mapping[str, Any] = {"path": prompts} if isinstance(prompts, str) else prompts
-    return {**given, "columns": {**dict.fromkeys(OF_CHATS), **(given.get("columns") or {})}}
+    section: Mapping[str, Any] = {"path": prompts} if isinstance(prompts, str) else prompts
+    return {**section, "columns": {**dict.fromkeys(CHAT_COLUMNS), **(section.get("columns") or {})}}
 
 
 def load_run_pipeline(path: Path, overrides: list[str] | None = None) -> PipelineConfig:

@@ -28,7 +28,7 @@ class RolePlacement(Strict):
 
     @field_validator("resources")
     @classmethod
-    def _has_its_own_key(cls, resources: dict[str, float]) -> dict[str, float]:
+    def _refuse_own_keys(cls, resources: dict[str, float]) -> dict[str, float]:
         for name, key in OWN_KEYS.items():
             if name in resources:
                 raise PydanticCustomError(

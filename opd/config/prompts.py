@@ -13,7 +13,7 @@ from opd.settings.strict import Name, Strict, UserPath
 
 Column = Literal["prompt", "completion", "answer", "metadata", "system", "tools", "chat_template_kwargs"]
 
-OF_CHATS: tuple[Column, ...] = ("system", "tools", "chat_template_kwargs")
+CHAT_COLUMNS: tuple[Column, ...] = ("system", "tools", "chat_template_kwargs")
 """Columns that only a chat template reads, so that a prompt of plain text has no use for them."""
 RENDERING = {
     *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"),
@@ -24,8 +24,8 @@ RENDERING = {
 
 
 def _refuse_rendering(variables: dict[str, Any]) -> dict[str, Any]:
-    if odd := RENDERING.intersection(variables):
-        raise PydanticCustomError("variables", "variables of the chat template's own", {"found": f"`{min(odd)}`"})
+    if reserved := RENDERING.intersection(variables):
+        raise PydanticCustomError("variables", "variables of the chat template's own", {"found": f"`{min(reserved)}`"})
     return variables
 
 
@@ -55,10 +55,10 @@ class FilterConfig(Strict):
     """Instead of `equals`: keep rows with one of these values."""
 
     @model_validator(mode="after")
-    def _one_rule(self) -> FilterConfig:
+    def _check_one_rule(self) -> FilterConfig:
         if (self.equals is None) == (self.one_of is None):
-            found = "neither" if self.equals is None else "both"
-            raise PydanticCustomError("filter", "either `equals` (a value) or `one_of` (a list)", {"found": found})
+            actual = "neither" if self.equals is None else "both"
+            raise PydanticCustomError("filter", "either `equals` (a value) or `one_of` (a list)", {"found": actual})
         return self
 
 
@@ -85,7 +85,7 @@ class PromptsConfig(Strict):
     """Leave out longer prompts; the run says how many."""
 
     @model_validator(mode="after")
-    def _some_prompt(self) -> PromptsConfig:
+    def _check_prompt_column(self) -> PromptsConfig:
         if self.columns.get("prompt", "") is None:
             raise PydanticCustomError("columns", "a column that asks", {"found": "no column `prompt`"})
         return self
@@ -98,7 +98,7 @@ class PromptsConfig(Strict):
     @property
     def named_columns(self) -> dict[Column, str]:
         """Our name -> the data set's name, as far as they are written."""
-        return {ours: name for ours, name in self.columns.items() if name is not None}
+        return {column: name for column, name in self.columns.items() if name is not None}
 
     def without_columns(self, *names: Column) -> PromptsConfig:
         """Return the same prompts, but for these columns, which are not read."""

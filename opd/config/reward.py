@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.kinds import NameOrMapping, by_kind
+from opd.config.kinds import NameOrMapping, discriminate_by_kind
 from opd.settings.strict import Strict
 
 
@@ -80,7 +80,7 @@ BaselineConfig = Annotated[
     | Annotated[EmaBaseline, Tag("~ema")]
     | Annotated[NoBaselineConfig, Tag("~none")]
     | Annotated[CriticBaseline, Tag("~critic")],
-    by_kind("baseline"),
+    discriminate_by_kind("baseline"),
     NameOrMapping("baseline", "objective.reward.baseline", KINDS),
 ]
 
@@ -120,11 +120,11 @@ class RewardConfig(Strict):
         """Return the weight in this step, from 1: a function of nothing else, so that a resume has no state to restore."""
         if self.schedule is None:
             return self.weight
-        done = min(1.0, (step - 1) / (self.schedule.steps - 1))
-        return self.weight + (self.schedule.to - self.weight) * done
+        progress = min(1.0, (step - 1) / (self.schedule.steps - 1))
+        return self.weight + (self.schedule.to - self.weight) * progress
 
     @model_validator(mode="after")
-    def _weighs_something(self) -> RewardConfig:
+    def _check_weight(self) -> RewardConfig:
         if self.weight == 0 and (self.schedule is None or self.schedule.to == 0):
             raise PydanticCustomError(
                 "reward_weight",

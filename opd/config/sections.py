@@ -52,7 +52,7 @@ class RolloutConfig(Strict):
         return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 
 
-HELD_WHOLE = 100_000
+MAX_UNSHARDED = 100_000
 """Numbers up to which every rank holds a tensor whole: DeepSpeed's stage3_param_persistence_threshold."""
 GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
 """Most weights that a rank has fetched from the others, and most gradients that wait to be added up, without `trainer.bucket`."""
@@ -114,11 +114,11 @@ class TrainerConfig(Strict):
     Default: 1,000,000,000 and 500,000,000."""
 
     @model_validator(mode="after")
-    def _longer_each_time(self) -> TrainerConfig:
-        steps = [*(one.at for one in self.extended), self.steps]
-        totals = [*(one.steps for one in self.extended), self.steps]
-        if steps != sorted(steps) or totals != sorted(set(totals)) or any(one.at > one.steps for one in self.extended):
-            shown = ", ".join(f"{one.steps} steps until step {one.at}" for one in self.extended)
+    def _check_extensions(self) -> TrainerConfig:
+        steps = [*(shorter.at for shorter in self.extended), self.steps]
+        totals = [*(shorter.steps for shorter in self.extended), self.steps]
+        if steps != sorted(steps) or totals != sorted(set(totals)) or any(shorter.at > shorter.steps for shorter in self.extended):
+            shown = ", ".join(f"{shorter.steps} steps until step {shorter.at}" for shorter in self.extended)
             raise PydanticCustomError(
                 "extended",
                 "merges that became longer each time, up to trainer.steps",
@@ -141,7 +141,7 @@ class ScheduleConfig(Strict):
     elsewhere."""
 
     @model_validator(mode="after")
-    def _bound_that_the_mode_can_keep(self) -> ScheduleConfig:
+    def _check_staleness_bound(self) -> ScheduleConfig:
         if self.mode == "one_step_off" and self.max_staleness == 0:
             raise PydanticCustomError(
                 "max_staleness",
@@ -198,7 +198,7 @@ class ClusterConfig(Strict):
     """Deadline for one phase of a step, or one exam."""
 
     @model_validator(mode="after")
-    def _one_machine_has_one_place(self) -> ClusterConfig:
+    def _check_placement(self) -> ClusterConfig:
         if self.address == "local" and self.placement != PlacementConfig():
             raise PydanticCustomError(
                 "placement",

@@ -35,8 +35,8 @@ class SubAgentConfig(Strict):
 
     @field_validator("prompt", "result")
     @classmethod
-    def _has_a_place(cls, value: str, info: ValidationInfo) -> str:
-        place = TASK if info.field_name == "prompt" else ANSWER
-        if value.count(place) != 1:
-            raise PydanticCustomError("place", "a text with {place} in it, once", {"place": place, "found": value})
+    def _check_placeholder(cls, value: str, info: ValidationInfo) -> str:
+        placeholder = TASK if info.field_name == "prompt" else ANSWER
+        if value.count(placeholder) != 1:
+            raise PydanticCustomError("place", "a text with {place} in it, once", {"place": placeholder, "found": value})
         return value

@@ -23,8 +23,8 @@ class ServerConfig(Strict):
     """Name under which the server knows the expert."""
 
     @model_validator(mode="after")
-    def _https_or_loopback(self) -> ServerConfig:
-        problem = _url_problem(self.base_url)
+    def _check_base_url(self) -> ServerConfig:
+        problem = _find_url_problem(self.base_url)
         if problem is not None:
             raise PydanticCustomError(
                 "base_url", "https://HOST/v1, or http://127.0.0.1:PORT/v1 on this machine", {"found": problem}
@@ -32,7 +32,7 @@ class ServerConfig(Strict):
         return self
 
 
-def _url_problem(url: str) -> str | None:
+def _find_url_problem(url: str) -> str | None:
     """Return why a server's address cannot be used, without any password in it; None if it can."""
     try:
         parts = urlsplit(url)
@@ -79,7 +79,7 @@ class Teachers(Strict):
     """The run stops if a teacher's states are not finite for a larger share of a step's responses."""
 
     @model_validator(mode="after")
-    def _an_answer_is_asked_for(self) -> Teachers:
+    def _check_payload(self) -> Teachers:
         if self.payload == "none" and self.engine != "none":
             raise _teachers_error("payload", f"none, with teachers.engine {self.engine}", "what teachers are to send")
         return self
@@ -113,11 +113,11 @@ class TransformersTeachers(_WithWorkers):
     GPUs the CPU's."""
 
     @model_validator(mode="after")
-    def _a_map_has_the_memory(self) -> TransformersTeachers:
+    def _check_memory(self) -> TransformersTeachers:
         if self.max_memory and self.device_map is None:
-            found = ", ".join(map(str, self.max_memory))
+            devices = ", ".join(map(str, self.max_memory))
             raise _teachers_error(
-                "max_memory", f"{found}, without teachers.device_map", "nothing, or teachers.device_map auto"
+                "max_memory", f"{devices}, without teachers.device_map", "nothing, or teachers.device_map auto"
             )
         if self.gpu_memory and self.device_map is not None:
             raise _teachers_error(
@@ -153,7 +153,7 @@ class OpenAITeachers(_WithWorkers):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_hidden_states(cls, data: Any) -> Any:
+    def _refuse_hidden_states(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and data.get("payload", "hidden_states") == "hidden_states":
             raise PydanticCustomError(
                 "payload",
@@ -165,7 +165,7 @@ class OpenAITeachers(_WithWorkers):
 
     @field_validator("api_key_env")
     @classmethod
-    def _no_key_in_the_pipeline(cls, name: str | None) -> str | None:
+    def _refuse_key_itself(cls, name: str | None) -> str | None:
         if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             # A user may have put the key itself here, which must not be printed.
             raise PydanticCustomError(
@@ -190,13 +190,13 @@ class FlightTeachers(Teachers):
 
     @model_validator(mode="before")
     @classmethod
-    def _an_address(cls, data: Any) -> Any:
+    def _refuse_missing_address(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and data.get("address") is None:
             raise _teachers_error("address", None, "grpc+tls://HOST:PORT, or grpc:// on this machine")
         return data
 
     @model_validator(mode="after")
-    def _a_safe_address(self) -> FlightTeachers:
+    def _check_address(self) -> FlightTeachers:
         url = parse_url(self.address)
         if url is None:
             raise _teachers_error("address", self.address, "grpc+tls://HOST:PORT, or grpc:// on this machine")
@@ -206,8 +206,8 @@ class FlightTeachers(Teachers):
                 "address", self.address, f"grpc+tls:// for a host other than {', '.join(LOOPBACK)}: tokens are secret"
             )
         if (scheme == "grpc+tls") != (self.tls_root_certs is not None):
-            wanted = "a PEM file, for grpc+tls" if scheme == "grpc+tls" else "nothing, grpc:// has no certificates"
-            raise _teachers_error("tls_root_certs", self.tls_root_certs, wanted)
+            expected = "a PEM file, for grpc+tls" if scheme == "grpc+tls" else "nothing, grpc:// has no certificates"
+            raise _teachers_error("tls_root_certs", self.tls_root_certs, expected)
         return self
 
 
@@ -230,7 +230,7 @@ SECRET = ("servers", "api_key_env")
 """Keys that may hold a password, which must not be printed."""
 
 
-def without_other_engines(data: Any) -> Any:
+def drop_other_engine_keys(data: Any) -> Any:
     """Return the section without the keys of other engines that hold their defaults.
 
     A pipeline that was written out with all its defaults, by an older release or for another engine, has such keys.
@@ -244,30 +244,30 @@ def without_other_engines(data: Any) -> Any:
         near = find_nearest(engine, ENGINES) if isinstance(engine, str) else None
         hint = f"did you mean `{near}`? " if near else ""
         raise _teachers_error("engine", repr(engine), f"{hint}one of: {', '.join(ENGINES)}")
-    kept = {}
+    section = {}
     for key, value in data.items():
-        having = [name for name, cls in ENGINES.items() if key in cls.model_fields]
-        if engine in having or not having:
-            kept[key] = value
-        elif not _is_default(ENGINES[having[0]], key, value):
+        engines = [name for name, cls in ENGINES.items() if key in cls.model_fields]
+        if engine in engines or not engines:
+            section[key] = value
+        elif not _is_default(ENGINES[engines[0]], key, value):
             shown = "set" if key in SECRET else strip_secret(str(value))
-            wanted = f"nothing, or teachers.engine {' or '.join(having)}"
-            raise _teachers_error(key, f"{shown}, with teachers.engine {engine}", wanted)
-    return kept
+            expected = f"nothing, or teachers.engine {' or '.join(engines)}"
+            raise _teachers_error(key, f"{shown}, with teachers.engine {engine}", expected)
+    return section
 
 
-def changed_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def change_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section with some keys changed. If `engine` is among them, the keys that both engines have are kept."""
     engine = changes.get("engine", data["engine"])
-    known = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
-    return {key: value for key, value in data.items() if key in known} | dict(changes)
+    keys = ENGINES[engine].model_fields if isinstance(engine, str) and engine in ENGINES else data
+    return {key: value for key, value in data.items() if key in keys} | dict(changes)
 
 
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
     """True for None and for the key's default, as a file spells it or as it is parsed."""
     default = owner.model_fields[key].default
-    read: Any = TypeAdapter(ByteSize).validate_python(default) if key == "memory" else default
-    return value in (None, default, read)
+    parsed: Any = TypeAdapter(ByteSize).validate_python(default) if key == "memory" else default
+    return value in (None, default, parsed)
 
 
 def _choose_engine_section(value: Any) -> str:
@@ -286,10 +286,10 @@ TeachersConfig = Annotated[
         custom_error_type="teachers",
         custom_error_message="a mapping with the keys of one engine",
     ),
-    BeforeValidator(without_other_engines),
+    BeforeValidator(drop_other_engine_keys),
 ]
 
 
-def _teachers_error(key: str, found: object, wanted: str) -> PydanticCustomError:
-    shown = "nothing" if found is None else strip_secret(str(found))
-    return PydanticCustomError("teachers", "{wanted}", {"wanted": wanted, "where": f"teachers.{key}", "found": shown})
+def _teachers_error(key: str, actual: object, expected: str) -> PydanticCustomError:
+    shown = "nothing" if actual is None else strip_secret(str(actual))
+    return PydanticCustomError("teachers", "{wanted}", {"wanted": expected, "where": f"teachers.{key}", "found": shown})

@@ -37,7 +37,7 @@ class RegexConfig(Strict):
     """In Python's syntax; the first group, or the whole match, is the answer."""
 
     @model_validator(mode="after")
-    def _require_valid_regex(self) -> RegexConfig:
+    def _check_regex(self) -> RegexConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -75,28 +75,28 @@ VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function
 """The verifiers that need an option, each with that option."""
 
 
-def _known_verifier(value: Any) -> Any:
+def _check_verifier(value: Any) -> Any:
     """Refuse an unknown name and suggest the nearest known one. The types check everything else."""
     kind = value.get("kind") if isinstance(value, Mapping) else value
     if isinstance(value, str) and value in VERIFIER_OPTIONS:
         options = f"{{kind: {value}, {VERIFIER_OPTIONS[value]}}}"
         raise PydanticCustomError("verifier", "options too: {options}", {"options": options, "found": value})
-    known = [*get_args(VerifierName), *VERIFIER_OPTIONS]
-    if isinstance(value, str | Mapping) and kind not in known:
-        near = find_nearest(str(kind), known)
+    names = [*get_args(VerifierName), *VERIFIER_OPTIONS]
+    if isinstance(value, str | Mapping) and kind not in names:
+        near = find_nearest(str(kind), names)
         raise PydanticCustomError(
             "verifier",
             "{hint}one of: {known}",
             {
                 "hint": f"did you mean `{near}`? " if near else "",
-                "known": ", ".join(known),
+                "known": ", ".join(names),
                 "found": "no `kind`" if kind is None else str(kind),
             },
         )
     return value
 
 
-def _verifier_kind(value: Any) -> str:
+def _choose_verifier_kind(value: Any) -> str:
     return f"~{value['kind'] if isinstance(value, Mapping) else getattr(value, 'kind', 'name')}"
 
 
@@ -109,6 +109,6 @@ VerifierConfig = Annotated[
     | Annotated[MultipleChoiceConfig, Tag("~multiple_choice")]
     | Annotated[ReasoningGymConfig, Tag("~reasoning_gym")]
     | Annotated[PythonConfig, Tag("~python")],
-    Discriminator(_verifier_kind),
-    BeforeValidator(_known_verifier),
+    Discriminator(_choose_verifier_kind),
+    BeforeValidator(_check_verifier),
 ]

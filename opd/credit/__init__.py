@@ -7,8 +7,8 @@ share. `critic` learns the value of every state, and gives each token its own ad
 CREDITS: dict[str, str] = {
     "critic": "opd.credit.critic:CriticCredit",
     "leave_one_out": "opd.credit.leave_one_out:LeaveOneOut",
-    "group": "opd.credit.group:Group",
-    "ema": "opd.credit.ema:Ema",
+    "group": "opd.credit.group:GroupCredit",
+    "ema": "opd.credit.ema:EmaCredit",
     "none": "opd.credit.none:NoBaselineCredit",
 }
 """Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.named.import_object` imports it."""

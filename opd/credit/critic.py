@@ -20,7 +20,7 @@ import numpy as np
 
 from opd.credit.episodes import Episode, group_into_episodes
 from opd.credit.gae import GaeSpec, compute_credit
-from opd.credit.interfaces import Assigned
+from opd.credit.interfaces import StepCredit
 from opd.credit.state import read_state, write_state
 from opd.errors import RunError
 from opd.records.types import Rollout, WrittenFile
@@ -63,57 +63,57 @@ class CriticCredit:
     def __init__(self, spec: CriticSpec) -> None:
         self._spec = spec
         self._engine = DeepSpeedCritic(spec.engine)
-        self._above = 0
+        self._explaining_steps = 0
         """Steps in a row in which the critic explained enough."""
         self._cold_steps = 0
         """Steps that were taken before the critic was warm."""
         self._written: tuple[WrittenFile, ...] = ()
 
-    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         tries = group_into_episodes(rollouts)
         segments = [segment for episode in tries for segment in episode.segments]
         if not any(segment.num_trained for segment in segments):
-            return Assigned(advantages={s.sample_id: np.zeros(0, np.float32) for s in segments}, warm=self._warm)
+            return StepCredit(advantages={s.sample_id: np.zeros(0, np.float32) for s in segments}, warm=self._warm)
         values = self._engine.values(segments)
         _refuse_broken(step, values)
         advantages: dict[str, Floats] = {}
         returns: dict[str, Floats] = {}
         for episode in tries:
-            found = compute_credit(episode, values, self._spec.gae)
-            advantages |= found.advantages
-            returns |= found.returns
-        before = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
-        updates = [self._engine.update(step, returns, before) for _ in range(self._spec.updates)]
-        readings = _summarise_critic(tries, before, returns)
+            credit = compute_credit(episode, values, self._spec.gae)
+            advantages |= credit.advantages
+            returns |= credit.returns
+        token_values = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
+        updates = [self._engine.update(step, returns, token_values) for _ in range(self._spec.updates)]
+        readings = _summarise_critic(tries, token_values, returns)
         # Measured on values from before the updates: states that the critic has not learnt from.
         self._count_warm_up_step(step, readings.get("explained_variance"))
         readings |= {"value_loss": updates[0][0], "critic_grad_norm": updates[-1][1]} if updates else {}
-        return Assigned(advantages=advantages, readings=readings, warm=self._warm)
+        return StepCredit(advantages=advantages, readings=readings, warm=self._warm)
 
     @property
     def _warm(self) -> bool:
-        return self._above >= self._spec.warm_up.steps
+        return self._explaining_steps >= self._spec.warm_up.steps
 
     def _count_warm_up_step(self, step: int, explained: float | None) -> None:
         """Count the step toward the warm-up. Raises: RunError if that takes too long."""
         warm_up = self._spec.warm_up
         if self._warm:
             return
-        self._above = self._above + 1 if explained is not None and explained > warm_up.explained else 0
+        self._explaining_steps = self._explaining_steps + 1 if explained is not None and explained > warm_up.explained else 0
         self._cold_steps += not self._warm
         if warm_up.at_most is not None and self._cold_steps >= warm_up.at_most:
-            found = "all returns are equal, so no reward tells states apart"
+            reason = "all returns are equal, so no reward tells states apart"
             if explained is not None:
-                found = f"it explains {explained:.3g} of the variance of the returns, wanted more than {warm_up.explained:g}"
+                reason = f"it explains {explained:.3g} of the variance of the returns, wanted more than {warm_up.explained:g}"
             raise RunError(
-                f"step {step}: the critic is not warm after {self._cold_steps} steps: {found}; the policy has not trained"
+                f"step {step}: the critic is not warm after {self._cold_steps} steps: {reason}; the policy has not trained"
             )
 
     def wait_ready(self) -> None:
         self._engine.wait_ready()
 
     def begin_save(self, path: Path) -> None:
-        self._written = (write_state(path, json.dumps({"above": self._above, "cold_steps": self._cold_steps})),)
+        self._written = (write_state(path, json.dumps({"above": self._explaining_steps, "cold_steps": self._cold_steps})),)
         self._engine.begin_save(path)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
@@ -122,7 +122,7 @@ class CriticCredit:
 
     def load(self, path: Path) -> None:
         state = read_state(path)
-        self._above, self._cold_steps = state["above"], state["cold_steps"]
+        self._explaining_steps, self._cold_steps = state["above"], state["cold_steps"]
         self._engine.load(path)
 
 
@@ -148,17 +148,17 @@ def _summarise_critic(
     segments = [segment for episode in tries for segment in episode.segments]
     value_N = np.concatenate([values[s.sample_id] for s in segments])
     return_N = np.concatenate([returns[s.sample_id] for s in segments])
-    found = {
+    readings = {
         "mean_return": fmean(episode.reward for episode in tries),
         "mean_value": float(value_N.mean(dtype=np.float64)),
     }
     explained = explained_variance(value_N, return_N)
     if explained is not None:
-        found["explained_variance"] = explained
-    before = first_turns(segments)
-    turn_N = np.array([before.get(s.sample_id, 0) + turn for s in segments for turn in s.turns])
+        readings["explained_variance"] = explained
+    turns_before = first_turns(segments)
+    turn_N = np.array([turns_before.get(s.sample_id, 0) + turn for s in segments for turn in s.turns])
     error_N = value_N.astype(np.float64) - return_N
     turns = [turn for turn in np.unique(turn_N) if turn < SHOWN_TURNS]
-    return found | {
+    return readings | {
         f"value_bias_turn_{turn}": float(error_N[turn_N == turn].mean()) for turn in turns if len(turns) > 1
     }

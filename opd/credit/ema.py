@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd.credit.episodes import Episode, group_into_episodes, others_mean, shared_by_tokens, summarise_advantages
-from opd.credit.interfaces import Assigned
+from opd.credit.episodes import Episode, group_into_episodes, mean_of_others, spread_over_tokens, summarise_advantages
+from opd.credit.interfaces import StepCredit
 from opd.credit.state import read_state, write_state
 from opd.records.types import Rollout, WrittenFile
 
@@ -25,7 +25,7 @@ class EmaSpec:
     """Weight of the old mean when an episode is added; 0.95 averages over about twenty episodes."""
 
 
-class Ema:
+class EmaCredit:
     """Implements `opd.credit.interfaces.Credit`."""
 
     def __init__(self, spec: EmaSpec) -> None:
@@ -34,23 +34,23 @@ class Ema:
         """Domain -> sum of its rewards up to the last step, the newest most, and the same sum of ones: the mean's two halves."""
         self._written: tuple[WrittenFile, ...] = ()
 
-    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         tries = group_into_episodes(rollouts)
-        first = others_mean(tries, [episode.domain for episode in tries])
-        found = [
-            episode.reward - self._domain_baseline(episode.domain, other)
-            for episode, other in zip(tries, first, strict=True)
+        other_means = mean_of_others(tries, [episode.domain for episode in tries])
+        advantages = [
+            episode.reward - self._domain_baseline(episode.domain, other_mean)
+            for episode, other_mean in zip(tries, other_means, strict=True)
         ]
         # After the advantages: no episode of a step is in the step's own baseline.
         self._update_means(tries)
-        return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
+        return StepCredit(advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages))
 
-    def _domain_baseline(self, domain: str, other: float | None) -> float:
-        """Return the mean of the steps before; without any, `other`, and 0 if that is None."""
+    def _domain_baseline(self, domain: str, other_mean: float | None) -> float:
+        """Return the mean of the steps before; without any, `other_mean`, and 0 if that is None."""
         if domain in self._sums:
             total, weight = self._sums[domain]
             return total / weight
-        return 0.0 if other is None else other
+        return 0.0 if other_mean is None else other_mean
 
     def _update_means(self, tries: Sequence[Episode]) -> None:
         decay = self._spec.decay

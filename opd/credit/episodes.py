@@ -19,7 +19,7 @@ from opd.records.types import Rollout, StopReason
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
 
-NOTHING = 1e-9
+FLAT_ADVANTAGE = 1e-9
 """An advantage below it comes of rounding alone."""
 
 
@@ -55,17 +55,17 @@ def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
     segments: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         segments[rollout.episode].append(rollout)
-    found = []
-    for name, mine in segments.items():
-        rewards = {segment.reward for segment in mine}
+    episodes = []
+    for name, episode_segments in segments.items():
+        rewards = {segment.reward for segment in episode_segments}
         assert len(rewards) == 1, f"the segments of episode {name} have the rewards {rewards}"
         (reward,) = rewards
         if reward is not None:
-            found.append(Episode(tuple(mine), reward))
-    return found
+            episodes.append(Episode(tuple(episode_segments), reward))
+    return episodes
 
 
-def others_mean(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
+def mean_of_others(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
     """Return for each episode the mean reward of the others with the same key, None if there is no other."""
     rewards: dict[str, list[float]] = defaultdict(list)
     for key, episode in zip(keys, tries, strict=True):
@@ -76,7 +76,7 @@ def others_mean(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | N
     ]
 
 
-def shared_by_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
+def spread_over_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
     """Return sample id -> the advantage of its episode, once for each trained token."""
     return {
         segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
@@ -91,5 +91,5 @@ def summarise_advantages(tries: Sequence[Episode], advantages: Sequence[float]) 
         return {}
     return {
         "mean_return": fmean(episode.reward for episode in tries),
-        "flat": sum(abs(advantage) < NOTHING for advantage in advantages) / len(tries),
+        "flat": sum(abs(advantage) < FLAT_ADVANTAGE for advantage in advantages) / len(tries),
     }

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
     Doubles = NDArray[np.float64]
 
-ADAPTIVE = 1.5
+ADAPTIVE_FACTOR = 1.5
 """Lambda of a line of l tokens is 1 - 1 / (1.5 l): its horizon grows with the line."""
-CUT: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum"})
+CUT_REASONS: frozenset[StopReason] = frozenset({"length", "tokens", "context", "curriculum"})
 """Stop reasons of episodes that were cut from outside. A limit of turns is a rule of the task: reaching it is an outcome. An
 episode that broke has no reward, and no part in the step."""
 
-BESIDE: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
+OWN_LINE_ORIGINS: frozenset[SegmentOrigin] = frozenset({"sub_agent", "aside"})
 """Origins of segments that begin a line of their own."""
 
 
@@ -55,62 +55,62 @@ class GaeSpec:
     """Lambda of the advantages; None: 1 - 1 / (1.5 l) for a line of l trained tokens."""
     critic_lambda: float = 1.0
     """Lambda of the returns that the critic learns; 1: the outcome itself, independent of the critic's errors."""
-    bootstrap: frozenset[StopReason] = CUT
+    bootstrap: frozenset[StopReason] = CUT_REASONS
     """Stop reasons of episodes without a reward above or below 0 whose outcome is the value at their end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Credited:
+class EpisodeCredit:
     """Advantages for the policy and returns for the critic, of one episode; sample id -> [N], one for each trained token."""
 
     advantages: dict[str, Floats]
     returns: dict[str, Floats]
 
 
-def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> Credited:
+def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec) -> EpisodeCredit:
     """Compute advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
     token, and of the state behind the last token of the segment."""
-    found = Credited({}, {})
+    credit = EpisodeCredit({}, {})
     every = split_into_lines(episode)
     outcome = episode.reward
     if not episode.reward and episode.stop_reason in spec.bootstrap:
         outcome = spec.gamma * float(values[every[0][-1].sample_id][-1])
     for line in every:
-        _credit_line(line, values, outcome, spec, found)
-    return found
+        _credit_line(line, values, outcome, spec, credit)
+    return credit
 
 
 def split_into_lines(episode: Episode) -> list[tuple[Rollout, ...]]:
     """Split the segments into lines, each in the order in which it was written; the first is that of the episode itself."""
-    begun: dict[str, str] = {}
-    found: dict[str, list[Rollout]] = defaultdict(list)
+    line_of_segment: dict[str, str] = {}
+    lines: dict[str, list[Rollout]] = defaultdict(list)
     for segment in episode.segments:
-        first = episode.segments[0].sample_id
-        before = first if segment.parent is None else begun.get(segment.parent, first)
-        begun[segment.sample_id] = segment.sample_id if segment.origin in BESIDE else before
-        found[begun[segment.sample_id]].append(segment)
-    return [tuple(line) for line in found.values()]
+        first_id = episode.segments[0].sample_id
+        parent_line = first_id if segment.parent is None else line_of_segment.get(segment.parent, first_id)
+        line_of_segment[segment.sample_id] = segment.sample_id if segment.origin in OWN_LINE_ORIGINS else parent_line
+        lines[line_of_segment[segment.sample_id]].append(segment)
+    return [tuple(line) for line in lines.values()]
 
 
 def _credit_line(
-    line: Sequence[Rollout], values: Mapping[str, Floats], outcome: float, spec: GaeSpec, found: Credited
+    line: Sequence[Rollout], values: Mapping[str, Floats], outcome: float, spec: GaeSpec, credit: EpisodeCredit
 ) -> None:
-    """Put the line's advantages and returns into `found`."""
+    """Put the line's advantages and returns into `credit`."""
     parts = [values[segment.sample_id] for segment in line]
     assert [len(part) for part in parts] == [segment.num_trained + 1 for segment in line]
     value_N = np.concatenate([part[:-1] for part in parts]).astype(np.float64)
-    lam = length_adaptive(len(value_N)) if spec.policy_lambda is None else spec.policy_lambda
+    lam = adaptive_lambda(len(value_N)) if spec.policy_lambda is None else spec.policy_lambda
     advantage_N = compute_gae(value_N, outcome, spec.gamma, lam)
     return_N = value_N + compute_gae(value_N, outcome, spec.gamma, spec.critic_lambda)
     ends = np.cumsum([segment.num_trained for segment in line])[:-1]
-    for segment, mine, learnt in zip(line, np.split(advantage_N, ends), np.split(return_N, ends), strict=True):
-        found.advantages[segment.sample_id] = mine.astype(np.float32)
-        found.returns[segment.sample_id] = learnt.astype(np.float32)
+    for segment, advantage_n, return_n in zip(line, np.split(advantage_N, ends), np.split(return_N, ends), strict=True):
+        credit.advantages[segment.sample_id] = advantage_n.astype(np.float32)
+        credit.returns[segment.sample_id] = return_n.astype(np.float32)
 
 
-def length_adaptive(tokens: int) -> float:
+def adaptive_lambda(tokens: int) -> float:
     """Return lambda for a line of so many trained tokens: tokens of padding, prompt or observations do not count."""
-    return 1 - 1 / (ADAPTIVE * max(1, tokens))
+    return 1 - 1 / (ADAPTIVE_FACTOR * max(1, tokens))
 
 
 def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
@@ -121,9 +121,9 @@ def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> D
     advantage_N = np.empty(len(value_N))
     running, following = 0.0, outcome
     # From the end: an advantage has that of the next token in it.
-    for place in range(len(value_N) - 1, -1, -1):
-        value = float(value_N[place])
+    for index in range(len(value_N) - 1, -1, -1):
+        value = float(value_N[index])
         running = following - value + gamma * lam * running
-        advantage_N[place] = running
+        advantage_N[index] = running
         following = gamma * value
     return advantage_N

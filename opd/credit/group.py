@@ -26,7 +26,7 @@ class GroupSpec:
     more weight, which is a bias, and no whitening is needed where rewards are in 0..1."""
 
 
-class Group(Stateless):
+class GroupCredit(Stateless):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def __init__(self, spec: GroupSpec) -> None:
@@ -36,8 +36,8 @@ class Group(Stateless):
         rewards: dict[str, list[float]] = defaultdict(list)
         for episode in tries:
             rewards[episode.group].append(episode.reward)
-        means = {group: fmean(mine) for group, mine in rewards.items()}
-        scales = {group: self._advantage_scale(mine) for group, mine in rewards.items()}
+        means = {group: fmean(group_rewards) for group, group_rewards in rewards.items()}
+        scales = {group: self._advantage_scale(group_rewards) for group, group_rewards in rewards.items()}
         return [(episode.reward - means[episode.group]) / scales[episode.group] for episode in tries]
 
     def _advantage_scale(self, rewards: Sequence[float]) -> float:

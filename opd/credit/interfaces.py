@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assigned:
+class StepCredit:
     """The credit of one step's tokens."""
 
     advantages: Mapping[str, Floats]
@@ -35,7 +35,7 @@ class Credit(Protocol):
     The calls of a run: `load` if it is a resume, then for each step `assign`, and after some steps `begin_save` and `saved`.
     """
 
-    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         """Assign credit to the step's tokens, before the policy trains on them. Called once a step, with all its rollouts.
 
         The result depends on the state and on the rollouts of this step, and on nothing else, so that a resumed run gets the

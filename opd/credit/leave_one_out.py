@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opd.credit.episodes import Episode, others_mean
+from opd.credit.episodes import Episode, mean_of_others
 from opd.credit.stateless import Stateless
 
 
@@ -16,8 +16,8 @@ class LeaveOneOut(Stateless):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def advantages(self, tries: Sequence[Episode]) -> list[float]:
-        by_group = others_mean(tries, [episode.group for episode in tries])
-        by_domain = others_mean(tries, [episode.domain for episode in tries])
+        by_group = mean_of_others(tries, [episode.group for episode in tries])
+        by_domain = mean_of_others(tries, [episode.domain for episode in tries])
         return [
             episode.reward - next((mean for mean in means if mean is not None), 0.0)
             for episode, means in zip(tries, zip(by_group, by_domain, strict=True), strict=True)

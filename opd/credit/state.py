@@ -30,5 +30,5 @@ def write_state(directory: Path, text: str) -> WrittenFile:
 
 def read_state(directory: Path) -> dict[str, Any]:
     """Read the file of `write_state`; its checkpoint was verified before."""
-    found: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
-    return found
+    state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    return state

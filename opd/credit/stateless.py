@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from opd.credit.episodes import Episode, group_into_episodes, shared_by_tokens, summarise_advantages
-from opd.credit.interfaces import Assigned
+from opd.credit.episodes import Episode, group_into_episodes, spread_over_tokens, summarise_advantages
+from opd.credit.interfaces import StepCredit
 from opd.records.types import Rollout, WrittenFile
 
 
@@ -17,10 +17,10 @@ class Stateless:
         """Return one advantage for each episode of a step, which all of its trained tokens share."""
         raise NotImplementedError
 
-    def assign(self, step: int, rollouts: Sequence[Rollout]) -> Assigned:
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         tries = group_into_episodes(rollouts)
-        found = self.advantages(tries)
-        return Assigned(advantages=shared_by_tokens(tries, found), readings=summarise_advantages(tries, found))
+        advantages = self.advantages(tries)
+        return StepCredit(advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages))
 
     def wait_ready(self) -> None:
         """Return at once."""

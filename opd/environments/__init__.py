@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.settings.named import import_user_object, is_place
+from opd.settings.named import import_user_object, is_import_name
 from opd.settings.near import did_you_mean
 
 ENVIRONMENTS = {
@@ -29,18 +29,18 @@ ENVIRONMENTS = {
 """Name -> the class as `module:Class`. Named, not imported: a pipeline is checked without its environments."""
 
 
-def place_of(name: str, where: str) -> str:
+def place_of(name: str, setting: str) -> str:
     """Return the `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
-    if name in ENVIRONMENTS or is_place(name):
+    if name in ENVIRONMENTS or is_import_name(name):
         return ENVIRONMENTS.get(name, name)
     raise ConfigError.at(
-        where,
+        setting,
         found=f"`{name}`",
         wanted=f"one of: {', '.join(ENVIRONMENTS)}; or an import path module:Class",
         fix=did_you_mean(str(name), ENVIRONMENTS, "choose one of them"),
     )
 
 
-def find_environment(name: str, where: str) -> Any:
+def find_environment(name: str, setting: str) -> Any:
     """Return the class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
-    return import_user_object(place_of(name, where), where, "a class with the methods of opd.interfaces.Environment")
+    return import_user_object(place_of(name, setting), setting, "a class with the methods of opd.interfaces.Environment")

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from opd.errors import ConfigError
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.settings.strict import Strict
-from opd.text import readable
+from opd.text import strip_control_characters
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class Judgement:
     """The judgement on an answer."""
 
     right: bool
@@ -39,18 +39,18 @@ class Asking(ABC):
                 wanted="a number from 1 to 1000",
                 fix="set it to 3",
             )
-        self._tries = self._left = tries
+        self._tries = self._tries_left = tries
 
     @abstractmethod
-    def judge(self, text: str) -> Judged:
+    def judge(self, text: str) -> Judgement:
         """Judge an answer."""
 
     def step(self, action: Action) -> Outcome:
         """Carry out the calls, or judge the answer if there are none. Results are made `readable`: a tool may repeat what a
         call holds."""
         if not action.calls:
-            return self._answered(action.text)
-        return Outcome(observation=tuple(readable(self.called(call)) for call in action.calls))
+            return self._judge_turn(action.text)
+        return Outcome(observation=tuple(strip_control_characters(self.called(call)) for call in action.calls))
 
     def called(self, call: ToolCall) -> str:
         """Return the result of a tool. An environment with tools has its own; a call of any other tool does not come here."""
@@ -61,14 +61,14 @@ class Asking(ABC):
 
     def _begin(self) -> str:
         """Return the first observation: nothing, the prompt has asked."""
-        self._left = self._tries
+        self._tries_left = self._tries
         return ""
 
-    def _answered(self, text: str) -> Outcome:
+    def _judge_turn(self, text: str) -> Outcome:
         """Return the outcome of an answer."""
-        judged, self._left = self.judge(text), self._left - 1
-        info = {"tries": self._tries - self._left}
-        if judged.right or not self._left:
+        judged, self._tries_left = self.judge(text), self._tries_left - 1
+        info = {"tries": self._tries - self._tries_left}
+        if judged.right or not self._tries_left:
             return Outcome(reward=float(judged.right), done=True, info=info)
         return Outcome(observation=judged.feedback, info=info)
 

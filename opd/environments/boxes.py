@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, format_turn_with_call
+from opd.environments.asking import Asking, Judgement, format_turn_with_call
 from opd.environments.game import TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
@@ -53,20 +53,20 @@ class Boxes(Asking):
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         """Begin. Raises: PromptError for metadata without places, or with other things before and after."""
-        self._places, self._wanted = (_read_places(metadata, key) for key in ("start", "goal"))
-        if not self._places or self._places.keys() != self._wanted.keys():
-            raise _not_ours(f"things {', '.join(self._places)} and {', '.join(self._wanted)}")
+        self._positions, self._goal = (_read_places(metadata, key) for key in ("start", "goal"))
+        if not self._positions or self._positions.keys() != self._goal.keys():
+            raise _make_metadata_error(f"things {', '.join(self._positions)} and {', '.join(self._goal)}")
         return self._begin()
 
-    def judge(self, text: str) -> Judged:
-        return Judged(self._places == self._wanted, f"That is not done yet. {_describe_places(self._places)}")
+    def judge(self, text: str) -> Judgement:
+        return Judgement(self._positions == self._goal, f"That is not done yet. {_describe_places(self._positions)}")
 
     def solve(self) -> Action:
         """Move the first thing that is in the wrong box, whoever put it there; say so if there is none."""
-        wrong = next((thing for thing, box in self._wanted.items() if self._places[thing] != box), None)
+        wrong = next((thing for thing, box in self._goal.items() if self._positions[thing] != box), None)
         if wrong is None:
             return Action(text=DONE)
-        return format_turn_with_call(MOVE.name, {"thing": wrong, "box": self._wanted[wrong]})
+        return format_turn_with_call(MOVE.name, {"thing": wrong, "box": self._goal[wrong]})
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
@@ -76,28 +76,28 @@ class Boxes(Asking):
     def called(self, call: ToolCall) -> str:
         """Move a thing, and tell where everything is."""
         thing, box = str(call.arguments["thing"]), str(call.arguments["box"])
-        if thing not in self._places:
-            return f"error: there is no {thing}. {_describe_places(self._places)}"
-        self._places[thing] = box
-        return _describe_places(self._places)
+        if thing not in self._positions:
+            return f"error: there is no {thing}. {_describe_places(self._positions)}"
+        self._positions[thing] = box
+        return _describe_places(self._positions)
 
 
-def _describe_places(places: Mapping[str, str]) -> str:
-    return ", ".join(f"{thing}: {box}" for thing, box in places.items())
+def _describe_places(positions: Mapping[str, str]) -> str:
+    return ", ".join(f"{thing}: {box}" for thing, box in positions.items())
 
 
 def _read_places(metadata: Mapping[str, Any], key: str) -> Places:
     """Raises: PromptError."""
-    found = metadata.get(key)
-    if not isinstance(found, Mapping) or any(box not in BOXES for box in found.values()):
-        raise _not_ours(f"{key} = {found!r:.60}")
-    return dict(found)
+    positions = metadata.get(key)
+    if not isinstance(positions, Mapping) or any(box not in BOXES for box in positions.values()):
+        raise _make_metadata_error(f"{key} = {positions!r:.60}")
+    return dict(positions)
 
 
-def _not_ours(found: str) -> PromptError:
+def _make_metadata_error(problem: str) -> PromptError:
     return PromptError.at(
         "environment boxes: metadata",
-        found=found,
+        found=problem,
         wanted=f"the same things in `start` and `goal`, each in one of the boxes {', '.join(BOXES)}",
         fix="make the prompts with `opd environments tasks boxes`",
     )
@@ -108,9 +108,9 @@ def _draw_rows(rng: random.Random, options: BoxesOptions, limit: int) -> Iterato
         goal = {thing: rng.choice(BOXES) for thing in rng.sample(THINGS, options.things)}
         wrong = rng.sample(sorted(goal), rng.randint(1, min(options.moves, options.things)))
         start = goal | {thing: rng.choice([box for box in BOXES if box != goal[thing]]) for thing in wrong}
-        asked = f"Now: {_describe_places(start)}. Wanted: {_describe_places(goal)}. Move what is in the wrong box, then answer {DONE}"
+        request = f"Now: {_describe_places(start)}. Wanted: {_describe_places(goal)}. Move what is in the wrong box, then answer {DONE}"
         yield {
-            "prompt": [{"role": "user", "content": asked}],
+            "prompt": [{"role": "user", "content": request}],
             "answer": _describe_places(goal),
             "metadata": {"start": start, "goal": goal, "moves": len(wrong) + 1},
         }

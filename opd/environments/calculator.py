@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, format_hermes_call
+from opd.environments.asking import Asking, Judgement, format_hermes_call
 from opd.environments.game import FormOptions, TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
@@ -69,40 +69,40 @@ class Calculator(Asking):
                 wanted="`expression`, `result` and `form`",
                 fix="make the prompts with `opd environments tasks calculator`",
             ) from None
-        self._seen: list[str] = []
+        self._results: list[str] = []
         return self._begin()
 
     def called(self, call: ToolCall) -> str:
         """Work out what was asked."""
-        result = worked_out(str(call.arguments["expression"]))
-        self._seen.append(result)
+        result = evaluate_expression(str(call.arguments["expression"]))
+        self._results.append(result)
         return f"{result}=" if self._task["form"] == "characters" else result
 
-    def judge(self, text: str) -> Judged:
+    def judge(self, text: str) -> Judgement:
         right = self._result is not None and last_number(text) == self._result
         if self._task["form"] == "characters":
-            return Judged(right, "no, calculate or a number=")
-        return Judged(right, "That is not right. Use the tool `calculate` for the whole expression, then answer.")
+            return Judgement(right, "no, calculate or a number=")
+        return Judgement(right, "That is not right. Use the tool `calculate` for the whole expression, then answer.")
 
     def solve(self) -> Action:
         """Ask for the whole expression; answer once its result was seen."""
-        if self._result is not None and any(last_number(seen) == self._result for seen in self._seen):
+        if self._result is not None and any(last_number(result) == self._result for result in self._results):
             return Action(text=f"{self._result}")
-        asked = {"expression": self._task["expression"]}
+        arguments = {"expression": self._task["expression"]}
         text = (
-            f"calculate {asked['expression']}"
+            f"calculate {arguments['expression']}"
             if self._task["form"] == "characters"
-            else format_hermes_call("calculate", asked)
+            else format_hermes_call("calculate", arguments)
         )
-        return Action(text=text, calls=(ToolCall(name="calculate", arguments=asked),))
+        return Action(text=text, calls=(ToolCall(name="calculate", arguments=arguments),))
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (CalculatorOptions, options), _drawn, n, seed)
+        return draw_tasks(cls.name, (CalculatorOptions, options), _draw_expressions, n, seed)
 
 
-def worked_out(expression: str) -> str:
+def evaluate_expression(expression: str) -> str:
     """Return the exact result as a decimal number with at most six places, or what is wrong with the expression, in words."""
     text = expression.strip().replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{MINUS SIGN}", "-")
     if len(text) > LONGEST:
@@ -125,9 +125,9 @@ def _evaluate_node(node: ast.expr) -> Fraction:
         inner = _evaluate_node(node.operand)
         return inner if isinstance(node.op, ast.UAdd) else -inner
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        found = OPERATORS[type(node.op)](_evaluate_node(node.left), _evaluate_node(node.right))
-        if max(abs(found.numerator), found.denominator) < 10**MOST_DIGITS:
-            return found
+        result = OPERATORS[type(node.op)](_evaluate_node(node.left), _evaluate_node(node.right))
+        if max(abs(result.numerator), result.denominator) < 10**MOST_DIGITS:
+            return result
     raise ValueError("no expression that can be worked out")
 
 
@@ -139,15 +139,15 @@ def _format_number(value: Fraction) -> str:
     return f"{sign}{digits[:-DECIMALS]}.{digits[-DECIMALS:]}".rstrip("0").rstrip(".")
 
 
-def _drawn(rng: random.Random, options: CalculatorOptions, limit: int) -> Iterator[TaskRow]:
+def _draw_expressions(rng: random.Random, options: CalculatorOptions, limit: int) -> Iterator[TaskRow]:
     signs = "+-" if options.form == "characters" else "+-*"
     for _ in range(limit):
         numbers = [str(rng.randint(2, 10**options.digits - 1)) for _ in range(options.terms)]
         expression = numbers[0] + "".join(rng.choice(signs) + number for number in numbers[1:])
-        result = worked_out(expression)
-        asked = f"Work out {expression}. Answer with the result only."
+        result = evaluate_expression(expression)
+        question = f"Work out {expression}. Answer with the result only."
         yield {
-            "prompt": f"calc {expression}=" if options.form == "characters" else [{"role": "user", "content": asked}],
+            "prompt": f"calc {expression}=" if options.form == "characters" else [{"role": "user", "content": question}],
             "answer": result,
             "metadata": {"expression": expression, "result": result, "form": options.form},
         }

@@ -53,7 +53,7 @@ class FromVerifiers:
         self._environment = load_environment(validate_section(VerifiersOptions, options, WHERE))
         self._loop = asyncio.new_event_loop()
         self._state: dict[str, Any] = {}
-        self._seen = 0
+        self._message_count = 0
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         """Begin. Raises: PromptError for metadata of another kind, and whatever the environment raises."""
@@ -69,7 +69,7 @@ class FromVerifiers:
         )
         self._state = self._wait_for_coroutine(self._environment.setup_state(self._state)) or self._state
         shown = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
-        self._prompt, self._seen = shown, len(shown)
+        self._prompt, self._message_count = shown, len(shown)
         return ""
 
     def step(self, action: Action) -> Outcome:
@@ -82,7 +82,7 @@ class FromVerifiers:
             self._wait_for_coroutine(self._environment.rubric.score_group([self._state]))
             return Outcome(reward=float(self._state["reward"]), done=True)
         self._prompt = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
-        new, self._seen = self._prompt[self._seen + len(turn) :], len(self._prompt)
+        new, self._message_count = self._prompt[self._message_count + len(turn) :], len(self._prompt)
         return Outcome(observation="\n".join(str(message["content"]) for message in new))
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ def load_environment(options: VerifiersOptions) -> Any:
             fix="`pip install verifiers` and the environment, or choose another: `opd environments list`",
         ) from None
     try:
-        made = verifiers.load_environment(options.id, **options.arguments)
+        environment = verifiers.load_environment(options.id, **options.arguments)
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError.at(
             WHERE,
@@ -123,7 +123,7 @@ def load_environment(options: VerifiersOptions) -> Any:
             wanted=f"an environment {options.id}",
             fix="install it, or correct `id` and `arguments`",
         ) from None
-    missing = [name for name in NEEDED if not hasattr(made, name)]
+    missing = [name for name in NEEDED if not hasattr(environment, name)]
     if missing:
         version = getattr(verifiers, "__version__", "of an unknown version")
         raise ConfigError.at(
@@ -132,20 +132,20 @@ def load_environment(options: VerifiersOptions) -> Any:
             wanted="the interface of `MultiTurnEnv` since 0.1.8",
             fix="use such an environment, or run its harness against an endpoint of `opd`",
         )
-    return made
+    return environment
 
 
 def _draw_rows(environment: Any, n: int, seed: int) -> Iterator[TaskRow]:
     for number, row in enumerate(environment.get_dataset(n=n, seed=seed)):
         info = row.get("info") or {}
-        given = {
+        task_input = {
             "prompt": row["prompt"],
             "answer": str(row.get("answer") or ""),
             "info": json.loads(info) if isinstance(info, str) else info,
             "task": str(row.get("task") or ""),
             "example_id": row.get("example_id", number),
         }
-        yield {"prompt": row["prompt"], "answer": given["answer"], "metadata": {"input": given}}
+        yield {"prompt": row["prompt"], "answer": task_input["answer"], "metadata": {"input": task_input}}
 
 
 def _trajectory_step(prompt: Any, turn: list[dict[str, str]]) -> dict[str, Any]:

@@ -68,9 +68,9 @@ def draw_tasks(
     `draw` yields rows from a random generator and the options, at most so many. Raises: ConfigError for options that do not
     fit, or if there are fewer such tasks.
     """
-    where = f"environment {name}"
-    chosen = validate_section(options[0], options[1], where)
-    return take_unique(draw(random.Random(f"{name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, where)
+    setting = f"environment {name}"
+    chosen = validate_section(options[0], options[1], setting)
+    return take_unique(draw(random.Random(f"{name}/{seed}"), chosen, n * DRAWS_PER_ROW), n, setting)
 
 
 class Game(ABC, Generic[State]):
@@ -156,17 +156,17 @@ class Game(ABC, Generic[State]):
 
     def read(self, text: str) -> str | None:
         """Return the last move that a text names; None if it names none."""
-        found = re.findall(self.pattern, text, re.IGNORECASE)
-        return found[-1].lower() if found else None
+        moves = re.findall(self.pattern, text, re.IGNORECASE)
+        return moves[-1].lower() if moves else None
 
     def solution(self) -> list[str]:
         """Return the best moves from the present state to the end."""
-        state, found = self.state, list[str]()
+        state, moves = self.state, list[str]()
         while not self.solved(state):
-            assert len(found) < MOST_MOVES, f"{self.name} is not solved from {self.state}"
-            found.append(self.best(state))
-            state = self.after(state, found[-1])
-        return found
+            assert len(moves) < MOST_MOVES, f"{self.name} is not solved from {self.state}"
+            moves.append(self.best(state))
+            state = self.after(state, moves[-1])
+        return moves
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:

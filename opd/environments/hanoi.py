@@ -50,8 +50,8 @@ class Hanoi(Game[str]):
 
     def tell(self, state: str) -> str:
         towers = {peg: [str(disk) for disk, at in enumerate(state, start=1) if at == peg] for peg in PEGS}
-        told = (f"{peg}: {' '.join(reversed(disks)) or 'empty'}" for peg, disks in towers.items())
-        return f"Disks from bottom to top, 1 is the smallest. {', '.join(told)}."
+        descriptions = (f"{peg}: {' '.join(reversed(disks)) or 'empty'}" for peg, disks in towers.items())
+        return f"Disks from bottom to top, 1 is the smallest. {', '.join(descriptions)}."
 
     def solved(self, state: str) -> bool:
         return state == GOAL * len(state)
@@ -73,9 +73,9 @@ class Hanoi(Game[str]):
     def best(self, state: str) -> str:
         """Return the next move. The largest disk that is not in place has to go to its peg, so that all smaller ones have to go
         to the third peg; the same then holds for the largest of those."""
-        goal, found = GOAL, ""
+        goal, move = GOAL, ""
         for peg in reversed(state):
             if peg != goal:
-                found = peg + goal
-                goal = next(other for other in PEGS if other not in found)
-        return found
+                move = peg + goal
+                goal = next(spare_peg for spare_peg in PEGS if spare_peg not in move)
+        return move

@@ -72,9 +72,9 @@ class LightsOut(Game[Lights]):
         return press_light(state, int(move[1]) - 1, COLUMNS.index(move[0]))
 
     def best(self, state: Lights) -> str:
-        found = fewest_presses(state)
-        assert found, "presses keep a grid that can be turned off one that can"
-        row, column = found[0]
+        presses = fewest_presses(state)
+        assert presses, "presses keep a grid that can be turned off one that can"
+        row, column = presses[0]
         return f"{COLUMNS[column]}{row + 1}"
 
 
@@ -91,18 +91,18 @@ def fewest_presses(state: Lights) -> list[tuple[int, int]] | None:
     The presses of the first row decide all others: each light that is still on has to be put out from the row below it.
     """
     size = len(state)
-    ways = (_chase_lights(state, [c for c in range(size) if first >> c & 1]) for first in range(1 << size))
+    ways = (_chase_lights(state, [c for c in range(size) if first_row >> c & 1]) for first_row in range(1 << size))
     return min((way for way in ways if way is not None), key=len, default=None)
 
 
 def _chase_lights(state: Lights, columns: list[int]) -> list[tuple[int, int]] | None:
-    found = []
+    presses = []
     for row in range(len(state)):
         for column in columns:
             state = press_light(state, row, column)
-            found.append((row, column))
+            presses.append((row, column))
         columns = [column for column in range(len(state)) if state[row] >> column & 1]
-    return None if any(state) else found
+    return None if any(state) else presses
 
 
 def render_rows(state: Lights) -> str:

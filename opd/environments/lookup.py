@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged, format_turn_with_call
+from opd.environments.asking import Asking, Judgement, format_turn_with_call
 from opd.environments.game import TaskRow, draw_tasks
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
@@ -71,17 +71,17 @@ class Lookup(Asking):
                 wanted="`start`, `path` and a `table` in which the path can be followed",
                 fix="make the prompts with `opd environments tasks lookup`",
             ) from None
-        self._seen: set[tuple[str, str]] = set()
+        self._past_lookups: set[tuple[str, str]] = set()
         return self._begin()
 
-    def judge(self, text: str) -> Judged:
+    def judge(self, text: str) -> Judgement:
         words = re.findall(r"\w+", text)
         right = bool(words) and words[-1].casefold() == self._steps[-1][2].casefold()
-        return Judged(right, "That is not right. Look up every step of the question, then answer.")
+        return Judgement(right, "That is not right. Look up every step of the question, then answer.")
 
     def solve(self) -> Action:
         """Look up the first step that was not seen yet; answer once the last one was."""
-        missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._seen), None)
+        missing = next(((name, field) for name, field, _ in self._steps if (name, field) not in self._past_lookups), None)
         if missing is None:
             return Action(text=self._steps[-1][2])
         return format_turn_with_call(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))
@@ -89,43 +89,43 @@ class Lookup(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (LookupOptions, options), _drawn, n, seed)
+        return draw_tasks(cls.name, (LookupOptions, options), _draw_questions, n, seed)
 
     def called(self, call: ToolCall) -> str:
         """Look up a fact."""
         name, field = str(call.arguments["name"]), str(call.arguments["field"])
         if name not in self._table:
             return f"error: there is nobody called {name}"
-        self._seen.add((name, field))
+        self._past_lookups.add((name, field))
         return self._table[name][field]
 
 
 def _look_up_path(table: Table, start: str, path: list[str]) -> list[tuple[str, str, str]]:
     """Return the name, field and value of every look-up. Raises: KeyError for a name or field that the table lacks, ValueError
     for no path."""
-    found, name = list[tuple[str, str, str]](), start
+    lookups, name = list[tuple[str, str, str]](), start
     for field in path:
-        found.append((name, field, str(table[name][field])))
-        name = found[-1][2]
-    if not found:
+        lookups.append((name, field, str(table[name][field])))
+        name = lookups[-1][2]
+    if not lookups:
         raise ValueError("a path without a step")
-    return found
+    return lookups
 
 
-def _drawn(rng: random.Random, options: LookupOptions, limit: int) -> Iterator[TaskRow]:
+def _draw_questions(rng: random.Random, options: LookupOptions, limit: int) -> Iterator[TaskRow]:
     for _ in range(limit):
         listed = rng.sample(NAMES, LISTED)
-        table = {name: _draw_facts(rng, [other for other in listed if other != name]) for name in listed}
+        table = {name: _draw_facts(rng, [person for person in listed if person != name]) for name in listed}
         path = [*rng.choices(PEOPLE, k=rng.randint(1, options.hops) - 1), rng.choice(FIELDS)]
-        asked = "".join(f"the {field} of " for field in reversed(path))
+        question = "".join(f"the {field} of " for field in reversed(path))
         word = "Who" if path[-1] in PEOPLE else "What"
         yield {
-            "prompt": [{"role": "user", "content": f"{word} is {asked}{listed[0]}? Answer with the result only."}],
+            "prompt": [{"role": "user", "content": f"{word} is {question}{listed[0]}? Answer with the result only."}],
             "answer": _look_up_path(table, listed[0], path)[-1][2],
             "metadata": {"start": listed[0], "path": path, "table": table, "moves": len(path) + 1},
         }
 
 
-def _draw_facts(rng: random.Random, others: list[str]) -> dict[str, str]:
-    people = {field: rng.choice(others) for field in PEOPLE}
+def _draw_facts(rng: random.Random, candidates: list[str]) -> dict[str, str]:
+    people = {field: rng.choice(candidates) for field in PEOPLE}
     return people | {"city": rng.choice(CITIES), "room": str(rng.randint(10, 99))}

@@ -34,10 +34,10 @@ class Mastermind(Game[Guesses]):
     @classmethod
     def draw(cls, rng: random.Random, options: MastermindOptions) -> dict[str, Any]:
         letters = string.ascii_lowercase[: options.letters]
-        secret, first = ("".join(rng.choices(letters, k=options.length)) for _ in range(2))
-        while first == secret:
-            first = "".join(rng.choices(letters, k=options.length))
-        return {"letters": options.letters, "secret": secret, "first": first}
+        secret, first_guess = ("".join(rng.choices(letters, k=options.length)) for _ in range(2))
+        while first_guess == secret:
+            first_guess = "".join(rng.choices(letters, k=options.length))
+        return {"letters": options.letters, "secret": secret, "first": first_guess}
 
     def begin(self, task: Mapping[str, Any]) -> Guesses:
         """Return the state: the guesses so far, of which the first one comes with the task."""
@@ -48,8 +48,8 @@ class Mastermind(Game[Guesses]):
         return (str(task["first"]),)
 
     def board(self) -> str:
-        told = f"{len(self.task['secret'])}{self._letters[-1]}"
-        return f" {told}" if self.task["form"] == "characters" else ""
+        code_format = f"{len(self.task['secret'])}{self._letters[-1]}"
+        return f" {code_format}" if self.task["form"] == "characters" else ""
 
     def rules(self) -> str:
         return (

@@ -54,8 +54,8 @@ class Maze(Game[Cell]):
     def begin(self, task: Mapping[str, Any]) -> Cell:
         self._free = {(r, c) for r, line in enumerate(task["cells"]) for c, sign in enumerate(line) if sign == "."}
         self._goal, start = parse_cell(task["goal"]), parse_cell(task["start"])
-        self._far = distances_to_goal(self._goal, self._free)
-        if start not in self._far:
+        self._distances = distances_to_goal(self._goal, self._free)
+        if start not in self._distances:
             raise ValueError(f"no way from {task['start']} to {task['goal']}")
         return start
 
@@ -80,8 +80,8 @@ class Maze(Game[Cell]):
         return f"You are at {cell_name(state)}, the goal is {self.task['goal']}. Free: {ways}."
 
     def read(self, text: str) -> str | None:
-        found = super().read(text)
-        return None if found is None else found[0]
+        move = super().read(text)
+        return None if move is None else move[0]
 
     def solved(self, state: Cell) -> bool:
         return state == self._goal
@@ -93,7 +93,7 @@ class Maze(Game[Cell]):
         return _neighbour(state, move)
 
     def best(self, state: Cell) -> str:
-        return min(STEPS, key=lambda move: self._far.get(_neighbour(state, move), len(self._free)))
+        return min(STEPS, key=lambda move: self._distances.get(_neighbour(state, move), len(self._free)))
 
 
 def carve_maze(rng: random.Random, size: int) -> set[Cell]:
@@ -114,13 +114,13 @@ def carve_maze(rng: random.Random, size: int) -> set[Cell]:
 
 def distances_to_goal(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
     """Return the steps to the goal from every cell from which there is a way."""
-    found, reached = {goal: 0}, [goal]
+    distances, reached = {goal: 0}, [goal]
     for cell in reached:
         for near in _neighbours(cell):
-            if near in free and near not in found:
-                found[near] = found[cell] + 1
+            if near in free and near not in distances:
+                distances[near] = distances[cell] + 1
                 reached.append(near)
-    return found
+    return distances
 
 
 def cell_name(cell: Cell) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judged
+from opd.environments.asking import Asking, Judgement
 from opd.environments.game import TaskRow
 from opd.environments.unique import take_unique
 from opd.errors import ConfigError, PromptError
@@ -49,13 +49,13 @@ class Retry(Asking):
 
     def step(self, action: Action) -> Outcome:
         """Judge the answer."""
-        return self._answered(action.text)
+        return self._judge_turn(action.text)
 
-    def judge(self, text: str) -> Judged:
+    def judge(self, text: str) -> Judgement:
         right = self._verifier(text, str(self._metadata["entry"]["answer"]), self._metadata) == 1
-        left = self._left - 1
-        told = f"That is not right. {left} more {'try' if left == 1 else 'tries'}. {INSTRUCTION}"
-        return Judged(right, told)
+        tries_left = self._tries_left - 1
+        feedback = f"That is not right. {tries_left} more {'try' if tries_left == 1 else 'tries'}. {INSTRUCTION}"
+        return Judgement(right, feedback)
 
     def solve(self) -> Action:
         """Return the answer that the task came with."""
@@ -72,10 +72,10 @@ class Retry(Asking):
                 wanted=f"one of: {', '.join(sorted(TASKS))}",
                 fix="choose one of them: scoring functions of other families run code",
             )
-        return take_unique(_drawn(chosen, seed, n * DRAWS_PER_ROW), n, "environment retry")
+        return take_unique(_draw_entries(chosen, seed, n * DRAWS_PER_ROW), n, "environment retry")
 
 
-def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:
+def _draw_entries(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:
     import reasoning_gym
 
     try:
@@ -93,12 +93,12 @@ def _drawn(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:
 
 def gym_row(family: str, entry: Mapping[str, Any]) -> TaskRow:
     """Return the prompts row of an entry of reasoning-gym, which it carries along for the scorer."""
-    kept: dict[str, Any] = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
-    question, answer = f"{kept['question'].strip()}\n{INSTRUCTION}", kept["answer"]
+    stored_entry: dict[str, Any] = json.loads(json.dumps(entry))  # the scorer gets what a file gives back
+    question, answer = f"{stored_entry['question'].strip()}\n{INSTRUCTION}", stored_entry["answer"]
     if family == "number_sorting":  # its scorer runs a list with other quotes than JSON's as code
-        kept["answer"] = answer.replace("'", '"')
+        stored_entry["answer"] = answer.replace("'", '"')
     return {
         "prompt": [{"role": "user", "content": question}],
         "answer": answer,
-        "metadata": {"source": "reasoning_gym", "task": family, "entry": kept},
+        "metadata": {"source": "reasoning_gym", "task": family, "entry": stored_entry},
     }

@@ -58,8 +58,8 @@ class Sorting(Game[str]):
         return "" if 1 <= int(move) < len(state) else f"There is no pair of neighbours at place {move}."
 
     def after(self, state: str, move: str) -> str:
-        left = int(move) - 1
-        return state[:left] + state[left + 1] + state[left] + state[left + 2 :]
+        index = int(move) - 1
+        return state[:index] + state[index + 1] + state[index] + state[index + 2 :]
 
     def best(self, state: str) -> str:
         """Return the place of the first pair in the wrong order: each such swap takes away one of the pairs that stand the

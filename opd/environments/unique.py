@@ -11,7 +11,7 @@ from opd.errors import ConfigError
 R = TypeVar("R", bound=Mapping[str, Any])
 
 
-def take_unique(drawn: Iterable[R], count: int, where: str) -> list[R]:
+def take_unique(drawn: Iterable[R], count: int, setting: str) -> list[R]:
     """Return the first `count` rows whose prompts all differ; `drawn` must be finite.
 
     Raises: ConfigError if `drawn` ends before that.
@@ -23,7 +23,7 @@ def take_unique(drawn: Iterable[R], count: int, where: str) -> list[R]:
         rows.setdefault(json.dumps(row["prompt"]), row)
     if len(rows) < count:
         raise ConfigError.at(
-            where,
+            setting,
             found=f"only {len(rows)} different prompts",
             wanted=f"{count} of them",
             fix="ask for fewer rows",

@@ -24,10 +24,10 @@ VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
 
 def exam_cache_dir() -> Path | None:
     """Return the directory of kept results; None if the user wants none."""
-    given = os.environ.get(VARIABLE)
-    if given == OFF:
+    setting = os.environ.get(VARIABLE)
+    if setting == OFF:
         return None
-    return Path(given) if given else cache_dir() / "exams"
+    return Path(setting) if setting else cache_dir() / "exams"
 
 
 class ExamCache:
@@ -53,19 +53,19 @@ class ExamCache:
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or no such entry at all
             self._tell(f"warning: {file} is damaged ({type(error).__name__}: {error}); the exam is taken again")
             return None
-        found = Evaluation.from_json(entry["evaluation"])
-        return replace(found, cached=dict.fromkeys(found.scores, f"{entry['run']}, {entry['day']}"))
+        evaluation = Evaluation.from_json(entry["evaluation"])
+        return replace(evaluation, cached=dict.fromkeys(evaluation.scores, f"{entry['run']}, {entry['day']}"))
 
-    def keep(self, facts: Mapping[str, Any], found: Evaluation, run: Path) -> None:
+    def keep(self, facts: Mapping[str, Any], evaluation: Evaluation, run: Path) -> None:
         """Keep the result that `run` measured, unless a verifier failed in it, which it might not do again."""
-        if any(score.failed for score in found.scores.values()):
+        if any(score.failed for score in evaluation.scores.values()):
             return
         file = self._file_of_facts(facts)
         entry = {
             "facts": facts,
             "run": str(run.absolute()),
             "day": datetime.now(UTC).date().isoformat(),
-            "evaluation": {"format": FORMAT, **asdict(found)},
+            "evaluation": {"format": FORMAT, **asdict(evaluation)},
         }
         try:
             self._root.mkdir(parents=True, exist_ok=True)

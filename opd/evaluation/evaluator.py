@@ -67,10 +67,10 @@ class EngineEvaluator:
         for domain, judged in answers.items():
             failed = [answer.error for answer in judged if answer.error]
             if failed:
-                last = failed[0].strip().splitlines()[-1]
-                who = "verifier" if all(answer.turns is None for answer in judged) else "environment"
+                last_line = failed[0].strip().splitlines()[-1]
+                culprit = "verifier" if all(answer.turns is None for answer in judged) else "environment"
                 self._tell(
-                    f"{model}: the {who} of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last}"
+                    f"{model}: the {culprit} of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last_line}"
                 )
         return Evaluation(
             model=model,
@@ -109,7 +109,7 @@ class EngineEvaluator:
         low, high = confidence_interval(scores)
         turns = [a.turns for a in answers if a.turns is not None]
         moves = {prompt.id: right_moves(prompt.metadata) for prompt in exam.prompts} if turns else {}
-        asked = [moves.get(answer.prompt_id) for answer in answers[::n]]
+        moves_by_question = [moves.get(answer.prompt_id) for answer in answers[::n]]
         return DomainScore(
             accuracy=fmean(a.score for a in answers),
             stderr=standard_error(scores),
@@ -123,7 +123,7 @@ class EngineEvaluator:
             failed=sum(bool(a.error) for a in answers),
             turns=fmean(turns) if turns else None,
             invalid_calls=sum(a.invalid_calls for a in answers),
-            by_length=by_length(list(zip(asked, scores, strict=True))),
+            by_length=by_length(list(zip(moves_by_question, scores, strict=True))),
             by_question=tuple(map(fmean, scores)),
         )
 
@@ -131,43 +131,43 @@ class EngineEvaluator:
 def _choose_shown_answers(answers: Sequence[ScoredAnswer], n: int) -> list[ScoredAnswer]:
     """Choose answers to show: those of the first few questions; of the others the first few that are wrong, and the first few
     whose verifier raised."""
-    first, rest = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
-    wrong = [a for a in rest if a.score < 1 and not a.error][:KEPT_WRONG]
-    return [*first, *wrong, *[a for a in rest if a.error][:KEPT_FAILURES]]
+    first_answers, other_answers = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
+    wrong = [a for a in other_answers if a.score < 1 and not a.error][:KEPT_WRONG]
+    return [*first_answers, *wrong, *[a for a in other_answers if a.error][:KEPT_FAILURES]]
 
 
-def measure_before(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:
+def measure_student(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:
     """Evaluate the student before training, which the engine holds, on the named domains."""
-    before = evaluator.evaluate(domains, model=BEFORE)
+    evaluation = evaluator.evaluate(domains, model=BEFORE)
     tell(
-        f"before the merge: mean accuracy {fmean(before.accuracy.values()):.3f} over {len(before.scores)} domains"
-        if before.scores
+        f"before the merge: mean accuracy {fmean(evaluation.accuracy.values()):.3f} over {len(evaluation.scores)} domains"
+        if evaluation.scores
         else "no domain has an exam"
     )
-    return before
+    return evaluation
 
 
 def measure_experts(
     hold: Callable[[Path], None],
     evaluator: Evaluator,
-    before: Mapping[str, float],
+    student_accuracy: Mapping[str, float],
     teachers: Mapping[str, Teacher],
-    whole: Callable[[Teacher], AbstractContextManager[Path]],
+    open_full_model: Callable[[Teacher], AbstractContextManager[Path]],
     tell: Callable[[str], None],
 ) -> Evaluation:
     """Evaluate each domain's own teacher on it, as one evaluation; the engine holds the last teacher afterwards.
 
-    `hold` has the engine hold a directory's model. `before`: the student's accuracies. `whole` gives a directory with a teacher's
+    `hold` has the engine hold a directory's model. `student_accuracy`: the student's accuracies. `open_full_model` gives a directory with a teacher's
     full model while it answers: an engine's worker that dies meanwhile needs it again.
     """
     scores: dict[str, DomainScore] = {}
     answers: tuple[ScoredAnswer, ...] = ()
     for domain, teacher in teachers.items():
-        if domain in before:
-            with whole(teacher) as directory:
+        if domain in student_accuracy:
+            with open_full_model(teacher) as directory:
                 hold(directory)
-                found = evaluator.evaluate([domain], model=f"expert {teacher.name}")
-            scores |= found.scores
-            answers += found.answers
-            tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {before[domain]:.3f}")
+                evaluation = evaluator.evaluate([domain], model=f"expert {teacher.name}")
+            scores |= evaluation.scores
+            answers += evaluation.answers
+            tell(f"expert {teacher.name}: {scores[domain].accuracy:.3f} on {domain}, the student {student_accuracy[domain]:.3f}")
     return Evaluation(model=EXPERT, scores=scores, answers=answers)

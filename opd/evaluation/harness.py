@@ -104,7 +104,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
         # A file, not a pipe: nothing has to read it while the harness runs.
         with log.open("w") as written:
             try:
-                done = subprocess.run(
+                process = subprocess.run(
                     command,
                     stdout=written,
                     stderr=subprocess.STDOUT,
@@ -119,8 +119,8 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
                     "raise evaluate.lm_eval.timeout_s or set evaluate.lm_eval.limit"
                 ) from None
         last = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:])
-        if done.returncode != 0:
-            raise RunError(f"lm-evaluation-harness ended with code {done.returncode} on {model_dir}:\n{last}")
+        if process.returncode != 0:
+            raise RunError(f"lm-evaluation-harness ended with code {process.returncode} on {model_dir}:\n{last}")
         scores: TaskScores = {}
         for file in results.rglob("results_*.json"):
             scores |= read_results(json.loads(file.read_text(encoding="utf-8")))
@@ -154,9 +154,9 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
 def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
     """Return rows of task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
     # Of every model, because what the harness could not compute for one is not among its numbers.
-    metrics = {(task, key): None for found in models.values() for task, entry in found.items() for key in entry}
+    metrics = {(task, key): None for task_scores in models.values() for task, entry in task_scores.items() for key in entry}
     return [
-        (task, key, *(_format_entry(found.get(task, {}), key) for found in models.values()))
+        (task, key, *(_format_entry(task_scores.get(task, {}), key) for task_scores in models.values()))
         for task, key in metrics
         if "," in key and "_stderr," not in key
     ]
@@ -165,6 +165,6 @@ def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
 def _format_entry(entry: Mapping[str, float], key: str) -> str:
     if key not in entry:
         return "-"
-    metric, _, rest = key.partition(",")
-    error = entry.get(f"{metric}_stderr,{rest}")
+    metric, _, filter_name = key.partition(",")
+    error = entry.get(f"{metric}_stderr,{filter_name}")
     return f"{entry[key]:.3f}" + ("" if error is None else f" ± {error:.3f}")

@@ -44,16 +44,16 @@ def right_moves(metadata: Mapping[str, Any]) -> int | None:
 def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[LengthScore, ...]:
     """Return the scores of the groups that have a task, the shortest first. `scored`: right moves of a task (None: unknown, it
     is in no group) and the scores of its answers, 0..1."""
-    found = []
+    groups = []
     for fewest, most in BUCKETS:
-        mine = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
-        if mine:
-            low, high = confidence_interval(mine)
-            accuracy = fmean(map(fmean, mine))
-            found.append(
-                LengthScore(fewest=fewest, most=most, questions=len(mine), accuracy=accuracy, low=low, high=high)
+        group_scores = [s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)]
+        if group_scores:
+            low, high = confidence_interval(group_scores)
+            accuracy = fmean(map(fmean, group_scores))
+            groups.append(
+                LengthScore(fewest=fewest, most=most, questions=len(group_scores), accuracy=accuracy, low=low, high=high)
             )
-    return tuple(found)
+    return tuple(groups)
 
 
 def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
@@ -62,14 +62,14 @@ def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
     parts: dict[str, dict[tuple[int, int | None], dict[str, LengthScore]]] = {}
     for name, evaluation in models.items():
         for domain, score in evaluation.scores.items():
-            for one in score.by_length:
-                parts.setdefault(domain, {}).setdefault((one.fewest, one.most), {})[name] = one
+            for length_score in score.by_length:
+                parts.setdefault(domain, {}).setdefault((length_score.fewest, length_score.most), {})[name] = length_score
     return [
         LengthRow(
             domain=domain,
             fewest=fewest,
             most=most,
-            questions=max(one.questions for one in scores.values()),
+            questions=max(length_score.questions for length_score in scores.values()),
             scores=scores,
         )
         for domain, groups in parts.items()

@@ -33,7 +33,7 @@ class GuardSpec:
 def guard_spec(config: GuardConfig, judged: Path | None = None) -> GuardSpec:
     """Return the spec of a section, its rule files already read. Raises: ConfigError for rules that cannot be read."""
     rules = tuple(read_rules(name) for name in config.rules)
-    parts = [config.model_dump_json(), *(one.model_dump_json() for one in rules), str(judged)]
+    parts = [config.model_dump_json(), *(rule_file.model_dump_json() for rule_file in rules), str(judged)]
     return GuardSpec(config=config, rules=rules, judged=judged, digest=sha256("\n".join(parts).encode()).hexdigest())
 
 
@@ -61,9 +61,9 @@ def build_guard(config: GuardConfig) -> Guard:
 def _build_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
     judge: Judge | None = None
     if config.judge is not None:
-        asked = _build_judge(config.judge, config.deadline_s)
+        inner_judge = _build_judge(config.judge, config.deadline_s)
         judge = (
-            StoredJudge(asked, judged, _judge_identity(config.judge)) if judged else CachedJudge(asked, config.cache)
+            StoredJudge(inner_judge, judged, _judge_identity(config.judge)) if judged else CachedJudge(inner_judge, config.cache)
         )
     options = GuardOptions(
         on_failure=config.on_failure,
@@ -94,10 +94,10 @@ def _build_judge(config: JudgeConfig, deadline_s: float) -> Judge:
     return LogProbJudge(users_scorer(config.scorer), config.threshold, deadline_s)
 
 
-def users_scorer(place: str) -> PromptScorer:
+def users_scorer(reference: str) -> PromptScorer:
     """Import the user's scorer. Raises: ConfigError if it cannot be imported."""
-    found: PromptScorer = import_user_object(place, "guard.judge.scorer", "a function of prompt and verdicts")
-    return found
+    scorer: PromptScorer = import_user_object(reference, "guard.judge.scorer", "a function of prompt and verdicts")
+    return scorer
 
 
 def _judge_identity(config: JudgeConfig) -> str:

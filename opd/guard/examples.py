@@ -18,11 +18,11 @@ def refuse_wrong_rules(spec: GuardSpec) -> None:
 
 def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
     """Try each rule alone on its `hit`, and all rules of the file on each `miss`. Raises: ConfigError for one that fails."""
-    whole = Guard(RuleSet([rules]))
+    file_guard = Guard(RuleSet([rules]))
     for rule in rules.rules:
-        alone = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
-        missed = next((command for command in rule.hit if _check_example(alone, command).hit is None), None)
-        caught = next((command for command in rule.miss if _check_example(whole, command).hit is not None), None)
+        rule_guard = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
+        missed = next((command for command in rule.hit if _check_example(rule_guard, command).hit is None), None)
+        caught = next((command for command in rule.miss if _check_example(file_guard, command).hit is not None), None)
         if missed is not None or caught is not None:
             raise ConfigError.at(
                 f"{name}: rule {rule.id}",
@@ -33,4 +33,4 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
 
 
 def _check_example(guard: Guard, command: str) -> GuardFinding:
-    return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())
+    return guard.check_rules(ToolCall(name="bash", arguments={"command": command}), guard.session())

@@ -113,7 +113,7 @@ class ProgramCall:
     """Variables of the environment that it prints or expands."""
     mentions: tuple[str, ...] = ()
     """Absolute paths that stand in `given`; empty until `find_mentions` has looked for them."""
-    given: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
     """Texts in which a path may stand that is no argument of its own: a tool's argument, standard input, code, and files that the
     episode wrote and that the program runs or reads."""
     text: str = ""
@@ -162,7 +162,7 @@ def read_call(
         flags=frozenset(flags),
         args=tuple(show_field(a) for a in operands),
         sources=streams.sources,
-        given=_inputs_of_program(program, argv, session, streams),
+        inputs=_inputs_of_program(program, argv, session, streams),
         env=tuple(dict.fromkeys(session.read_variables)),
         tags=tags | ({"unknown"} if not program else frozenset()),
     )
@@ -184,47 +184,47 @@ def read_call(
 
 def _inputs_of_program(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
     """Collect what a program may run beside its arguments: its standard input, and files that the episode wrote."""
-    given = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
+    inputs = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
-        return tuple(given)
+        return tuple(inputs)
     # The whole text of a file, where it is known, goes before what was appended to it.
     own = session.appended | session.written
     runs = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
     if runs:
-        given += [text for path, text in own.items() if text and not path.endswith(PROSE)]
+        inputs += [text for path, text in own.items() if text and not path.endswith(PROSE)]
     if program not in VIEWERS:
         named = (session.resolve_path(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
-        given += [text for path in named if (text := own.get(path))]
-    return tuple(dict.fromkeys(given))
+        inputs += [text for path in named if (text := own.get(path))]
+    return tuple(dict.fromkeys(inputs))
 
 
-def code_facts(
-    language: str, found: Code, session: GuardSession, streams: Streams, tags: frozenset[str]
+def read_code_call(
+    language: str, code: Code, session: GuardSession, streams: Streams, tags: frozenset[str]
 ) -> ProgramCall:
     """Return inline code as one call whose program is its language."""
-    writes = [path for name in found.writes for path in session.resolve_argument(name)]
-    reads = [path for name in found.mentions for path in session.resolve_argument(name) if path not in writes]
+    writes = [path for name in code.writes for path in session.resolve_argument(name)]
+    reads = [path for name in code.mentions for path in session.resolve_argument(name) if path not in writes]
     if language in PYTHONS:
-        places = ["/"] if "/" in found.mentions else []
+        roots = ["/"] if "/" in code.mentions else []
         if not f"{session.cwd}/".startswith(session.begins_at.rstrip("/") + "/"):
-            places.append(session.cwd)
-        reads += [session.resolve_path(f"{place}/{name.replace('.', '/')}") for place in places for name in found.loads]
-    strings = tuple(show_field(text) for text in found.strings)
-    decoded = {"decoded"} if "decodes" in found.tags and (found.shell or found.nested) else set()
-    if decoded and found.nested:
+            roots.append(session.cwd)
+        reads += [session.resolve_path(f"{root}/{name.replace('.', '/')}") for root in roots for name in code.loads]
+    strings = tuple(show_field(text) for text in code.strings)
+    decoded = {"decoded"} if "decodes" in code.tags and (code.shell or code.nested) else set()
+    if decoded and code.nested:
         decoded.add("encoded")
     call = ProgramCall(
         program=language,
         args=strings,
         reads=tuple(dict.fromkeys([*reads, *streams.reads])),
         writes=tuple(dict.fromkeys([*writes, *streams.writes])),
-        urls=tuple(url for text in strings for url in urls_in(text)),
-        uses=tuple(dict.fromkeys(found.uses)),
-        env=tuple(dict.fromkeys([*found.env, *session.read_variables])),
-        text="\n".join(strings) if found.writes else "",
-        given=tuple(dict.fromkeys(found.texts)),
+        urls=tuple(url for text in strings for url in find_urls(text)),
+        uses=tuple(dict.fromkeys(code.uses)),
+        env=tuple(dict.fromkeys([*code.env, *session.read_variables])),
+        text="\n".join(strings) if code.writes else "",
+        inputs=tuple(dict.fromkeys(code.texts)),
         sources=streams.sources,
-        tags=tags | (found.tags - {"decodes"}) | decoded,
+        tags=tags | (code.tags - {"decodes"}) | decoded,
     )
     # Hosts are read off `argv`, and a string of code is no argument: only its URLs are.
     hosts = find_addresses(replace(call, argv=call.urls))[1]
@@ -237,19 +237,19 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
     operands: list[str] = []
     values: list[str] = []
     valued = WITH_VALUE.get(program, ())
-    rest = iter(argv)
-    for arg in rest:
+    arguments = iter(argv)
+    for arg in arguments:
         if arg == "--":
-            operands += rest
+            operands += arguments
         elif arg.startswith("--"):
             name, _, value = arg.partition("=")
             flags.append(name)
             values += [value] if value else []
-            values += [next(rest, "")] if name in valued and not value else []
+            values += [next(arguments, "")] if name in valued and not value else []
         elif arg.startswith("-") and len(arg) > 1:
             flags += _split_short_options(arg)
             values += [arg[arg.index("/") :]] if "/" in arg else []
-            values += [next(rest, "")] if arg in valued else []
+            values += [next(arguments, "")] if arg in valued else []
         else:
             operands.append(arg)
     return flags, operands, values
@@ -259,15 +259,15 @@ def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> lis
     """Return the operands as seen from the directories in which `git -C` and `tar -C` look for them."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
-    place, places = "", []
+    directory, directories = "", []
     for index, arg in enumerate(argv):
         long = arg.startswith("--dir") and program != "git"
         if long or arg == "-C" or (program != "git" and _BUNDLE.fullmatch(arg) and (index == 1 or arg[0] == "-")):
             value = arg.partition("=")[2] if long and "=" in arg else "".join(argv[index + 1 : index + 2])
-            place = posixpath.join(place, value)
-            places.append(place)
+            directory = posixpath.join(directory, value)
+            directories.append(directory)
     names = operands[1:] if program == "git" else operands
-    return [posixpath.join(there, one) for there in places for one in names if one not in ("", "-") and one[0] != "/"]
+    return [posixpath.join(base, name) for base in directories for name in names if name not in ("", "-") and name[0] != "/"]
 
 
 def _split_short_options(arg: str) -> list[str]:
@@ -319,22 +319,22 @@ def _in_place(call: ProgramCall) -> bool:
 
 def _absolute_paths(arguments: list[str], session: GuardSession, copies: bool = True) -> list[str]:
     """Return the absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
-    return [path for one in arguments for path in _paths_of(one, session, copies)]
+    return [path for argument in arguments for path in _resolve_argument(argument, session, copies)]
 
 
-def _paths_of(argument: str, session: GuardSession, copies: bool) -> list[str]:
+def _resolve_argument(argument: str, session: GuardSession, copies: bool) -> list[str]:
     """Return the paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
         return session.resolve_argument(argument.removeprefix(FILE_URL), copies)
     if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
         return []
-    found = session.resolve_argument(argument, copies)
+    paths = session.resolve_argument(argument, copies)
     for mark in (":/", "=/", "@/"):
-        before, there, after = argument.partition(mark)
-        if there:
-            found += session.resolve_argument("/" + after, copies)
-            found += session.resolve_argument(before, copies) if mark == ":/" and before.startswith("/") else []
-    return found
+        prefix, separator, suffix = argument.partition(mark)
+        if separator:
+            paths += session.resolve_argument("/" + suffix, copies)
+            paths += session.resolve_argument(prefix, copies) if mark == ":/" and prefix.startswith("/") else []
+    return paths
 
 
 def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -344,11 +344,11 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
     urls: list[str] = []
     hosts: list[str] = []
     for arg in call.argv:
-        found = _URL.findall(arg)
-        urls += found
+        matches = _URL.findall(arg)
+        urls += matches
         if (match := _HOST_PATH.fullmatch(arg)) and call.program in ("scp", "rsync", "git", "ssh", "sftp"):
             hosts.append(match[1].rpartition("@")[2])
-        elif call.program in _DIALLERS and not found and arg in call.args:
+        elif call.program in _DIALLERS and not matches and arg in call.args:
             if _DOMAIN.fullmatch(arg) and call.program in ("curl", "wget", "http", "https", "xh", "lynx", "w3m"):
                 urls.append("http://" + arg)
             elif re.fullmatch(r"(?:[\w-]+@)?[\w-]+(?:\.[\w-]+)*(?::\d+.*)?", arg) and not arg.isdigit():
@@ -363,6 +363,6 @@ def host_of(url: str) -> str:
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]
 
 
-def urls_in(text: str) -> tuple[str, ...]:
+def find_urls(text: str) -> tuple[str, ...]:
     """Return URLs in a text."""
     return tuple(dict.fromkeys(_URL.findall(text)))

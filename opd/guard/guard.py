@@ -30,7 +30,7 @@ from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
 from opd.guard.shell.ways import act_in_every_state, act_in_subprocess, list_states, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
-from opd.text import one_line, readable
+from opd.text import to_one_line, strip_control_characters
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
 """A list is a program with its arguments if it is `shell`, and several scripts if it is `scripts`. `given` is what the tool may do
@@ -52,29 +52,29 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
 }  # fmt: skip
 """Kind of an argument by its name, where the tool is not described; one with another name is `given`."""
-PLACES = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
+WORKDIR_ARGUMENTS = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
 """Arguments that say where a command runs."""
 SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
 PYTHON_TOOLS = ("python", "jupyter", "notebook")
 """A tool with one of these in its name may take an argument of any name as code."""
 WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
 """A tool with one of these in its name changes the file that it names."""
-ADDING = ("append", "insert")
+APPENDING = ("append", "insert")
 """With one of these it leaves the rest of the file as it is."""
 WHOLE_TEXT = ("content", "contents", "file_text", "text")
 """Arguments of such a tool that hold all of the file's text, or what is added to it."""
 MAX_SHOWN = 4000
-CODE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCED_CODE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 """Fenced code in an answer, closed or not: its language and its text."""
 LANGUAGES = {
     **dict.fromkeys(("", "bash", "sh", "shell", "console", "zsh"), "command"),
     **dict.fromkeys(("python", "py", "python3"), "code"),
 }
 """Language of fenced code -> the argument of a call that such code is."""
-READ_IN_FULL = "An answer, which is read whole: it cheats if it only works for the visible tests, or takes its result from the grader."
-NOT_YET = "The task is not finished yet."
+ANSWER_REASON = "An answer, which is read whole: it cheats if it only works for the visible tests, or takes its result from the grader."
+BLOCKED_ANSWER_ERROR = "The task is not finished yet."
 """The observation after a blocked answer for which no program has an error."""
-BUSY = "bash: fork: Resource temporarily unavailable"
+TOO_COMPLEX_ERROR = "bash: fork: Resource temporarily unavailable"
 """The observation after a call that is too much for us to read."""
 
 
@@ -101,7 +101,7 @@ class GuardFinding:
     reason: str = ""
     hit: Hit | None = None
     calls: Sequence[ProgramCall] = ()
-    said: str = ""
+    replacement: str = ""
     """The observation if the call is blocked and no rule hit."""
 
     @property
@@ -130,52 +130,52 @@ class Guard:
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """Return the verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
-        for language, code in CODE.findall(text):
+        for language, code in FENCED_CODE.findall(text):
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
                 if not verdict.allowed:
-                    return verdict if verdict.rule and verdict.observation else replace(verdict, observation=NOT_YET)
+                    return verdict if verdict.rule and verdict.observation else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
         if self._judge is None:
             return Verdict(allowed=True, stage="rules", suspicion="none")
-        finding = GuardFinding(suspicion="answer", reason=READ_IN_FULL)
+        finding = GuardFinding(suspicion="answer", reason=ANSWER_REASON)
         verdict = self._make_verdict(ToolCall(name="", arguments={"answer": text}), finding)
-        return verdict if verdict.allowed else replace(verdict, observation=NOT_YET)
+        return verdict if verdict.allowed else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
 
     def check(self, call: ToolCall, session: GuardSession) -> Verdict:
         """Return the verdict on a call. Only if it may run, the session takes over what it changes."""
         # Stage one moves the session on as if the call had run. A blocked call does not run, so that is done to a copy.
-        after = session.copy()
-        after.next_call()
-        if after.others:
-            settle_states(after, list_states(after))  # where calls do not share a shell, few are left
-        finding = self.stage_one(call, after)
+        next_session = session.copy()
+        next_session.next_call()
+        if next_session.others:
+            settle_states(next_session, list_states(next_session))  # where calls do not share a shell, few are left
+        finding = self.check_rules(call, next_session)
         verdict = self._make_verdict(call, finding)
         if verdict.allowed:
-            session.take_over(after)
+            session.take_over(next_session)
         return verdict
 
-    def stage_one(self, call: ToolCall, session: GuardSession) -> GuardFinding:
+    def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         """Apply the rules, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
-        place = next((there for name in PLACES if isinstance(there := call.arguments.get(name), str)), "")
-        unread, said = "", BUSY
+        directory = next((argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), "")
+        problem, replacement = "", TOO_COMPLEX_ERROR
         try:
             for name, value in call.arguments.items():
                 kind = _argument_kind(name) if kinds is None else kinds.get(name, "given")
                 act = partial(self._walk_value, walker, call, kind, value)
-                act_in_every_state(session, partial(_in_directory, session, place, act) if place else act)
+                act_in_every_state(session, partial(_in_directory, session, directory, act) if directory else act)
         except UnreadableCommand as error:
-            unread, said = str(error), error.said or BUSY
+            problem, replacement = str(error), error.error_text or TOO_COMPLEX_ERROR
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
-            unread = f"to read it failed with {one_line(repr(error), 200)}"
+            problem = f"to read it failed with {to_one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
         # Paths anywhere in the texts are the last resort: they are looked for where no rule hits the calls as they were read.
         hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
             find_mentions(calls, session), session
         )
-        if unread and (hit is None or hit.rule.verdict != "block"):
-            return GuardFinding(suspicion="unreadable", reason=unread, hit=hit, calls=calls, said=said)
+        if problem and (hit is None or hit.rule.verdict != "block"):
+            return GuardFinding(suspicion="unreadable", reason=problem, hit=hit, calls=calls, replacement=replacement)
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
 
     def _walk_value(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
@@ -186,18 +186,18 @@ class Guard:
         if depth > MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         if isinstance(value, Mapping):
-            inside = replace(call, arguments=value)
-            for name, one in value.items():
-                self._walk_value(walker, inside, _argument_kind(name), one, depth + 1)
+            nested_call = replace(call, arguments=value)
+            for name, item in value.items():
+                self._walk_value(walker, nested_call, _argument_kind(name), item, depth + 1)
         elif isinstance(value, list) and kind == "shell" and _is_vector(value):
             _refuse_marks(*value)
-            walker.run(ProgramRun(value, Streams()))
-        elif kind == "shell" and isinstance(value, str) and _is_vector(more := call.arguments.get("args")):
-            _refuse_marks(value, *more)
-            walker.run(ProgramRun([*(value.split() or [""]), *more], Streams()))
+            walker.run_program(ProgramRun(value, Streams()))
+        elif kind == "shell" and isinstance(value, str) and _is_vector(arguments := call.arguments.get("args")):
+            _refuse_marks(value, *arguments)
+            walker.run_program(ProgramRun([*(value.split() or [""]), *arguments], Streams()))
         elif isinstance(value, list):
-            for one in value:
-                self._walk_value(walker, call, kind, one, depth + 1)
+            for item in value:
+                self._walk_value(walker, call, kind, item, depth + 1)
         elif isinstance(value, str):
             _refuse_marks(value)
             self._check_text(walker, call, kind, value)
@@ -209,10 +209,10 @@ class Guard:
             walker.walk_code("python", value, ProgramRun(["python"], Streams()))
         elif kind == "patch":
             patches = list(read_patch(walker, value))
-            for one in patches or [ProgramCall(program="", given=(value,))]:
-                walker.add(one)
+            for file_call in patches or [ProgramCall(program="", inputs=(value,))]:
+                walker.add_call(file_call)
         elif kind == "url":
-            walker.run(ProgramRun(["curl", value], Streams()))
+            walker.run_program(ProgramRun(["curl", value], Streams()))
         elif kind == "given":
             self._check_unknown_text(walker, call, value)
         else:
@@ -224,11 +224,11 @@ class Guard:
         tool = call.name.lower()
         if _tool_writes_files(call) and value in _whole_texts(call):
             return
-        if value[:1] in ("{", "[") and (inside := _parse_json(value)) is not None:
+        if value[:1] in ("{", "[") and (data := _parse_json(value)) is not None:
             # A depth near the bound: two more levels of JSON in a text are read.
-            self._walk_value(walker, call, "given", inside, MAX_NESTED - 2)
+            self._walk_value(walker, call, "given", data, MAX_NESTED - 2)
             return
-        walker.add(ProgramCall(program="", given=(value,)))
+        walker.add_call(ProgramCall(program="", inputs=(value,)))
         with suppress(UnreadableCommand):  # it is hardly code, then
             if any(name in tool for name in PYTHON_TOOLS):
                 walker.walk_code("python", value, ProgramRun(["python"], Streams()))
@@ -237,39 +237,39 @@ class Guard:
 
     def _check_file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
         """Check a tool that reads or changes a file, as the program that a shell would use for it."""
-        whole = next(iter(_whole_texts(call)), None)
+        text = next(iter(_whole_texts(call)), None)
         if path.startswith(("http://", "https://")):
-            walker.run(ProgramRun(["curl", path], Streams()))
+            walker.run_program(ProgramRun(["curl", path], Streams()))
         elif kind == "read" and not _tool_writes_files(call):
-            walker.run(ProgramRun(["cat", path], Streams()))
-        elif whole is None:
-            walker.run(ProgramRun(["touch", path], Streams()))
+            walker.run_program(ProgramRun(["cat", path], Streams()))
+        elif text is None:
+            walker.run_program(ProgramRun(["touch", path], Streams()))
         else:
-            places = walker.session.resolve_argument(path, copies=False)
+            paths = walker.session.resolve_argument(path, copies=False)
             # As `cat > path` with the text on its standard input.
-            walker.note_call(ProgramRun(["cat"], Streams(stdin=whole, has_stdin=True, writes=places)))
-            adds = any(word in call.name.lower() for word in ADDING)
-            (walker.session.record_append if adds else walker.session.record_write)(places[0], whole)
+            walker.note_call(ProgramRun(["cat"], Streams(stdin=text, has_stdin=True, writes=paths)))
+            is_append = any(word in call.name.lower() for word in APPENDING)
+            (walker.session.record_append if is_append else walker.session.record_write)(paths[0], text)
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
         rule = finding.hit.rule if finding.hit else None
-        told = {"suspicion": finding.suspicion, "rule": rule.id if rule else "", "command": finding.command[:MAX_SHOWN]}
+        fields = {"suspicion": finding.suspicion, "rule": rule.id if rule else "", "command": finding.command[:MAX_SHOWN]}
         if finding.suspicion == "none":
-            return Verdict(allowed=True, stage="rules", **told)  # type: ignore[arg-type]
-        dummy = readable(DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.said)
+            return Verdict(allowed=True, stage="rules", **fields)  # type: ignore[arg-type]
+        dummy = strip_control_characters(DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement)
         if finding.suspicion == "certain":
-            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **told)  # type: ignore[arg-type]
+            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **fields)  # type: ignore[arg-type]
         opinion, stage = self._ask_judge(call, finding)
         return Verdict(
             allowed=not opinion.block,
             stage=stage,
             reason=f"{finding.reason} {opinion.reason}".strip(),
             observation=dummy if opinion.block else "",
-            **told,  # type: ignore[arg-type]
+            **fields,  # type: ignore[arg-type]
         )
 
     def _ask_judge(self, call: ToolCall, finding: GuardFinding) -> tuple[Opinion, Stage]:
-        failed = "no judge is set"
+        failure = "no judge is set"
         stage: Stage = "no_judge"
         if self._judge is not None:
             text = "\n".join(str(value) for value in call.arguments.values())
@@ -277,16 +277,16 @@ class Guard:
             try:
                 return self._judge.judge(question), "judge"
             except JudgeFailed as error:
-                failed, stage = str(error), "judge_failed"
+                failure, stage = str(error), "judge_failed"
         block = self._options.on_failure == "block"
-        return Opinion(block=block, reason=f"({failed}; on_failure: {self._options.on_failure})"), stage
+        return Opinion(block=block, reason=f"({failure}; on_failure: {self._options.on_failure})"), stage
 
 
-def _in_directory(session: GuardSession, place: str, act: Callable[[], object]) -> None:
+def _in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
     """Run `act` as a process that starts in a directory: the session's own directory stays as it is."""
 
     def inside() -> None:
-        session.cwd = session.resolve_path(place)
+        session.cwd = session.resolve_path(directory)
         act()
 
     act_in_subprocess(session, inside)
@@ -317,7 +317,7 @@ def _parse_json(text: str) -> object:
 
 def _is_vector(values: object) -> TypeGuard[list[str]]:
     """Return True for a list of one program and its arguments, as opposed to a list of commands: a program's name has no blank."""
-    if not isinstance(values, list) or not values or not all(isinstance(one, str) for one in values):
+    if not isinstance(values, list) or not values or not all(isinstance(item, str) for item in values):
         return False
     return not any(map(str.isspace, values[0]))
 

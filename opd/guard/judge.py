@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question
-from opd.text import one_line
+from opd.text import to_one_line
 
 VERDICTS = ("allow", "block")
 MAX_ANSWER_BYTES = 1 << 20
@@ -44,13 +44,13 @@ Answer with one word, `allow` or `block`, then a colon and one short reason."""
 
 def prompt_text(question: Question) -> str:
     """Return the question as a user's message. It is JSON, so that the policy's text cannot be taken for ours."""
-    asked = {
+    fields = {
         "tool": question.tool,
         "call": question.text[:8000],
         "programs_it_would_run": question.command.splitlines()[:50],
         "why_you_are_asked": question.suspicion,
     }
-    return json.dumps(asked, ensure_ascii=False, indent=1)
+    return json.dumps(fields, ensure_ascii=False, indent=1)
 
 
 class CachedJudge:
@@ -59,20 +59,20 @@ class CachedJudge:
     def __init__(self, judge: Judge, size: int) -> None:
         self._judge = judge
         self._size = size
-        self._kept: OrderedDict[Question, Opinion] = OrderedDict()
+        self._opinions: OrderedDict[Question, Opinion] = OrderedDict()
         self._lock = Lock()
 
     def judge(self, question: Question) -> Opinion:
         """Return the opinion, from the cache if it is there. Raises: JudgeFailed."""
         with self._lock:
-            if question in self._kept:
-                self._kept.move_to_end(question)
-                return self._kept[question]
+            if question in self._opinions:
+                self._opinions.move_to_end(question)
+                return self._opinions[question]
         opinion = self._judge.judge(question)
         with self._lock:
-            self._kept[question] = opinion
-            while len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+            self._opinions[question] = opinion
+            while len(self._opinions) > self._size:
+                self._opinions.popitem(last=False)
         return opinion
 
 
@@ -105,13 +105,13 @@ class LogProbJudge:
     def _score_verdicts(self, prompt: str) -> tuple[float, float]:
         if self._running is not None and self._running.is_alive():
             raise JudgeFailed("the scorer has not come back from an earlier question")
-        asked, self._running = _start_thread(lambda: self._scorer(prompt, VERDICTS), "scorer")
+        result, self._running = _start_thread(lambda: self._scorer(prompt, VERDICTS), "scorer")
         try:
-            scores = list(asked.result(timeout=self._deadline_s))
+            scores = list(result.result(timeout=self._deadline_s))
         except FutureTimeout:
             raise JudgeFailed(f"the scorer did not come back within {self._deadline_s:g} s") from None
         except Exception as error:  # noqa: BLE001 a scorer may be anybody's code
-            raise JudgeFailed(f"the scorer raised {one_line(repr(error), SHOWN)}") from None
+            raise JudgeFailed(f"the scorer raised {to_one_line(repr(error), SHOWN)}") from None
         if len(scores) != 2 or not any(math.isfinite(score) for score in scores) or any(map(math.isnan, scores)):
             raise JudgeFailed(f"the scorer returned {scores!r:.80}, wanted two log-probs")
         return scores[0], scores[1]
@@ -119,18 +119,18 @@ class LogProbJudge:
 
 def _start_thread(function: Callable[[], T], name: str) -> tuple[Future[T], Thread]:
     """Run a function in a thread; return the future of its result, and the thread that it runs in."""
-    asked: Future[T] = Future()
+    result: Future[T] = Future()
 
     def ask() -> None:
         try:
-            asked.set_result(function())
+            result.set_result(function())
         except BaseException as error:  # noqa: BLE001 it is raised where the answer is waited for
-            asked.set_exception(error)
+            result.set_exception(error)
 
     # A daemon: one that never comes back must not keep the process from ending.
     thread = Thread(target=ask, name=name, daemon=True)
     thread.start()
-    return asked, thread
+    return result, thread
 
 
 def _by_probability(allow: float, block: float, threshold: float) -> Opinion:
@@ -168,7 +168,7 @@ class HttpJudge:
         try:
             answer = self._post_request(json.dumps(body).encode())
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-            raise JudgeFailed(f"{self._url.netloc}: {type(error).__name__}: {one_line(str(error), SHOWN)}") from None
+            raise JudgeFailed(f"{self._url.netloc}: {type(error).__name__}: {to_one_line(str(error), SHOWN)}") from None
         return self._parse_opinion(answer)
 
     def _post_request(self, body: bytes) -> bytes:
@@ -178,11 +178,11 @@ class HttpJudge:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self._deadline_s)
         # The timeout of a connection is for each read alone; a thread has one for the whole exchange.
-        asked, _ = _start_thread(lambda: self._exchange_messages(connection, body, headers), "judge")
+        result, _ = _start_thread(lambda: self._exchange_messages(connection, body, headers), "judge")
         try:
-            return asked.result(timeout=self._deadline_s)
+            return result.result(timeout=self._deadline_s)
         except FutureTimeout:
-            _hang_up(connection.sock)
+            _shut_down_socket(connection.sock)
             raise JudgeFailed(f"{self._url.netloc}: no whole answer within {self._deadline_s:g} s") from None
 
     def _exchange_messages(self, connection: http.client.HTTPConnection, body: bytes, headers: dict[str, str]) -> bytes:
@@ -201,7 +201,7 @@ class HttpJudge:
             connection.close()
         if response.status != 200:
             raise JudgeFailed(
-                f"{self._url.netloc}: status {response.status}: {one_line(answer.decode(errors='replace'), SHOWN)}"
+                f"{self._url.netloc}: status {response.status}: {to_one_line(answer.decode(errors='replace'), SHOWN)}"
             )
         return answer
 
@@ -227,15 +227,15 @@ class HttpJudge:
                     return _by_probability(*scores, self._threshold)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             raise JudgeFailed(
-                f"{self._url.netloc}: no chat completion: {one_line(answer.decode(errors='replace'), SHOWN)}"
+                f"{self._url.netloc}: no chat completion: {to_one_line(answer.decode(errors='replace'), SHOWN)}"
             ) from None
         match = re.match(r"\W*(allow|block)\b\W*(.*)", text, re.IGNORECASE | re.DOTALL)
         if not match:
-            raise JudgeFailed(f"{self._url.netloc}: neither allow nor block: {one_line(text, SHOWN)}")
-        return Opinion(block=match[1].lower() == "block", reason=one_line(match[2], SHOWN))
+            raise JudgeFailed(f"{self._url.netloc}: neither allow nor block: {to_one_line(text, SHOWN)}")
+        return Opinion(block=match[1].lower() == "block", reason=to_one_line(match[2], SHOWN))
 
 
-def _hang_up(connected: socket.socket | None) -> None:
+def _shut_down_socket(connected: socket.socket | None) -> None:
     """Shut a connection down, so that the thread that still reads from it ends."""
     if connected is not None:  # http.client gives the socket away once the answer says that it is the last
         with suppress(OSError):  # it is closed

@@ -22,58 +22,58 @@ from opd.guard.records import Judge, Opinion, Question
 class StoredJudge:
     """Asks another judge once for each different question of a run. Failures are not stored."""
 
-    def __init__(self, judge: Judge, path: Path, who: str) -> None:
+    def __init__(self, judge: Judge, path: Path, identity: str) -> None:
         """`identity` names the judge; a judge of another name does not get its answers."""
         self._judge = judge
         self._path = path
-        self._who = who
-        self._known: dict[str, Opinion] = {}
+        self._identity = identity
+        self._opinions: dict[str, Opinion] = {}
         self._read = 0
-        """Bytes of the file that are in `_known`."""
+        """Bytes of the file that are in `_opinions`."""
         self._lock = Lock()
-        self._asking: dict[str, Lock] = {}
+        self._question_locks: dict[str, Lock] = {}
 
     def judge(self, question: Question) -> Opinion:
         """Return the stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
-        key = sha256(json.dumps([self._who, *astuple(question)]).encode()).hexdigest()
+        key = sha256(json.dumps([self._identity, *astuple(question)]).encode()).hexdigest()
         with self._lock:
-            own = self._asking.setdefault(key, Lock())
-        with own:  # other threads with the same question wait for this answer
-            found = self._find_opinion(key)
-            if found is None:
+            question_lock = self._question_locks.setdefault(key, Lock())
+        with question_lock:  # other threads with the same question wait for this answer
+            opinion = self._find_opinion(key)
+            if opinion is None:
                 self._store_opinion(key, question, self._judge.judge(question))
-                found = self._find_opinion(key)
-        assert found is not None, f"{self._path}: what was written is not there"
-        return found
+                opinion = self._find_opinion(key)
+        assert opinion is not None, f"{self._path}: what was written is not there"
+        return opinion
 
     def _find_opinion(self, key: str) -> Opinion | None:
         with self._lock:
-            if key not in self._known and self._path.exists():
+            if key not in self._opinions and self._path.exists():
                 self._read_on()
-            return self._known.get(key)
+            return self._opinions.get(key)
 
     def _read_on(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._read)
             # A line without its end is still being written: it stays for the next time.
-            whole, end, _ = file.read().rpartition(b"\n")
-        self._read += len(whole) + len(end)
-        for line in whole.splitlines():
+            complete_lines, end, _ = file.read().rpartition(b"\n")
+        self._read += len(complete_lines) + len(end)
+        for line in complete_lines.splitlines():
             try:
                 data = json.loads(line)
                 # The first answer in the file counts, also for the worker that appended a later one.
-                self._known.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
+                self._opinions.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
             except (ValueError, KeyError, TypeError):  # empty, or cut when its writer was killed
                 continue
 
     def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:
         """Append an opinion in one write, so that the lines of several workers do not mix. It begins with a line feed, which
         ends a line that a killed worker left unfinished."""
-        told = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
+        record = {"key": key, "block": opinion.block, "reason": opinion.reason, "command": question.command[:500]}
         with raise_storage_errors(self._path):
             file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                os.write(file, b"\n" + json.dumps(told).encode() + b"\n")
+                os.write(file, b"\n" + json.dumps(record).encode() + b"\n")
                 os.fsync(file)
             finally:
                 os.close(file)

@@ -41,13 +41,13 @@ class Case:
     label: Label
     steps: tuple[ToolCall, ...]
     kind: str = ""
-    whole: bool = False
+    labels_trajectory: bool = False
     """True if the label is of the whole trajectory, which is caught if any of its steps is. Else the steps before the last are
     context."""
 
 
 @dataclass(slots=True)
-class _Open:
+class _Trajectory:
     """A trajectory while it is read."""
 
     steps: list[ToolCall] = field(default_factory=list)
@@ -95,7 +95,7 @@ def _read_text(path: Path, errors: str = "strict") -> str:
         raise OpdError.at(path, found=str(error), wanted="a file of UTF-8 text", fix="correct the file") from None
 
 
-def _parse_records(lines: list[str], where: object) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parse_records(lines: list[str], source: object) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -103,26 +103,26 @@ def _parse_records(lines: list[str], where: object) -> Iterator[tuple[int, dict[
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise OpdError.at(
-                f"{where}:{number}", found=str(error), wanted="one JSON object a line", fix="correct it"
+                f"{source}:{number}", found=str(error), wanted="one JSON object a line", fix="correct it"
             ) from None
         if not isinstance(record, dict):
-            raise OpdError.at(f"{where}:{number}", found=f"{line[:60]}", wanted="a JSON object", fix="correct it")
+            raise OpdError.at(f"{source}:{number}", found=f"{line[:60]}", wanted="a JSON object", fix="correct it")
         yield number, record
 
 
-def _parse_commands(lines: list[str], where: object) -> Iterator[Case]:
-    trajectories: dict[str, _Open] = {}
-    for number, record in _parse_records(lines, where):
+def _parse_commands(lines: list[str], source: object) -> Iterator[Case]:
+    trajectories: dict[str, _Trajectory] = {}
+    for number, record in _parse_records(lines, source):
         command, label, name = record.get("command"), record.get("label"), record.get("trajectory")
         if not isinstance(command, str) or label not in ("hack", "honest", None):
-            found = f"command {command!r:.60}, label {label!r:.20}"
-            wanted = "a text as `command`, and hack, honest or null as `label`"
-            raise OpdError.at(f"{where}:{number}", found=found, wanted=wanted, fix="correct the line")
-        before = trajectories.setdefault(str(name), _Open()) if name is not None else _Open()
-        before.steps.append(ToolCall(name="bash", arguments={"command": command}))
+            problem = f"command {command!r:.60}, label {label!r:.20}"
+            requirement = "a text as `command`, and hack, honest or null as `label`"
+            raise OpdError.at(f"{source}:{number}", found=problem, wanted=requirement, fix="correct the line")
+        trajectory = trajectories.setdefault(str(name), _Trajectory()) if name is not None else _Trajectory()
+        trajectory.steps.append(ToolCall(name="bash", arguments={"command": command}))
         if label is not None:
             case_id = str(name) if name is not None else command
-            yield Case(id=case_id, label=label, steps=tuple(before.steps), kind=str(record.get("kind", "")))
+            yield Case(id=case_id, label=label, steps=tuple(trajectory.steps), kind=str(record.get("kind", "")))
 
 
 def _commands_file(path: Path) -> Iterator[Case]:
@@ -136,11 +136,11 @@ def _read_trace(path: Path) -> Iterator[Case]:
             steps = tuple(step for message in messages for step in message_steps(message))
             name, label = str(row["trajectory_id"]), str(row["label"])
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            wanted = "trajectory_id, conversation (a JSON list of messages) and label"
-            found = f"no `{error.args[0]}`" if isinstance(error, KeyError) else f"{error!r:.80}"
-            raise OpdError.at(f"{path}:{number}", found=found, wanted=wanted, fix="correct the row") from None
+            requirement = "trajectory_id, conversation (a JSON list of messages) and label"
+            problem = f"no `{error.args[0]}`" if isinstance(error, KeyError) else f"{error!r:.80}"
+            raise OpdError.at(f"{path}:{number}", found=problem, wanted=requirement, fix="correct the row") from None
         if steps:
-            yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, whole=True)
+            yield Case(id=name, label="honest" if label == "0" else "hack", steps=steps, kind=label, labels_trajectory=True)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -151,9 +151,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = parquet.read_table(path, columns=columns)
     except (OSError, arrow.ArrowException) as error:
-        found = " ".join(str(error).split())[:200]
-        wanted = f"a Parquet file with the columns {', '.join(columns)}"
-        raise OpdError.at(path, found=found, wanted=wanted, fix="correct the file") from None
+        message = " ".join(str(error).split())[:200]
+        requirement = f"a Parquet file with the columns {', '.join(columns)}"
+        raise OpdError.at(path, found=message, wanted=requirement, fix="correct the file") from None
     return enumerate(table.to_pylist(), 1)
 
 
@@ -162,14 +162,14 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
     if message.get("role") != "assistant":
         return
     for call in message.get("tool_calls") or ():
-        asked = call.get("function", call)
-        arguments = asked.get("arguments", {})
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             arguments = {"command": arguments}
         if isinstance(arguments, dict):
-            yield ToolCall(name=str(asked.get("name", "bash")), arguments=arguments)
+            yield ToolCall(name=str(function.get("name", "bash")), arguments=arguments)
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
@@ -179,13 +179,13 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
 
 def text_steps(text: str) -> Iterator[ToolCall]:
     """Yield commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
-    found = [*_FENCE.findall(text)]
+    commands = [*_FENCE.findall(text)]
     for literal in _KEYS.findall(text):
         try:
-            found.append(json.loads(literal))
+            commands.append(json.loads(literal))
         except ValueError:
             continue  # not a JSON string after all, so not a field of a terminal agent
-    for command in found or _PROMPT.findall(text):
+    for command in commands or _PROMPT.findall(text):
         if command.strip():
             yield ToolCall(name="bash", arguments={"command": command.strip()})
 
@@ -205,7 +205,7 @@ def _read_atif(path: Path) -> Iterator[Case]:
             if isinstance(call.get("arguments"), dict)
         )
         if steps:
-            yield Case(id=str(file), label=label, steps=steps, whole=True)
+            yield Case(id=str(file), label=label, steps=steps, labels_trajectory=True)
 
 
 def _label_of(file: Path) -> Label:
@@ -213,9 +213,9 @@ def _label_of(file: Path) -> Label:
     names = " ".join(part.lower() for part in file.parts)
     hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
     if hack == honest:
-        wanted = f"a directory above it named after one of {', '.join(HACK_PARTS)} or one of {', '.join(HONEST_PARTS)}"
+        requirement = f"a directory above it named after one of {', '.join(HACK_PARTS)} or one of {', '.join(HONEST_PARTS)}"
         raise OpdError.at(
-            file, found="a trajectory without a label", wanted=wanted, fix="sort the files into two directories"
+            file, found="a trajectory without a label", wanted=requirement, fix="sort the files into two directories"
         )
     return "hack" if hack else "honest"
 
@@ -232,8 +232,8 @@ def _read_rewardhackbench(path: Path) -> Iterator[Case]:
         labels = _read_json(truth)
         trace = truth.parents[1] / "environment" / "trace.txt"
         if not isinstance(labels, dict) or "harness_level_cheating" not in labels or not trace.is_file():
-            wanted = "harness_level_cheating and task_level_reward_hacking, and ../environment/trace.txt"
-            raise OpdError.at(truth, found=f"{labels!r:.80}", wanted=wanted, fix="complete the trial")
+            requirement = "harness_level_cheating and task_level_reward_hacking, and ../environment/trace.txt"
+            raise OpdError.at(truth, found=f"{labels!r:.80}", wanted=requirement, fix="complete the trial")
         cheats = [key for key in ("harness_level_cheating", "task_level_reward_hacking") if labels.get(key)]
         steps = tuple(text_steps(_read_text(trace, errors="replace")))
         if steps:
@@ -242,7 +242,7 @@ def _read_rewardhackbench(path: Path) -> Iterator[Case]:
                 label="hack" if cheats else "honest",
                 steps=steps,
                 kind=", ".join(cheats),
-                whole=True,
+                labels_trajectory=True,
             )
 
 

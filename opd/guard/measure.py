@@ -62,21 +62,21 @@ class Measured:
 
 def measure_guard(guard: Guard, cases: Sequence[Case]) -> Measured:
     """Run all cases through the guard, each trajectory in a session of its own."""
-    found = [(case, _deciding_verdict(guard, case)) for case in cases]
+    case_verdicts = [(case, _deciding_verdict(guard, case)) for case in cases]
     stages = {
-        STAGES[0]: [verdict.suspicion == "certain" for _, verdict in found],
-        STAGES[1]: [verdict.suspicion != "none" for _, verdict in found],
-        STAGES[2]: [not verdict.allowed for _, verdict in found],
+        STAGES[0]: [verdict.suspicion == "certain" for _, verdict in case_verdicts],
+        STAGES[1]: [verdict.suspicion != "none" for _, verdict in case_verdicts],
+        STAGES[2]: [not verdict.allowed for _, verdict in case_verdicts],
     }
     hacks = [case.label == "hack" for case in cases]
     return Measured(
         scores={stage: _score_detection(hacks, caught) for stage, caught in stages.items()},
-        judged=sum(verdict.suspicion in ("rule", "unreadable") for _, verdict in found),
-        by_rule=dict(Counter(verdict.rule or verdict.suspicion for _, verdict in found if verdict.suspicion != "none")),
-        unanswered=sum(verdict.stage in ("no_judge", "judge_failed") for _, verdict in found),
+        judged=sum(verdict.suspicion in ("rule", "unreadable") for _, verdict in case_verdicts),
+        by_rule=dict(Counter(verdict.rule or verdict.suspicion for _, verdict in case_verdicts if verdict.suspicion != "none")),
+        unanswered=sum(verdict.stage in ("no_judge", "judge_failed") for _, verdict in case_verdicts),
         mistakes=tuple(
             Mistake(id=case.id, label=case.label, kind=case.kind, verdict=verdict)
-            for case, verdict in found
+            for case, verdict in case_verdicts
             if verdict.allowed == (case.label == "hack")
         ),
     )
@@ -92,10 +92,10 @@ def _score_detection(hacks: Sequence[bool], caught: Sequence[bool]) -> Score:
 def _deciding_verdict(guard: Guard, case: Case) -> Verdict:
     """Return the verdict that counts: that on the last step after the others have run, or the worst one of a whole trajectory."""
     session = guard.session()
-    if not case.whole:
+    if not case.labels_trajectory:
         for step in case.steps[:-1]:
             session.next_call()
-            guard.stage_one(step, session)  # the session goes on, whatever a verdict on this step would be
+            guard.check_rules(step, session)  # the session goes on, whatever a verdict on this step would be
         return guard.check(case.steps[-1], session)
     verdicts = [guard.check(step, session) for step in case.steps]
     order = {"none": 0, "unreadable": 1, "rule": 2, "certain": 3}

@@ -46,7 +46,7 @@ _NUMBERS = re.compile(r"(?:0x[0-9a-fA-F]{2}|\d{2,3})(?:[\s,;)(+.]+(?:chr\(|char\
 
 def find_mentions(calls: Sequence[ProgramCall], session: GuardSession) -> list[ProgramCall]:
     """Return the calls in whose texts paths stand, with these paths as their `mentions`."""
-    found = []
+    mentioning_calls = []
     for call in calls:
         paths = dict.fromkeys(
             session.resolve_path(posixpath.join(session.begins_at, path.translate(ACTIVE)))
@@ -54,8 +54,8 @@ def find_mentions(calls: Sequence[ProgramCall], session: GuardSession) -> list[P
             for path in find_paths(text, _is_operand(text))
         )
         if paths:
-            found.append(replace(call, mentions=tuple(paths)))
-    return found
+            mentioning_calls.append(replace(call, mentions=tuple(paths)))
+    return mentioning_calls
 
 
 def _is_operand(text: str) -> bool:
@@ -69,7 +69,7 @@ def collect_texts(call: ProgramCall) -> Iterator[str]:
         yield from (arg for arg in call.argv if not (read and arg.startswith("/") and _is_operand(arg)))
     if call.program in LANGUAGES and len(call.argv) > 1:  # pieces of a path that the code puts together
         yield "".join(call.argv[-2:])
-    yield from call.given
+    yield from call.inputs
     yield from (tag.partition("=")[2] for tag in call.tags if "=" in tag)
 
 
@@ -82,12 +82,12 @@ def find_paths(text: str, operand: bool = False) -> tuple[str, ...]:
     if len(text) > MAX_TEXT:
         return tuple(dict.fromkeys(_find_absolute_paths(text)))
     text = text.translate(PLAIN)
-    found = _find_absolute_paths(text)
+    paths = _find_absolute_paths(text)
     if not operand and "/" in text:
-        found += [match[0] for match in _RELATIVE.finditer(text)]
-    for other in _undisguise_text(text):
-        found += _find_absolute_paths(other)
-    return tuple(dict.fromkeys(found))
+        paths += [match[0] for match in _RELATIVE.finditer(text)]
+    for variant in _undisguise_text(text):
+        paths += _find_absolute_paths(variant)
+    return tuple(dict.fromkeys(paths))
 
 
 def _find_absolute_paths(text: str) -> list[str]:
@@ -116,7 +116,7 @@ def _undisguise_text(text: str) -> Iterator[str]:
     for match in _HEX.finditer(text):
         yield from _decode_hex(re.sub("[ :,]", "", match[0]))
     for match in _NUMBERS.finditer(text):
-        numbers = [int(one, 0) for one in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
+        numbers = [int(token, 0) for token in re.findall(r"0x[0-9a-fA-F]+|[1-9]\d*", match[0])]
         yield "".join(map(chr, numbers))
     yield from _insert_variables(text)
     for match in _WORDS.finditer(text):
@@ -128,9 +128,9 @@ def _undisguise_text(text: str) -> Iterator[str]:
         if piece[:1] in ("/", "") and not _ROUTE.search(
             text, max(start - 16, 0), start
         ):  # the first piece of a path that is put together, or joined
-            more = pieces[index : index + MAX_JOINED]
-            yield "".join(more)
-            yield "/" + "/".join(filter(None, (one.strip("/") for one in more)))
+            window = pieces[index : index + MAX_JOINED]
+            yield "".join(window)
+            yield "/" + "/".join(filter(None, (token.strip("/") for token in window)))
 
 
 def _insert_variables(text: str) -> Iterator[str]:

@@ -30,10 +30,10 @@ class TextGlobs:
 
     def __init__(self, globs: Iterable[str]) -> None:
         parts = [glob.lower().split("*") for glob in globs]
-        self._exact = frozenset(one[0] for one in parts if len(one) == 1)
-        self._within = [one[1] for one in parts if _is_within(one)]
+        self._exact = frozenset(pieces[0] for pieces in parts if len(pieces) == 1)
+        self._within = [pieces[1] for pieces in parts if _is_within(pieces)]
         """The words of globs such as `*word*`. Most globs are such, and Python looks for a word faster than we compare parts."""
-        self._parts = [one for one in parts if len(one) > 1 and not _is_within(one)]
+        self._parts = [pieces for pieces in parts if len(pieces) > 1 and not _is_within(pieces)]
 
     def matches_text(self, text: str) -> bool:
         """Return True if one of the globs fits the whole text."""
@@ -60,10 +60,10 @@ def _is_within(parts: list[str]) -> bool:
 
 
 def _matches_parts(parts: list[str], text: str) -> bool:
-    first, last = parts[0], parts[-1]
-    if len(text) < len(first) + len(last) or not (text.startswith(first) and text.endswith(last)):
+    prefix, suffix = parts[0], parts[-1]
+    if len(text) < len(prefix) + len(suffix) or not (text.startswith(prefix) and text.endswith(suffix)):
         return False
-    at, end = len(first), len(text) - len(last)
+    at, end = len(prefix), len(text) - len(suffix)
     for part in parts[1:-1]:
         # The leftmost place of a part leaves most room for the others, so there is no need to go back.
         at = text.find(part, at, end)
@@ -75,20 +75,20 @@ def _matches_parts(parts: list[str], text: str) -> bool:
 
 def glob_source(glob: str) -> str:
     """Return the regular expression of one glob."""
-    found, index = [], 0
+    pieces, index = [], 0
     while index < len(glob):
         char = glob[index]
         if glob.startswith("/**", index) and glob[index + 3 : index + 4] in ("", "}", ","):
-            found.append("(?:/.*)?")
+            pieces.append("(?:/.*)?")
             index += 3
             continue
         if glob.startswith("**/", index):
-            found.append("(?:.*/)?")
+            pieces.append("(?:.*/)?")
             index += 3
             continue
-        found.append({"*": "[^/]*", "?": "[^/]", "{": "(?:", ",": "|", "}": ")"}.get(char, re.escape(char)))
+        pieces.append({"*": "[^/]*", "?": "[^/]", "{": "(?:", ",": "|", "}": ")"}.get(char, re.escape(char)))
         index += 1
-    return "".join(found)
+    return "".join(pieces)
 
 
 def is_valid_glob(glob: str) -> bool:
@@ -165,21 +165,21 @@ def _leads_to(pattern: str, name: str) -> bool:
     if not directory.startswith("**/"):
         head = "/".join(parts[:depth])
         return _says_something(head) and _expands_to(head, directory)
-    wanted = directory.removeprefix("**/")
+    suffix = directory.removeprefix("**/")
     windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
-    return any(_says_something(window) and _expands_to(window, wanted) for window in windows)
+    return any(_says_something(window) and _expands_to(window, suffix) for window in windows)
 
 
 def _takes_in(parts: list[str], name: str) -> bool:
     """Return True if a pattern, split at `/`, takes in a well-known path or something below it. An unknown part (`…`) may be any
     name; a `*` is no name that begins with a dot."""
-    wanted = name.split("/")
+    name_parts = name.split("/")
     if name.startswith("**/"):
         return False
-    for part, own in zip(parts[1:], wanted[1:], strict=False):
+    for part, own in zip(parts[1:], name_parts[1:], strict=False):
         if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands_to(part.replace("…", "*"), own):
             return False
-    return len(parts) >= len(wanted)
+    return len(parts) >= len(name_parts)
 
 
 def _expands_to(pattern: str, name: str) -> bool:
@@ -208,17 +208,17 @@ def _says_something(text: str) -> bool:
 
 def _shell_pattern_regex(text: str) -> str:
     """Return the regular expression of a pattern that the shell would expand."""
-    found, index = [], 0
+    pieces, index = [], 0
     while index < len(text):
         end = text.find("]", index + 2) if text[index] == "[" else -1
         if text.startswith("**/", index):
-            found.append("(?:.*/)?")
+            pieces.append("(?:.*/)?")
             index += 2
         elif end > 0:
             inside = re.escape(text[index + 1 : end].lstrip("!^")).replace(r"\-", "-")
-            found.append(f"[{'^' if text[index + 1] in '!^' else ''}{inside}]")
+            pieces.append(f"[{'^' if text[index + 1] in '!^' else ''}{inside}]")
             index = end
         else:
-            found.append({"*": "[^/]*", "?": "[^/]"}.get(text[index], re.escape(text[index])))
+            pieces.append({"*": "[^/]*", "?": "[^/]"}.get(text[index], re.escape(text[index])))
         index += 1
-    return "".join(found)
+    return "".join(pieces)

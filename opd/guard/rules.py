@@ -219,53 +219,53 @@ class RuleSet:
     def find_deciding_hit(self, calls: Sequence[ProgramCall], session: GuardSession) -> Hit | None:
         """Return the hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
-            (compiled.order, place)
-            for place, texts in enumerate(map(texts_of, calls))
-            for compiled in self._rules_for(frozenset(texts), calls[place].program)
+            (compiled.order, call_index)
+            for call_index, texts in enumerate(map(texts_of, calls))
+            for compiled in self._rules_for(frozenset(texts), calls[call_index].program)
             if compiled.matches_call(texts, session.begins_at)
         ]
         if not hits:
             return None
-        (_, number), place = min(hits)
-        return Hit(rule=self.rules[number], call=calls[place])
+        (_, number), call_index = min(hits)
+        return Hit(rule=self.rules[number], call=calls[call_index])
 
     def _rules_for(self, keys: frozenset[str], program: str) -> list[CompiledRule]:
         program = program.lower() if self._programs.matches_text(program) else ""
-        found = self._narrowed.get((keys, program))
-        if found is None:
+        rules = self._narrowed.get((keys, program))
+        if rules is None:
             narrowed = [rule.narrow_to_program(keys, program) for rule in self._compiled]
-            found = [rule for rule in narrowed if rule.any]
+            rules = [rule for rule in narrowed if rule.any]
             if len(self._narrowed) < MAX_NARROWED:  # a glob fits any number of names
-                self._narrowed[keys, program] = found
-        return found
+                self._narrowed[keys, program] = rules
+        return rules
 
 
 class _Compiler:
     """Clauses to functions."""
 
-    def __init__(self, names: Mapping[str, list[str]], such_as: Sequence[str], where: str) -> None:
+    def __init__(self, names: Mapping[str, list[str]], such_as: Sequence[str], rule_id: str) -> None:
         self._names = names
         self._such_as = such_as
-        self._where = where
+        self._rule_id = rule_id
 
     def compile_clause(self, clause: Clause) -> CompiledClause:
         """Return the tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
-        found: dict[str, Test] = {}
+        tests_by_key: dict[str, Test] = {}
         programs = self.expand_patterns(clause.program)
         for key in TEXTS:
             if key != "program" and (patterns := self.expand_patterns(getattr(clause, key))):
-                found[key] = _text_test(key, TextGlobs(patterns))
+                tests_by_key[key] = _text_test(key, TextGlobs(patterns))
         for key in PATHS:
             if patterns := self.expand_patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 globs = PathGlobs(patterns, self._such_as)
-                found[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
-        tests = [*found.values(), *self._tests_of_what_lacks(clause)]
+                tests_by_key[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
+        tests = [*tests_by_key.values(), *self._tests_of_what_lacks(clause)]
         if not tests and not programs:
             raise ConfigError.at(
-                f"rule {self._where}", found="a clause without keys", wanted="at least one", fix="add a key"
+                f"rule {self._rule_id}", found="a clause without keys", wanted="at least one", fix="add a key"
             )
-        return CompiledClause(needs=frozenset(found), programs=TextGlobs(programs) if programs else None, tests=tests)
+        return CompiledClause(needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests)
 
     def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
         """Return the tests that a call may pass by having nothing under a key."""
@@ -282,27 +282,27 @@ class _Compiler:
             fits = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
             if not fits or not is_valid_glob(pattern):
                 raise ConfigError.at(
-                    f"rule {self._where}: {key}",
+                    f"rule {self._rule_id}: {key}",
                     found=repr(pattern),
                     wanted="a glob over absolute paths: it begins with `/` or `**/`, and its braces come in pairs",
                     fix="correct the pattern",
                 )
 
-    def expand_patterns(self, given: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
+    def expand_patterns(self, patterns: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
         """Return the patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
-        found: list[str] = []
-        for pattern in given:
+        expansion: list[str] = []
+        for pattern in patterns:
             if not pattern.startswith("@"):
-                found.append(pattern)
+                expansion.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
                 # An empty list fits nothing, as no argument holds a NUL. With no pattern at all the clause would lose this key.
-                found += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
+                expansion += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
-                known = ", ".join(sorted(self._names))
+                names = ", ".join(sorted(self._names))
                 raise ConfigError.at(
-                    f"rule {self._where}", found=pattern, wanted=f"one of: {known}", fix="correct the name"
+                    f"rule {self._rule_id}", found=pattern, wanted=f"one of: {names}", fix="correct the name"
                 )
-        return found
+        return expansion
 
 
 def _text_test(key: str, globs: TextGlobs) -> Test:

@@ -25,21 +25,21 @@ class ModelScorer:
         self._special = special_texts(self._tokenizer)
 
     def __call__(self, prompt: str, continuations: Sequence[str]) -> list[float]:
-        asked = self._encode_question(prompt)
-        return [self._verdict_logprob(asked, encode_text(self._tokenizer, text)) for text in continuations]
+        prompt_ids = self._encode_question(prompt)
+        return [self._verdict_logprob(prompt_ids, encode_text(self._tokenizer, text)) for text in continuations]
 
     def _encode_question(self, prompt: str) -> list[int]:
         """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
         forge one: special tokens in it are broken up."""
         prompt = escape_specials(prompt, self._special)
-        said = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
-        return list(encode_prompt(self._tokenizer, said))
+        messages = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
+        return list(encode_prompt(self._tokenizer, messages))
 
-    def _verdict_logprob(self, asked: list[int], verdict: list[int]) -> float:
+    def _verdict_logprob(self, prompt_ids: list[int], verdict_ids: list[int]) -> float:
         import torch
 
         with torch.inference_mode():
-            logits_T_V = self._lm(torch.tensor([[*asked, *verdict]]), use_cache=False).logits[0]
+            logits_T_V = self._lm(torch.tensor([[*prompt_ids, *verdict_ids]]), use_cache=False).logits[0]
             # Logits are for the token after theirs: those of the verdict begin at the last token of the question.
-            logp_T_V = logits_T_V[len(asked) - 1 : -1].float().log_softmax(-1)
-        return float(logp_T_V.gather(1, torch.tensor(verdict)[:, None]).sum())
+            logp_T_V = logits_T_V[len(prompt_ids) - 1 : -1].float().log_softmax(-1)
+        return float(logp_T_V.gather(1, torch.tensor(verdict_ids)[:, None]).sum())

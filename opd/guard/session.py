@@ -73,31 +73,31 @@ class GuardSession:
         new.links, new.copies = dict(self.links), dict(self.copies)
         new.written, new.appended = dict(self.written), dict(self.appended)
         new.stack, new.positional, new.read_variables = list(self.stack), list(self.positional), []
-        new.others = [other.copy() for other in self.others]
+        new.others = [state.copy() for state in self.others]
         return new
 
-    def is_similar(self, other: GuardSession) -> bool:
+    def is_similar(self, state: GuardSession) -> bool:
         """Return True if the other state is this one, or so near that only one of them is looked at: both are somewhere in the
         directory where the session begins, or the episode may have written a file in one of them alone."""
         return (
             all(
-                getattr(self, name) == getattr(other, name)
+                getattr(self, name) == getattr(state, name)
                 for name in ("variables", "functions", "positional", "links", "copies")
             )
-            and self._resolve_directory(self.cwd) == self._resolve_directory(other.cwd)
-            and self._resolve_directory(self.before) == self._resolve_directory(other.before)
-            and _agree_where_known(self.written, other.written)
-            and _agree_where_known(self.appended, other.appended)
+            and self._resolve_directory(self.cwd) == self._resolve_directory(state.cwd)
+            and self._resolve_directory(self.before) == self._resolve_directory(state.before)
+            and _agree_where_known(self.written, state.written)
+            and _agree_where_known(self.appended, state.appended)
         )
 
     def _resolve_directory(self, directory: str) -> str:
         inside = directory == self.begins_at or directory.startswith(self.begins_at.rstrip("/") + "/")
         return self.begins_at if inside else directory
 
-    def take_files(self, other: GuardSession) -> None:
+    def take_files(self, state: GuardSession) -> None:
         """Add what a similar state knows of files; where both know a file, this one's text stays."""
-        self.written = other.written | self.written
-        self.appended = other.appended | self.appended
+        self.written = state.written | self.written
+        self.appended = state.appended | self.appended
 
     def state_entries(self) -> set[tuple[str, ...]]:
         """Return the state, piece by piece, to compare it with another state."""
@@ -112,13 +112,13 @@ class GuardSession:
     @property
     def size(self) -> int:
         """The number of entries, which is what a copy costs."""
-        known = (self.variables, self.functions, self.links, self.copies, self.written, self.appended)
-        return sum(len(one) for one in known)
+        tables = (self.variables, self.functions, self.links, self.copies, self.written, self.appended)
+        return sum(len(table) for table in tables)
 
-    def take_over(self, other: GuardSession) -> None:
+    def take_over(self, state: GuardSession) -> None:
         """Take over the state of a copy: its call is let through."""
         for name in (*SHELL, "read_variables", *FILES, "others"):
-            setattr(self, name, getattr(other, name))
+            setattr(self, name, getattr(state, name))
 
     def resolve_path(self, path: str, copies: bool = True) -> str:
         """Return the path as the system would find it: from the working directory, without `..` and links.
@@ -127,23 +127,23 @@ class GuardSession:
         """
         if path.startswith("/proc/self/fd/") or path in STDIN:
             return STANDARD_INPUT if path in STDIN else "/dev/fd/" + path.rpartition("/")[2]
-        waiting = posixpath.join(self.cwd, path).split("/")[::-1]
-        done: list[str] = []
+        parts = posixpath.join(self.cwd, path).split("/")[::-1]
+        resolved_parts: list[str] = []
         links = 0
-        while waiting:
-            part = waiting.pop()
+        while parts:
+            part = parts.pop()
             if part == "..":
-                del done[-1:]
+                del resolved_parts[-1:]
             elif part not in ("", "."):
-                done.append(part)
+                resolved_parts.append(part)
                 # With its slash a component has two characters at least.
-                looks = links < MAX_LINKS and len(done) <= MAX_PATH // 2
-                target = self._resolve_link("/" + "/".join(done), bool(waiting), copies) if looks else ""
+                looks = links < MAX_LINKS and len(resolved_parts) <= MAX_PATH // 2
+                target = self._resolve_link("/" + "/".join(resolved_parts), bool(parts), copies) if looks else ""
                 if target:
                     links += 1
-                    done = [] if target.startswith("/") else done[:-1]
-                    waiting += target.split("/")[::-1]
-        return "/" + "/".join(done)
+                    resolved_parts = [] if target.startswith("/") else resolved_parts[:-1]
+                    parts += target.split("/")[::-1]
+        return "/" + "/".join(resolved_parts)
 
     def _resolve_link(self, path: str, inside: bool, copies: bool) -> str:
         """Return the target of a link; empty if it is none. `inside` is true if the path goes on below it."""
@@ -172,9 +172,9 @@ class GuardSession:
             ]
         path = self.resolve_path(field, copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
-            found = self._list_glob(show_field(path))
-            if found:
-                return found
+            matches = self._list_glob(show_field(path))
+            if matches:
+                return matches
         if not has_glob(path) or len(path) > MAX_PATH:
             return [path]
         regex = glob_regex(path)
@@ -183,10 +183,10 @@ class GuardSession:
     def _list_glob(self, pattern: str) -> list[str]:
         assert self.root is not None
         try:
-            found = sorted(self.root.glob(pattern.lstrip("/")))[:MAX_LISTED]
+            matches = sorted(self.root.glob(pattern.lstrip("/")))[:MAX_LISTED]
         except (OSError, ValueError):  # not a pattern that Python lists
             return []
-        return ["/" + str(one.relative_to(self.root)) for one in found]
+        return ["/" + str(match.relative_to(self.root)) for match in matches]
 
     def record_write(self, path: str, text: str | None) -> None:
         """Note that the episode wrote this file. What was a link or a copy of something is now its own."""
@@ -197,10 +197,10 @@ class GuardSession:
 
     def record_append(self, path: str, text: str | None) -> None:
         """Note that it appended a text."""
-        known = self.written if path in self.written else self.appended
-        before = known.get(path, "")
-        whole = before + text if before is not None and text is not None else None
-        known[path] = None if whole is None or len(whole) > MAX_WRITTEN else whole
+        texts = self.written if path in self.written else self.appended
+        old_text = texts.get(path, "")
+        new_text = old_text + text if old_text is not None and text is not None else None
+        texts[path] = None if new_text is None or len(new_text) > MAX_WRITTEN else new_text
 
     def written_text(self, path: str) -> str | None:
         """Return the text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
@@ -234,9 +234,9 @@ class GuardSession:
         """Return True if the episode wrote a part of this file."""
         return path in self.written or path in self.appended
 
-    def set_back(self, kept: Mapping[str, str | None]) -> None:
+    def set_back(self, values: Mapping[str, str | None]) -> None:
         """Give variables these values back; None: the variable was not set."""
-        for name, value in kept.items():
+        for name, value in values.items():
             if value is None:
                 self.variables.pop(name, None)
             else:
@@ -251,10 +251,10 @@ class GuardSession:
         # Descriptors and process substitutions end with their call.
         for path in [path for path in self.written if path.startswith("/dev/fd/")]:
             del self.written[path]
-        for other in self.others:
-            other.next_call()
+        for state in self.others:
+            state.next_call()
 
 
-def _agree_where_known(some: Mapping[str, str | None], others: Mapping[str, str | None]) -> bool:
+def _agree_where_known(texts: Mapping[str, str | None], other_texts: Mapping[str, str | None]) -> bool:
     """Return True if both say the same of what both know."""
-    return all(others[name] == text for name, text in some.items() if name in others)
+    return all(other_texts[name] == text for name, text in texts.items() if name in other_texts)

@@ -28,7 +28,7 @@ MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "m
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
 NOT_MADE = "error: this call cannot be made: another one of this turn cannot be read"
 """The observation for a call that may run, in a turn whose text holds one that may not."""
-_ASKING = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
+_EXECUTOR = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
 """A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
 
 
@@ -42,7 +42,7 @@ class CheckedTurn:
     """One for each call, or one for an answer that was read; none without a guard."""
     begun: tuple[Verdict, ...] = ()
     """One for each call that could be read out of the text beside them."""
-    seen: GuardStats = field(default_factory=GuardStats)
+    stats: GuardStats = field(default_factory=GuardStats)
     """Counts and events for the trace."""
 
     @property
@@ -71,8 +71,8 @@ class CheckedTurn:
     @property
     def dummies(self) -> tuple[str | None, ...]:
         """For each call the observation in place of its result; None for one that runs."""
-        said = (None if verdict.allowed else verdict.observation for verdict in self.verdicts)
-        return tuple(said) if self.calls else ()
+        results = (None if verdict.allowed else verdict.observation for verdict in self.verdicts)
+        return tuple(results) if self.calls else ()
 
     @property
     def instead(self) -> str | tuple[str, ...]:
@@ -81,14 +81,14 @@ class CheckedTurn:
             return tuple(NOT_MADE if verdict.allowed else verdict.observation for verdict in self.verdicts)
         return next(verdict.observation for verdict in (*self.begun, *self.verdicts) if not verdict.allowed)
 
-    def merge_observations(self, observed: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def merge_observations(self, observation: str | tuple[str, ...]) -> str | tuple[str, ...]:
         """Return the observations of the calls that ran, with those of the blocked ones at their places."""
         if not self.blocked:
-            return observed
-        if isinstance(observed, str):  # one text for all calls that ran
-            return "\n".join([observed, *filter(None, self.dummies)])
-        own = iter(observed)  # where the episode is done an environment may say less
-        return tuple(next(own, "") if dummy is None else dummy for dummy in self.dummies)
+            return observation
+        if isinstance(observation, str):  # one text for all calls that ran
+            return "\n".join([observation, *filter(None, self.dummies)])
+        results = iter(observation)  # where the episode is done an environment may say less
+        return tuple(next(results, "") if dummy is None else dummy for dummy in self.dummies)
 
 
 class GuardWatch:
@@ -107,44 +107,44 @@ class GuardWatch:
     async def check_turn(self, turn: int, text: str, calls: Sequence[ToolCall]) -> CheckedTurn:
         """Check a turn: `turn` is its number, `calls` those that were read, `text` all that a program or an environment gets of it.
         A thread waits for the judge, with the judge's own deadline for each call."""
-        gone = Event()
+        cancelled = Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                _ASKING, self._check_turn, turn, text, tuple(calls), gone
+                _EXECUTOR, self._check_turn, turn, text, tuple(calls), cancelled
             )
         except asyncio.CancelledError:
-            gone.set()
+            cancelled.set()
             raise
 
-    def record_turn(self, looked: CheckedTurn) -> None:
+    def record_turn(self, checked_turn: CheckedTurn) -> None:
         """Take note of a turn that is in the trace."""
-        self.stats += looked.seen
+        self.stats += checked_turn.stats
 
-    def _check_turn(self, turn: int, text: str, calls: tuple[ToolCall, ...], gone: Event) -> CheckedTurn:
+    def _check_turn(self, turn: int, text: str, calls: tuple[ToolCall, ...], cancelled: Event) -> CheckedTurn:
         """Check the calls of a turn. `cancelled` is set once nobody waits for it: then the session stays as it was."""
         with self._lock:  # requests of a program may come side by side, and they share a session
-            after = self._session.copy()
+            next_session = self._session.copy()
             if calls:
-                verdicts = tuple(self._check(call, after) for call in calls)
+                verdicts = tuple(self._check(call, next_session) for call in calls)
             else:
-                verdicts = (self._guard.check_answer(text, after),) if self._guard.checks("") else ()
-            others = tuple(call for call in find_begun_calls(text) if call not in calls)
-            begun = tuple(self._check(call, after) for call in others)
-            if not gone.is_set():
-                self._session.take_over(after)
-        asked = sum(map(self._is_checked, calls)) if calls else len(verdicts)
-        written = [(call.name, _arguments_as_text(call.arguments)) for call in calls] or [("", text)] * len(verdicts)
-        written += [(call.name, _arguments_as_text(call.arguments)) for call in others]
+                verdicts = (self._guard.check_answer(text, next_session),) if self._guard.checks("") else ()
+            begun_calls = tuple(call for call in find_begun_calls(text) if call not in calls)
+            begun = tuple(self._check(call, next_session) for call in begun_calls)
+            if not cancelled.is_set():
+                self._session.take_over(next_session)
+        checked = sum(map(self._is_checked, calls)) if calls else len(verdicts)
+        call_texts = [(call.name, _arguments_as_text(call.arguments)) for call in calls] or [("", text)] * len(verdicts)
+        call_texts += [(call.name, _arguments_as_text(call.arguments)) for call in begun_calls]
         events = tuple(
-            GuardEvent(episode=self._episode, turn=turn, tool=name, text=said[:MAX_TEXT], verdict=verdict)
-            for (name, said), verdict in zip(written, (*verdicts, *begun), strict=True)
+            GuardEvent(episode=self._episode, turn=turn, tool=name, text=call_text[:MAX_TEXT], verdict=verdict)
+            for (name, call_text), verdict in zip(call_texts, (*verdicts, *begun), strict=True)
             if verdict.suspicion != "none"
         )
-        looked = CheckedTurn(calls=calls, verdicts=verdicts, begun=begun)
-        seen = GuardStats(
-            checked=asked + sum(map(self._is_checked, others)), blocked_turns=int(looked.blocked), events=events
+        checked_turn = CheckedTurn(calls=calls, verdicts=verdicts, begun=begun)
+        stats = GuardStats(
+            checked=checked + sum(map(self._is_checked, begun_calls)), blocked_turns=int(checked_turn.blocked), events=events
         )
-        return replace(looked, seen=seen)
+        return replace(checked_turn, stats=stats)
 
     def _is_checked(self, call: ToolCall) -> bool:
         return not call.name or self._guard.checks(call.name)

@@ -20,7 +20,7 @@ from rich.text import Text
 from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
 from opd.live.memory import Memory
-from opd.live.render import Size, render_view
+from opd.live.render import ScreenSize, render_view
 from opd.live.shapes import format_duration
 from opd.live.view import View, view_of
 from opd.records.step import StepRecord
@@ -31,7 +31,7 @@ ON_SCREEN = {0: 2, 40: 8}
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class RunStart:
     """The facts that a display needs of a merge that begins or goes on."""
 
     name: str
@@ -42,7 +42,7 @@ class Beginning:
     """Those of the steps that are done."""
 
 
-Displays = Callable[[Beginning], AbstractContextManager[Display]]
+Displays = Callable[[RunStart], AbstractContextManager[Display]]
 """Makes the display of a merge."""
 
 
@@ -54,26 +54,26 @@ def _print_line(console: Console, line: str) -> None:
 class Lines:
     """A line for every sentence and every step."""
 
-    def __init__(self, console: Console, begun: Beginning) -> None:
+    def __init__(self, console: Console, begun: RunStart) -> None:
         self._console = console
         self._course = Course(begun.steps, begun.domains, begun.records)
 
     def say(self, line: str) -> None:
         _print_line(self._console, line)
 
-    def doing(self, what: str) -> None: ...
+    def doing(self, activity: str) -> None: ...
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
     ) -> None: ...
 
     def step(self, record: StepRecord) -> None:
-        self._course.add(record)
-        self.say(f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._left())))
+        self._course.add_record(record)
+        self.say(f"step {record.step}/{self._course.steps}  " + "  ".join((*step_facts(record), *self._describe_time_left())))
 
-    def _left(self) -> tuple[str, ...]:
-        left = self._course.left_s
-        return (f"about {format_duration(left)} left",) if left else ()
+    def _describe_time_left(self) -> tuple[str, ...]:
+        seconds = self._course.left_s
+        return (f"about {format_duration(seconds)} left",) if seconds else ()
 
 
 class Silence:
@@ -81,7 +81,7 @@ class Silence:
 
     def say(self, line: str) -> None: ...
 
-    def doing(self, what: str) -> None: ...
+    def doing(self, activity: str) -> None: ...
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -93,8 +93,8 @@ class Silence:
 class JsonLines:
     """Every step as a line of JSON on standard output; sentences go to the display beside it."""
 
-    def __init__(self, beside: Display, steps: int) -> None:
-        self.say, self.doing, self.exams = beside.say, beside.doing, beside.exams
+    def __init__(self, display: Display, steps: int) -> None:
+        self.say, self.doing, self.exams = display.say, display.doing, display.exams
         self._steps = steps
 
     def step(self, record: StepRecord) -> None:
@@ -112,7 +112,7 @@ class Screen:
     A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
     """
 
-    def __init__(self, console: Console, begun: Beginning) -> None:
+    def __init__(self, console: Console, begun: RunStart) -> None:
         self._console = console
         self._course = Course(begun.steps, begun.domains, begun.records)
         self._begun = begun
@@ -121,7 +121,7 @@ class Screen:
         self._doing = ("", time.monotonic())
         self._began = self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._kept = max(kept for lines, kept in ON_SCREEN.items() if console.height >= lines)
+        self._note_lines = max(count for lines, count in ON_SCREEN.items() if console.height >= lines)
 
     def __enter__(self) -> Screen:
         drawing = {"get_renderable": self._render_screen, "refresh_per_second": 1, "transient": True}
@@ -140,9 +140,9 @@ class Screen:
         """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
         self._notes = (*self._notes, line)
 
-    def doing(self, what: str) -> None:
-        self._doing = (what, time.monotonic())
-        self._scroll_notes(self._kept)
+    def doing(self, activity: str) -> None:
+        self._doing = (activity, time.monotonic())
+        self._scroll_notes(self._note_lines)
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
@@ -151,38 +151,38 @@ class Screen:
         self._view = view_of(self._course)
 
     def step(self, record: StepRecord) -> None:
-        self._course.add(record)
+        self._course.add_record(record)
         self._stepped = time.monotonic()
         self._view = view_of(self._course)
-        self._scroll_notes(self._kept)
+        self._scroll_notes(self._note_lines)
 
-    def _scroll_notes(self, kept: int) -> None:
+    def _scroll_notes(self, count: int) -> None:
         """Move all sentences but the last few above the screen."""
-        gone = self._notes[: len(self._notes) - kept] if len(self._notes) > kept else ()
-        self._notes = self._notes[len(gone) :]
-        for line in gone:
+        old_notes = self._notes[: len(self._notes) - count] if len(self._notes) > count else ()
+        self._notes = self._notes[len(old_notes) :]
+        for line in old_notes:
             _print_line(self._console, line)
 
     def _render_screen(self) -> Text:
         """The screen at this moment."""
-        (what, since), now, left = self._doing, time.monotonic(), self._view.left_s
+        (activity, since), now, remaining = self._doing, time.monotonic(), self._view.left_s
         view = replace(
             self._view,
             name=self._begun.name,
             root=str(self._begun.root),
-            doing=what,
+            doing=activity,
             doing_s=now - since,
             elapsed_s=now - self._began,
-            left_s=None if left is None else max(0.0, left - (now - self._stepped)),
-            memory=self._memory.now(),
-            notes=self._notes[-self._kept :],
+            left_s=None if remaining is None else max(0.0, remaining - (now - self._stepped)),
+            memory=self._memory.read_usage(),
+            notes=self._notes[-self._note_lines :],
         )
         return render_for_console(view, self._console)
 
 
 def render_for_console(view: View, console: Console, height: int | None = None) -> Text:
     """The view for this console: a line less than it is high, which leaves the last one to the cursor."""
-    room = Size(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
+    room = ScreenSize(width=console.width, height=height or console.height - 1, unicode=not console.options.ascii_only)
     return Text("\n", no_wrap=True, overflow="crop", end="").join(render_view(view, room))
 
 
@@ -192,16 +192,16 @@ def step_facts(record: StepRecord) -> list[str]:
     parts = [f"loss {record.loss:.4f}", f"{speed:.0f} tok/s", f"gap {record.probe_gap:.1e}"]
     if record.accuracy:
         parts.append(f"accuracy {fmean(record.accuracy.values()):.3f}")
-    found = domain_rewards(record)
-    if found:
-        parts.append(f"reward {fmean(found.values()):.3f}")
+    rewards = domain_rewards(record)
+    if rewards:
+        parts.append(f"reward {fmean(rewards.values()):.3f}")
     if record.quarantined:
         parts.append(f"quarantined {sum(record.quarantined.values())}")
     return parts
 
 
 @contextmanager
-def open_display(begun: Beginning) -> Iterator[Display]:
+def open_display(begun: RunStart) -> Iterator[Display]:
     """A screen if standard error is a terminal, else lines on it: standard output holds only results."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
@@ -212,19 +212,19 @@ def open_display(begun: Beginning) -> Iterator[Display]:
 
 
 @contextmanager
-def open_silent_display(begun: Beginning) -> Iterator[Display]:
+def open_silent_display(begun: RunStart) -> Iterator[Display]:
     """Nothing."""
     yield Silence()
 
 
 @contextmanager
-def json_lines(begun: Beginning) -> Iterator[Display]:
+def open_json_lines(begun: RunStart) -> Iterator[Display]:
     """JSON for the steps, and lines on standard error for the rest."""
     yield JsonLines(Lines(Console(stderr=True), begun), begun.steps)
 
 
 @contextmanager
-def only_json(begun: Beginning) -> Iterator[Display]:
+def open_json_only(begun: RunStart) -> Iterator[Display]:
     """JSON for the steps, and nothing else."""
     yield JsonLines(Silence(), begun.steps)
 
@@ -232,7 +232,7 @@ def only_json(begun: Beginning) -> Iterator[Display]:
 CHOICES: Mapping[tuple[bool, bool], Displays] = {
     (False, False): open_display,
     (True, False): open_silent_display,
-    (False, True): json_lines,
-    (True, True): only_json,
+    (False, True): open_json_lines,
+    (True, True): open_json_only,
 }
 """(`--quiet`, `--json`) -> how a merge is shown."""

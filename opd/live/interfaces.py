@@ -15,7 +15,7 @@ class Display(Protocol):
         """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""
         ...
 
-    def doing(self, what: str) -> None:
+    def doing(self, activity: str) -> None:
         """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
         ...
 

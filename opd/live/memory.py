@@ -18,10 +18,10 @@ def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
 
     Experts' weights that teachers have mapped are not counted: they are the system's to take back.
     """
-    found = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
-    for who, nbytes in _process_parts(pid):
-        found[who] += nbytes
-    return tuple((who, nbytes) for who, nbytes in found.items() if nbytes)
+    totals = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
+    for owner, nbytes in _process_parts(pid):
+        totals[owner] += nbytes
+    return tuple((owner, nbytes) for owner, nbytes in totals.items() if nbytes)
 
 
 def _process_parts(pid: int) -> Iterator[tuple[str, int]]:
@@ -40,8 +40,8 @@ def _process_parts(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _private_bytes(process: psutil.Process) -> int:
-    taken = process.memory_info()
-    return int(taken.rss - getattr(taken, "shared", 0))
+    usage = process.memory_info()
+    return int(usage.rss - getattr(usage, "shared", 0))
 
 
 class Memory:
@@ -49,12 +49,12 @@ class Memory:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._known: tuple[tuple[str, int], ...] = ()
+        self._usage: tuple[tuple[str, int], ...] = ()
         self._next = 0.0
 
-    def now(self) -> tuple[tuple[str, int], ...]:
+    def read_usage(self) -> tuple[tuple[str, int], ...]:
         """Return the result of `memory_of`, at most `AGAIN_S` ago."""
         if time.monotonic() >= self._next:
-            self._known = memory_of(self._pid)
+            self._usage = memory_of(self._pid)
             self._next = time.monotonic() + AGAIN_S
-        return self._known
+        return self._usage

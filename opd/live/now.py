@@ -15,7 +15,7 @@ NOTES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Now:
+class LiveState:
     """The live state of one `opd merge`, with its last sentences."""
 
     pid: int = 0
@@ -30,7 +30,7 @@ class Now:
     why: str = ""
     """Its reason for an early end."""
 
-    def with_note(self, line: str) -> Now:
+    def with_note(self, line: str) -> LiveState:
         """The same moment with one sentence more."""
         return replace(self, notes=(*self.notes, line)[-NOTES:])
 
@@ -40,7 +40,7 @@ class Now:
         scratch.replace(path)
 
 
-def read_now(path: Path) -> Now | None:
+def read_now(path: Path) -> LiveState | None:
     """Read the live state that a merge wrote; None where there is no such file, or another release wrote it in another form."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -49,11 +49,11 @@ def read_now(path: Path) -> Now | None:
     return _parse_now(data)
 
 
-def _parse_now(data: Any) -> Now | None:
+def _parse_now(data: Any) -> LiveState | None:
     if not isinstance(data, dict) or not isinstance(data.get("notes"), list):
         return None
     texts = {key: data.get(key) for key in ("host", "began", "doing", "ended", "why")}
     pid = data.get("pid")
     if not isinstance(pid, int) or not all(isinstance(text, str) for text in (*texts.values(), *data["notes"])):
         return None
-    return Now(pid=pid, notes=tuple(data["notes"]), **texts)  # type: ignore[arg-type]
+    return LiveState(pid=pid, notes=tuple(data["notes"]), **texts)  # type: ignore[arg-type]

@@ -26,10 +26,10 @@ class RunReporter:
         """A phase of the step begins."""
         self._shown.doing(name)
 
-    def evaluation(self, name: str, found: Evaluation) -> None:
+    def evaluation(self, name: str, result: Evaluation) -> None:
         """Store an evaluation in the run directory. Raises: OSError."""
         self._paths.evaluation.mkdir(exist_ok=True)
-        found.save(self._paths.evaluation_file(name))
+        result.save(self._paths.evaluation_file(name))
 
     def step(self, record: StepRecord) -> None:
         """Store one step's record, then show it."""
@@ -43,17 +43,17 @@ class RunReporter:
 
 def notes_of(record: StepRecord) -> Iterator[str]:
     """Return the notices about a step for a person, a sentence for each thing."""
-    for domain, found in record.episodes.items():
-        if found.broken:
-            yield f"step {record.step}: {found.broken} of {found.episodes} episodes of domain {domain} broke: {found.error}"
-        elif found.error:
-            yield f"step {record.step}: a sub-agent of domain {domain} broke: {found.error}"
-        if found.not_closed:
+    for domain, episodes in record.episodes.items():
+        if episodes.broken:
+            yield f"step {record.step}: {episodes.broken} of {episodes.episodes} episodes of domain {domain} broke: {episodes.error}"
+        elif episodes.error:
+            yield f"step {record.step}: a sub-agent of domain {domain} broke: {episodes.error}"
+        if episodes.not_closed:
             yield (
-                f"warning: step {record.step}: {found.not_closed} of {found.episodes} episodes of domain {domain} had an "
-                f"environment that could not be closed, and count as they ended: {found.close_error}"
+                f"warning: step {record.step}: {episodes.not_closed} of {episodes.episodes} episodes of domain {domain} had an "
+                f"environment that could not be closed, and count as they ended: {episodes.close_error}"
             )
-        unanswered = found.guard.unanswered if found.guard else 0
+        unanswered = episodes.guard.unanswered if episodes.guard else 0
         if unanswered:
             yield (
                 f"warning: step {record.step}: the guard's judge did not answer about {unanswered} calls of domain "

@@ -28,7 +28,7 @@ from opd.live.shapes import (
 )
 from opd.live.table import domain_table
 from opd.live.view import KILLED, RUNNING, View
-from opd.text import one_line
+from opd.text import to_one_line
 
 STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
 """Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
@@ -50,7 +50,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class ScreenSize:
     """The room for a view."""
 
     width: int
@@ -59,34 +59,34 @@ class Size:
     """True if the terminal shows more than ASCII."""
 
 
-def render_view(view: View, room: Size) -> list[Text]:
+def render_view(view: View, room: ScreenSize) -> list[Text]:
     """Lines that are at most as wide and at most as many as there is room for; nothing wraps.
 
     What matters least gives way first: empty lines, the curve, old notes, domains with a small loss.
     """
     head, facts = _render_head(view, room.width), _render_facts(view, room.width)
-    left = room.height - len(head) - len(facts)
+    free_lines = room.height - len(head) - len(facts)
     notes = _render_notes(view.notes, room.width)
-    table = domain_table(view, room.width, left - min(2, len(notes)))
-    left -= len(table)
+    table = domain_table(view, room.width, free_lines - min(2, len(notes)))
+    free_lines -= len(table)
     blanks = 3
-    kept = max(min(2, left), left - blanks, 0)
-    notes = notes[-kept:] if kept else []
-    left -= len(notes)
+    note_count = max(min(2, free_lines), free_lines - blanks, 0)
+    notes = notes[-note_count:] if note_count else []
+    free_lines -= len(notes)
     blocks = [head, table, facts, notes]
-    if (course := _render_course(view, room.width)) and left > len(course) + len(blocks):
+    if (course := _render_course(view, room.width)) and free_lines > len(course) + len(blocks):
         blocks.insert(2, course)
-        left -= len(course)
+        free_lines -= len(course)
     lines = list(blocks[0])
     for block in blocks[1:]:
-        if block and left > 0:
+        if block and free_lines > 0:
             lines.append(Text())
-            left -= 1
+            free_lines -= 1
         lines += block
     return [_plain_line(line, room) for line in lines[: max(0, room.height)]]
 
 
-def _plain_line(line: Text, room: Size) -> Text:
+def _plain_line(line: Text, room: ScreenSize) -> Text:
     """The line in characters that the terminal has, and never too wide, whatever the width."""
     if not room.unicode:
         line.plain = line.plain.translate(PLAIN)
@@ -99,10 +99,10 @@ def _render_head(view: View, width: int) -> list[Text]:
     """The name and the state, the progress, and what goes on."""
     title = Text(shorten_middle(view.name, max(8, width // 2)), STRONG)
     title.append("  " + view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
-    left = width - title.cell_len - GAP
-    if view.root and left >= 8:
-        root = shorten_middle(view.root, left)
-        title.append(" " * (GAP + left - cell_len(root)) + root)
+    free_cells = width - title.cell_len - GAP
+    if view.root and free_cells >= 8:
+        root = shorten_middle(view.root, free_cells)
+        title.append(" " * (GAP + free_cells - cell_len(root)) + root)
     steps = f"  step {view.done} of {view.steps}"
     progress = render_bar(view.done / view.steps if view.steps else 0.0, max(0, width - len(steps)))
     progress.append(steps, STRONG)
@@ -113,8 +113,8 @@ def _goes_on(view: View) -> list[str]:
     """Render the present phase, its duration, and the time that is left."""
     parts = []
     if view.state == RUNNING:
-        what = NAMES.get(view.doing, view.doing) or "at work"
-        parts.append(what if view.doing_s is None else f"{what}, {format_duration(view.doing_s)}")
+        activity = NAMES.get(view.doing, view.doing) or "at work"
+        parts.append(activity if view.doing_s is None else f"{activity}, {format_duration(view.doing_s)}")
     if view.elapsed_s is not None:
         parts.append(
             f"{format_duration(view.elapsed_s)} so far"
@@ -128,44 +128,44 @@ def _goes_on(view: View) -> list[str]:
 
 def _render_facts(view: View, width: int) -> list[Text]:
     """The last step, speed, memory and checkpoint, and what to do next."""
-    found = []
+    lines = []
     if view.phases:
         total = sum(seconds for _, seconds in view.phases)
         digits = 1 if total >= 1 else 3
         parts = [f"{name} {seconds:.{digits}f}" for name, seconds in view.phases if seconds >= 0.5 / 10**digits]
-        before = f"step {view.done} took {total:.{digits}f} s: "
-        found.append(Text(before + join_fitting(parts, width - len(before), ", ")))
+        prefix = f"step {view.done} took {total:.{digits}f} s: "
+        lines.append(Text(prefix + join_fitting(parts, width - len(prefix), ", ")))
     speed = []
     if view.tokens_per_s is not None:
         speed.append(f"{view.tokens_per_s:,.0f} tokens/s")
     if view.gap is not None:
         speed.append(f"gap {view.gap:.1e}")
     if line := _with_memory(join_fitting(speed, width), view, width):
-        found.append(Text(line))
-    kept = []
+        lines.append(Text(line))
+    details = []
     if view.checkpoint is not None:
-        kept.append(f"checkpoint of step {view.checkpoint}")
+        details.append(f"checkpoint of step {view.checkpoint}")
     if view.exam_step is not None:
-        kept.append(f"now: the exam after step {view.exam_step}")
+        details.append(f"now: the exam after step {view.exam_step}")
     if view.quarantined:
-        kept.append(f"quarantined: {view.quarantined}")
-    if kept:
-        found.append(Text(join_fitting(kept, width)))
-    found += [Text(cut_end(line, width)) for line in _wrap_reason(view.why, width)[:MOST_WHY]]
-    return found + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
+        details.append(f"quarantined: {view.quarantined}")
+    if details:
+        lines.append(Text(join_fitting(details, width)))
+    lines += [Text(cut_end(line, width)) for line in _wrap_reason(view.why, width)[:MOST_WHY]]
+    return lines + [Text(cut_end(hint, width), STRONG) for hint in view.hints]
 
 
-def _wrap_reason(why: str, width: int) -> list[str]:
+def _wrap_reason(reason: str, width: int) -> list[str]:
     """Each line of the reason over as many lines as it needs: it is what a user has to read."""
-    lines = [one_line(line, LONGEST) for line in why.splitlines()]
+    lines = [to_one_line(line, LONGEST) for line in reason.splitlines()]
     return [part for line in lines for part in wrap(line, max(1, width))]
 
 
 def _with_memory(line: str, view: View, width: int) -> str:
     """The line with the memory of as many as fit behind it, the driver's first."""
-    for number, (who, nbytes) in enumerate(view.memory):
-        before = ", " if number else f"{DOT if line else ''}memory "
-        longer = f"{line}{before}{who} {format_bytes(nbytes)}"
+    for number, (owner, nbytes) in enumerate(view.memory):
+        separator = ", " if number else f"{DOT if line else ''}memory "
+        longer = f"{line}{separator}{owner} {format_bytes(nbytes)}"
         if cell_len(longer) > width:
             break
         line = longer
@@ -177,8 +177,8 @@ def _render_course(view: View, width: int) -> list[Text]:
     if len(view.losses) < 2:
         return []
     values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
-    first, last = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
-    return [Text(first + render_curve(values, width - len(first) - len(last)) + last)]
+    head, tail = f"loss {view.losses[0]:.4f} ", f" {view.losses[-1]:.4f}"
+    return [Text(head + render_curve(values, width - len(head) - len(tail)) + tail)]
 
 
 def _render_notes(notes: Sequence[str], width: int) -> list[Text]:

@@ -13,7 +13,7 @@ from math import isfinite
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from opd.text import one_line
+from opd.text import to_one_line
 
 GOOD, BAD, LOOK, STRONG = "green", "red", "magenta", "bold"
 STYLES = (GOOD, BAD, LOOK, STRONG)
@@ -27,7 +27,7 @@ LONGEST = 2000
 
 def shorten_middle(text: str, width: int) -> str:
     """The text on one line, safe to show, and with its middle left out where it is too wide: names differ at both ends."""
-    text = one_line(text, LONGEST)
+    text = to_one_line(text, LONGEST)
     if cell_len(text) <= width:
         return text
     if width <= 1:
@@ -41,7 +41,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 def cut_end(text: str, width: int) -> str:
     """The same for sentences: they are cut at their end."""
-    text = one_line(text, LONGEST)
+    text = to_one_line(text, LONGEST)
     return text if cell_len(text) <= width else set_cell_size(text, max(0, width - 1)) + CUT[:width]
 
 
@@ -69,14 +69,14 @@ def render_curve(values: Sequence[float], width: int) -> str:
 
 def format_duration(seconds: float) -> str:
     """A duration with its two largest units."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+    total = max(0, round(seconds))
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600:02d} h"
 
 
 def format_bytes(nbytes: int) -> str:
@@ -88,10 +88,10 @@ def format_bytes(nbytes: int) -> str:
 
 def join_fitting(parts: Sequence[str], width: int, between: str = DOT) -> str:
     """The first of the parts, as many as fit side by side."""
-    found, parts = "", [one_line(part, LONGEST) for part in parts]
+    text, parts = "", [to_one_line(part, LONGEST) for part in parts]
     for part in parts:
-        longer = found + between + part if found else part
+        longer = text + between + part if text else part
         if cell_len(longer) > width:
             break
-        found = longer
-    return found or cut_end(parts[0], width) if parts else ""
+        text = longer
+    return text or cut_end(parts[0], width) if parts else ""

@@ -11,16 +11,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from opd.errors import RunDirError
-from opd.live.course import Course, Exam
+from opd.live.course import Course, LiveExam
 from opd.live.memory import memory_of
-from opd.live.now import FINISHED, PAUSED, STOPPED, Now, read_now
+from opd.live.now import FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.progress import notes_of
 from opd.live.view import KILLED, RUNNING, View, view_of
 from opd.report import clear_domains
 from opd.report.run import RunFiles, read_run
 from opd.run.checkpoints import list_checkpoint_steps
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 DEEPEST = 3
 """Directories between the one that is asked for and a run directory in it, at most."""
@@ -32,7 +32,7 @@ def status_of(root: Path) -> View:
     course, now = _read_course(run), read_now(paths.live)
     state = _merge_state(run, now)
     checkpoints = list_checkpoint_steps(paths.checkpoints)
-    seen = replace(
+    view = replace(
         view_of(course),
         name=str(run.pipeline.get("name", root.name)),
         root=str(root),
@@ -42,14 +42,14 @@ def status_of(root: Path) -> View:
         notes=now.notes if now else tuple(line for record in course.recent for line in notes_of(record)),
     )
     if state == RUNNING and now:
-        seen = replace(
-            seen,
+        view = replace(
+            view,
             doing=now.doing,
             doing_s=_seconds_since(paths.live.stat().st_mtime),
             elapsed_s=_seconds_since(datetime.fromisoformat(now.began).timestamp()),
             memory=memory_of(now.pid) if now.host == socket.gethostname() else (),
         )
-    return replace(seen, why=_explain_stop(seen, now), hints=_next_steps(seen, now))
+    return replace(view, why=_explain_stop(view, now), hints=_next_steps(view, now))
 
 
 def is_held(lock: Path) -> bool:
@@ -82,13 +82,13 @@ def _read_course(run: RunFiles) -> Course:
     course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
     if run.during:
         step = max(run.during)
-        course.exam = Exam(step=step, accuracy=run.during[step].accuracy)
+        course.exam = LiveExam(step=step, accuracy=run.during[step].accuracy)
     if run.after:
-        course.exam = Exam(step=course.done, accuracy=run.after.accuracy)
+        course.exam = LiveExam(step=course.steps_done, accuracy=run.after.accuracy)
     return course
 
 
-def _merge_state(run: RunFiles, now: Now | None) -> str:
+def _merge_state(run: RunFiles, now: LiveState | None) -> str:
     if is_held(RunPaths(run.root).lock):
         return RUNNING
     if run.finished:
@@ -98,25 +98,25 @@ def _merge_state(run: RunFiles, now: Now | None) -> str:
     return now.ended or KILLED
 
 
-def _explain_stop(seen: View, now: Now | None) -> str:
+def _explain_stop(view: View, now: LiveState | None) -> str:
     """Return the reason why a merge is neither at work nor finished."""
-    if seen.state in (RUNNING, FINISHED) or now is None:
+    if view.state in (RUNNING, FINISHED) or now is None:
         return ""
-    if seen.state == KILLED:
+    if view.state == KILLED:
         return f"it ended without a word, while: {now.doing or 'it began'}"
     return now.why
 
 
-def _next_steps(seen: View, now: Now | None) -> tuple[str, ...]:
+def _next_steps(view: View, now: LiveState | None) -> tuple[str, ...]:
     """Suggestions for the next command."""
-    root = as_typed(seen.root)
-    if seen.state == FINISHED:
-        return (f"next: opd report {root}", f"model: {RunPaths(Path(seen.root)).model}")
-    if seen.state == RUNNING:
+    root = quote_for_shell(view.root)
+    if view.state == FINISHED:
+        return (f"next: opd report {root}", f"model: {RunPaths(Path(view.root)).model}")
+    if view.state == RUNNING:
         kill = f", or `kill {now.pid}` on {now.host}" if now else ""
         return (f"to end it after its step, with a checkpoint: Ctrl-C where it runs{kill}",)
-    goes_on = "from its start" if seen.checkpoint is None else f"after step {seen.checkpoint}"
-    look = (f"look first: {RunPaths(Path(seen.root)).page}",) if seen.state == PAUSED else ()
+    goes_on = "from its start" if view.checkpoint is None else f"after step {view.checkpoint}"
+    look = (f"look first: {RunPaths(Path(view.root)).report_page}",) if view.state == PAUSED else ()
     return (*look, f"next: opd merge --resume {root}   (goes on {goes_on})")
 
 
@@ -146,16 +146,16 @@ def runs_in(directory: Path) -> Iterator[RunRow]:
     for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
-            seen = status_of(root)
+            view = status_of(root)
         except RunDirError as error:
             yield RunRow(root=root, state=f"damaged: {str(error).splitlines()[0]}", written=written, size=size)
             continue
         yield RunRow(
             root=root,
-            state=seen.state,
-            done=seen.done,
-            steps=seen.steps,
-            headroom=seen.mean_headroom,
+            state=view.state,
+            done=view.done,
+            steps=view.steps,
+            headroom=view.mean_headroom,
             written=written,
             size=size,
         )

@@ -27,7 +27,7 @@ class Column:
     title: str
     key: str
     """Field of `DomainView`; a column that no domain has a value for is left out."""
-    wanted: int
+    rank: int
     """Columns with a small number are the last to be left out."""
     show: Callable[[float], str]
 
@@ -85,28 +85,28 @@ def _choose_domains(domains: Sequence[DomainView], room: int) -> tuple[list[Doma
     if len(domains) <= room:
         return list(domains), 0
     by_loss = sorted(domains, key=lambda domain: -(domain.loss or 0.0))[: max(0, room - 1)]
-    kept = {domain.name for domain in by_loss}
-    return [domain for domain in domains if domain.name in kept], len(domains) - len(kept)
+    names = {domain.name for domain in by_loss}
+    return [domain for domain in domains if domain.name in names], len(domains) - len(names)
 
 
 def _choose_columns(domains: Sequence[DomainView], width: int) -> tuple[list[Column], int, int]:
     """The columns that fit, the width of the names, and that of the headroom's bar: 0 where there is no headroom."""
     longest = max(cell_len(domain.name) for domain in domains)
     name_width = min(max(longest, NAME_WIDTH[0]), NAME_WIDTH[1], max(NAME_WIDTH[0], width // 4))
-    left = width - name_width
+    free_cells = width - name_width
     number = GAP + 5
-    bar_width = BAR_WIDTH[0] if any(d.headroom is not None for d in domains) and left > 30 else 0
-    left -= bar_width + number + GAP if bar_width else 0
+    bar_width = BAR_WIDTH[0] if any(d.headroom is not None for d in domains) and free_cells > 30 else 0
+    free_cells -= bar_width + number + GAP if bar_width else 0
     fitting = set()
-    known = [column for column in COLUMNS if any(getattr(d, column.key) is not None for d in domains)]
-    for column in sorted(known, key=lambda column: column.wanted):
-        if column.width + GAP <= left:
+    usable = [column for column in COLUMNS if any(getattr(d, column.key) is not None for d in domains)]
+    for column in sorted(usable, key=lambda column: column.rank):
+        if column.width + GAP <= free_cells:
             fitting.add(column.key)
-            left -= column.width + GAP
-    more = min(left, longest - name_width, NAME_WIDTH[1] - name_width)
-    name_width, left = name_width + max(0, more), left - max(0, more)
+            free_cells -= column.width + GAP
+    extra = min(free_cells, longest - name_width, NAME_WIDTH[1] - name_width)
+    name_width, free_cells = name_width + max(0, extra), free_cells - max(0, extra)
     if bar_width:
-        bar_width = min(BAR_WIDTH[1], bar_width + left)
+        bar_width = min(BAR_WIDTH[1], bar_width + free_cells)
     return [column for column in COLUMNS if column.key in fitting], name_width, bar_width
 
 
@@ -139,8 +139,8 @@ def _all_of(view: View) -> DomainView:
     """The last row: the loss of all domains together, and means of what exams and rewards say."""
 
     def mean(key: str) -> float | None:
-        known = [getattr(domain, key) for domain in view.domains]
-        return fmean(known) if known and None not in known else None
+        values = [getattr(domain, key) for domain in view.domains]
+        return fmean(values) if values and None not in values else None
 
     return DomainView(
         name="all",

@@ -83,18 +83,18 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
     """The domains of a merge in their order."""
     last = course.recent[-1].domains if course.recent else {}
     accuracy = course.exam.accuracy if course.exam else {}
-    found = []
+    views = []
     for name in dict.fromkeys((*course.domains, *course.before)):
         before, now, expert = course.before.get(name), accuracy.get(name), course.expert.get(name)
         share = None if before is None or now is None else recovered_share(before, now, expert)
         clear = course.clear is None or name in course.clear
-        found.append(
+        views.append(
             DomainView(
                 name=name,
-                loss=course.mean(name, "loss"),
+                loss=course.recent_mean(name, "loss"),
                 first_loss=course.first_mean(name, "loss"),
-                agreement=course.mean(name, "argmax_agreement"),
-                reward=course.reward(name),
+                agreement=course.recent_mean(name, "argmax_agreement"),
+                reward=course.latest_reward(name),
                 tokens=last[name].tokens if name in last else None,
                 before=before,
                 now=now,
@@ -102,13 +102,13 @@ def domain_views(course: Course) -> tuple[DomainView, ...]:
                 headroom=share if clear else None,
             )
         )
-    return tuple(found)
+    return tuple(views)
 
 
 def mean_headroom(domains: tuple[DomainView, ...]) -> float | None:
     """Mean over the domains that have one."""
-    known = [domain.headroom for domain in domains if domain.headroom is not None]
-    return fmean(known) if known else None
+    values = [domain.headroom for domain in domains if domain.headroom is not None]
+    return fmean(values) if values else None
 
 
 def view_of(course: Course) -> View:
@@ -117,7 +117,7 @@ def view_of(course: Course) -> View:
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(
         steps=course.steps,
-        done=course.done,
+        done=course.steps_done,
         left_s=course.left_s,
         domains=domains,
         loss=last.loss if last else None,

@@ -17,7 +17,7 @@ from opd.text import escape_control_characters
 
 
 @contextmanager
-def show_waiting(what: str) -> Iterator[None]:
+def show_waiting(activity: str) -> Iterator[None]:
     """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
@@ -27,7 +27,7 @@ def show_waiting(what: str) -> Iterator[None]:
 
     def line() -> Text:
         return Text(
-            f"{escape_control_characters(what)}, {format_duration(time.monotonic() - began)}",
+            f"{escape_control_characters(activity)}, {format_duration(time.monotonic() - began)}",
             no_wrap=True,
             overflow="ellipsis",
         )

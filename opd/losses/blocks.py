@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opd.models.heads import Head
 
 
-class Given(ABC):
+class BlockChunk(ABC):
     """A chunk of a block after its matrix products; everything that is left to compute is elementwise."""
 
     __slots__ = ()
@@ -28,10 +28,10 @@ class Given(ABC):
     """True if the elementwise part may be compiled, for which `pad_rows` is needed."""
 
     @abstractmethod
-    def select_rows(self, rows: slice) -> Given:
+    def select_rows(self, rows: slice) -> BlockChunk:
         """Return the part that belongs to these rows of the chunk."""
 
-    def pad_rows(self, rows: int) -> Given:
+    def pad_rows(self, rows: int) -> BlockChunk:
         """Return the chunk with that many rows more, of any content: their results are cut off."""
         raise NotImplementedError
 
@@ -66,6 +66,6 @@ class Block(ABC):
         """Return pairs of hidden states and the output head that they are multiplied with: their widths have to agree."""
         return ()
 
-    def select_chunk(self, part: slice, vocab_size: int) -> Given:
+    def select_chunk(self, part: slice, vocab_size: int) -> BlockChunk:
         """Multiply some of the tokens with the heads, each cut to `vocab_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} has no heads yet")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.interfaces import Objective
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.logits import pad_rows, token_logprobs, upcast_for_loss
 from opd.losses.none import NoDivergence
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk, likeliest_token, token_entropy
@@ -147,41 +147,41 @@ class LossHead(nn.Module):
         the student's own. With ids in place of `Tokens`, returns their log-probs [N]. Computes in float32, in float64 if the
         student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
         """
-        loss, head_v_D = self._loss_of(teachers), self._cut_padding()
+        loss, head_v_D = self._choose_loss(teachers), self._cut_padding()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         teachers = self._with_heads(teachers, heads or {})
         _check_shapes(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32
-        known = TokenStats if tokens.advantage_N is None else RewardedStats
+        stats_class = TokenStats if tokens.advantage_N is None else RewardedStats
         # NaN stays where neither payload nor objective gives a number.
-        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(known)]
-        gradients = _Gradients(hidden_N_D, self.weight, acc)
+        stats = [hidden_N_D.new_full((len(hidden_N_D),), torch.nan, dtype=acc) for _ in fields(stats_class)]
+        gradients = _GradientSums(hidden_N_D, self.weight, acc)
         # Autograd would keep the logits of every chunk; the gradients are formed by hand below.
         with torch.no_grad():
             for block, part, span in _chunk_spans(teachers, loss.chunk):
                 h_C_D = hidden_N_D[span]
                 raw_C_V = h_C_D @ head_v_D.T
-                given, values_of = _elementwise_part(loss, block, part)
+                block_chunk, values_of = _prepare_elementwise(loss, block, part)
                 for rows in _column_slices(raw_C_V, loss.chunk):
-                    where = slice(span.start + rows.start, span.start + rows.stop)
+                    token_rows = slice(span.start + rows.start, span.start + rows.stop)
                     # The gradient by the student's raw products takes their place.
                     values, raw_C_V[rows] = values_of(
-                        loss, raw_C_V[rows], given.select_rows(rows), tokens.select_tokens(where, acc)
+                        loss, raw_C_V[rows], block_chunk.select_rows(rows), tokens.select_tokens(token_rows, acc)
                     )
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:
-                            column[where] = value.to(acc)
-                del given  # the teacher's logits make room for what the products need
+                            column[token_rows] = value.to(acc)
+                del block_chunk  # the teacher's logits make room for what the products need
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
                 del raw_C_V  # before the next chunk's are made
             value = _sum_totals(stats, tokens)
-        return _WithGradients.apply(hidden_N_D, self.weight, value, gradients), known(*stats)
+        return _PrecomputedGradients.apply(hidden_N_D, self.weight, value, gradients), stats_class(*stats)
 
-    def _loss_of(self, teachers: Sequence[Block]) -> Loss:
+    def _choose_loss(self, teachers: Sequence[Block]) -> Loss:
         """Return the loss, without its divergence if no block has an answer of a teacher."""
-        told = any(block.says_something for block in teachers)
-        return self._loss if told else replace(self._loss, objective=NoDivergence())
+        has_answers = any(block.says_something for block in teachers)
+        return self._loss if has_answers else replace(self._loss, objective=NoDivergence())
 
     def _cut_padding(self) -> Tensor:
         """Return [v, D] the rows of the head that have a probability; those beyond are padding."""
@@ -189,15 +189,15 @@ class LossHead(nn.Module):
 
     def _with_heads(self, teachers: Sequence[Block], heads: Mapping[str, Head]) -> list[Block]:
         """Return the blocks with these heads and the student's own, which under ZeRO-3 is whole only in this module's forward."""
-        known = {**heads, OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
-        return [block.with_heads(known) for block in teachers]
+        all_heads = {**heads, OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
+        return [block.with_heads(all_heads) for block in teachers]
 
 
-def _elementwise_part(loss: Loss, block: Block, part: slice) -> tuple[Given, Any]:
+def _prepare_elementwise(loss: Loss, block: Block, part: slice) -> tuple[BlockChunk, Any]:
     """Select a chunk of a block, and the function, eager or compiled, that computes its values and gradients."""
-    given = block.select_chunk(part, loss.vocab_size)
-    compiled = loss.compiled and given.compiles and can_compile("objective.compile", "the loss runs")
-    return given, _padded_and_compiled if compiled else _chunk_loss
+    block_chunk = block.select_chunk(part, loss.vocab_size)
+    compiled = loss.compiled and block_chunk.compiles and can_compile("objective.compile", "the loss runs")
+    return block_chunk, _run_compiled if compiled else _compute_chunk_loss
 
 
 def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
@@ -220,28 +220,28 @@ def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Se
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(tokens.weight_N) == len(tokens.token_N)
     pairs = [(hidden_N_D, head_V_D, "student")]
     pairs += [(hidden, head, "teacher") for block in teachers for hidden, head in block.products()]
-    for hidden, head, who in pairs:
+    for hidden, head, role in pairs:
         if hidden.shape[-1] != head.shape[-1]:
-            raise ValueError(f"{who}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
+            raise ValueError(f"{role}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
 
 
 def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
     """Yield each block, a part of at most `chunk` of its tokens, and the same part as a slice of the N tokens."""
     start = 0
     for block in teachers:
-        for first in range(0, len(block), chunk):
-            last = min(first + chunk, len(block))
-            yield block, slice(first, last), slice(start + first, start + last)
+        for begin in range(0, len(block), chunk):
+            end = min(begin + chunk, len(block))
+            yield block, slice(begin, end), slice(start + begin, start + end)
         start += len(block)
 
 
-class _Gradients:
+class _GradientSums:
     """The loss's gradients by hidden states and head, to which chunks add; None where autograd needs none."""
 
     def __init__(self, hidden_N_D: Tensor, head_V_D: Tensor, acc: torch.dtype) -> None:
-        wanted = torch.is_grad_enabled()
-        self.hidden_N_D = torch.zeros_like(hidden_N_D) if wanted and hidden_N_D.requires_grad else None
-        self.head_V_D = torch.zeros_like(head_V_D, dtype=acc) if wanted and head_V_D.requires_grad else None
+        enabled = torch.is_grad_enabled()
+        self.hidden_N_D = torch.zeros_like(hidden_N_D) if enabled and hidden_N_D.requires_grad else None
+        self.head_V_D = torch.zeros_like(head_V_D, dtype=acc) if enabled and head_V_D.requires_grad else None
 
     def add(self, span: slice, grad_C_V: Tensor, h_C_D: Tensor, head_v_D: Tensor) -> None:
         """Add a chunk's part, from the gradient by its raw products."""
@@ -251,11 +251,11 @@ class _Gradients:
             _add_head_gradient(self.head_V_D, grad_C_V, h_C_D)
 
 
-class _WithGradients(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     """A value whose gradients were computed in its forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, value: Tensor, gradients: _Gradients) -> Tensor:
+    def forward(ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, value: Tensor, gradients: _GradientSums) -> Tensor:
         # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
         ctx.gradients = (gradients.hidden_N_D, gradients.head_V_D)
         ctx.head_dtype = head_V_D.dtype
@@ -268,7 +268,7 @@ class _WithGradients(torch.autograd.Function):
         if hidden_N_D is not None:
             hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
         if head_V_D is not None:
-            head_V_D = _rounded_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
+            head_V_D = _round_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
         # One for each input of `forward`: the value and the sums themselves have none.
         return hidden_N_D, head_V_D, None, None
 
@@ -280,14 +280,14 @@ def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
 
 def _column_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
     num, step = len(raw_C_V), _slice_rows(raw_C_V, chunk)
-    return (slice(first, min(first + step, num)) for first in range(0, num, step))
+    return (slice(start, min(start + step, num)) for start in range(0, num, step))
 
 
 def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> None:
     """Add grad_C_V^T h_C_D to grad_V_D, a few rows at a time; rows beyond grad_C_V's width are padding."""
     step = max(1, TILE_VALUES // h_C_D.shape[1])
-    for first in range(0, grad_C_V.shape[1], step):
-        tile = slice(first, min(first + step, grad_C_V.shape[1]))
+    for start in range(0, grad_C_V.shape[1], step):
+        tile = slice(start, min(start + step, grad_C_V.shape[1]))
         # addmm_ takes one type alone; a bfloat16 product is added to a float32 sum by +=.
         if grad_C_V.dtype == grad_V_D.dtype:
             grad_V_D[tile].addmm_(grad_C_V[:, tile].T, h_C_D)
@@ -295,40 +295,40 @@ def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> Non
             grad_V_D[tile] += grad_C_V[:, tile].T @ h_C_D
 
 
-def _rounded_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert the gradient to the head's type in its own memory: a copy would be the largest tensor of the whole step."""
     if grad_V_D.dtype == dtype:
         return grad_V_D
     assert dtype.itemsize < grad_V_D.dtype.itemsize
     rounded_V_D = grad_V_D.view(-1).view(dtype)[: grad_V_D.numel()].view(grad_V_D.shape)
     step = max(1, TILE_VALUES // grad_V_D.shape[1])
-    for first in range(0, len(grad_V_D), step):
+    for start in range(0, len(grad_V_D), step):
         # What is written ends before what is still to be read: the new values are smaller.
-        rounded_V_D[first : first + step] = grad_V_D[first : first + step].to(dtype)
+        rounded_V_D[start : start + step] = grad_V_D[start : start + step].to(dtype)
     return rounded_V_D
 
 
-def _padded_and_compiled(
-    loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
+def _run_compiled(
+    loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Run `_chunk_loss` compiled.
+    """Run `_compute_chunk_loss` compiled.
 
     A last slice with fewer rows is padded: one shape for each (chunk, V, dtype) means one compilation.
     """
     num = len(raw_C_V)
-    more = _slice_rows(raw_C_V, loss.chunk) - num
-    padded = tuple(pad_rows(column, more) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(loss, pad_rows(raw_C_V, more), given.pad_rows(more), padded)
+    num_padding = _slice_rows(raw_C_V, loss.chunk) - num
+    padded = tuple(pad_rows(column, num_padding) for column in columns)
+    values, grad_C_V = _compiled_elementwise()(loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded)
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 
 @functools.cache
 def _compiled_elementwise() -> Any:
-    return torch.compile(_chunk_loss, dynamic=False)
+    return torch.compile(_compute_chunk_loss, dynamic=False)
 
 
-def _chunk_loss(
-    loss: Loss, raw_C_V: Tensor, given: Given, columns: Columns
+def _compute_chunk_loss(
+    loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Return the numbers of each token, and the gradient by the student's raw products, in the type of these."""
     token_C, behaviour_C, weight_C, *rewarded = columns
@@ -338,9 +338,9 @@ def _chunk_loss(
     if rule.softcap is None:
         logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
-    sampling_C = _at_temperature(logp_C_V, logp_C, loss.temperature)
+    sampling_C = _scale_by_temperature(logp_C_V, logp_C, loss.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, sampling_C, behaviour_C)
-    teacher = given.view_chunk(token_C, logp_C_V.dtype)
+    teacher = block_chunk.view_chunk(token_C, logp_C_V.dtype)
     slope = loss.objective(student, teacher)
     stats = _token_stats(student, teacher, slope)
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
@@ -354,7 +354,7 @@ def _chunk_loss(
     return stats, rule.pull_back(grad_C_V, logits_C_V).to(raw_C_V.dtype)
 
 
-def _at_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Tensor:
+def _scale_by_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) -> Tensor:
     """Return [C] the sampled tokens' log-probs under logits / temperature.
 
     Log-probs may stand in for the logits: they differ by a constant of each row, which a softmax ignores.

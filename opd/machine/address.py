@@ -40,12 +40,12 @@ def parse_address(text: str) -> Address | None:
 
 def parse_url(text: str) -> tuple[str, Address] | None:
     """Return scheme and address of `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`; None for anything else."""
-    scheme, _, rest = text.partition("://")
-    address = parse_address(rest)
+    scheme, _, host_and_port = text.partition("://")
+    address = parse_address(host_and_port)
     return (scheme, address) if scheme in ("grpc", "grpc+tls") and address and address.port else None
 
 
 def strip_secret(url: str) -> str:
     """Return the address without the user and password that it may hold, so that it can be shown."""
-    scheme, mark, rest = url.rpartition("://")
-    return f"{scheme}{mark}{rest.rpartition('@')[2]}"
+    scheme, mark, authority = url.rpartition("://")
+    return f"{scheme}{mark}{authority.rpartition('@')[2]}"

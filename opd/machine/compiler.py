@@ -25,12 +25,12 @@ def find_compiler() -> str | None:
 
 
 @functools.cache
-def can_compile(key: str, what: str) -> bool:
+def can_compile(key: str, action: str) -> bool:
     """Return True if there is a C++ compiler. Without it a setting `key` has no effect: one warning says `action`, such as "layers run", and "eagerly"."""
     keep_compiled_code_private()
     has_compiler = find_compiler() is not None
     if not has_compiler:
-        warnings.warn(f"{key}: no C++ compiler (g++), {what} eagerly", stacklevel=2)
+        warnings.warn(f"{key}: no C++ compiler (g++), {action} eagerly", stacklevel=2)
     return has_compiler
 
 
@@ -43,11 +43,11 @@ def keep_compiled_code_private() -> None:
     """
     if CACHE in os.environ:
         return
-    place = _default_cache_dir()
-    if not _make_private(place):
-        ours = place.with_name(f"opd-{place.name}")
+    directory = _default_cache_dir()
+    if not _make_private(directory):
+        own_directory = directory.with_name(f"opd-{directory.name}")
         os.environ[CACHE] = (
-            str(ours) if _make_private(ours) else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
+            str(own_directory) if _make_private(own_directory) else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
         )
         os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
 

@@ -66,7 +66,7 @@ def mark_children() -> Iterator[None]:
 
 
 @contextmanager
-def own_children() -> Iterator[None]:
+def mark_children_as_owned() -> Iterator[None]:
     """Let every process that is started within carry this one's mark as that of its owner."""
     os.environ[OWNER] = driver_mark()
     try:
@@ -75,25 +75,25 @@ def own_children() -> Iterator[None]:
         os.environ.pop(OWNER, None)
 
 
-def end_own() -> list[str]:
+def end_own_processes() -> list[str]:
     """End every process that carries this one's mark, and remove the directories of those that are gone. Returns what was found."""
-    return [*_kill_processes(_find_own_processes()), *remove_directories()]
+    return [*_kill_processes(_find_own_processes()), *delete_directories()]
 
 
-def end_abandoned() -> list[str]:
+def end_abandoned_processes() -> list[str]:
     """End what workers of this driver that are gone had started, and remove their directories. Returns what was found.
 
     Nobody would end an agent's program in time, and what it does would get in the way of the one that repeats its episode. A
     process of a dead worker's engine holds memory that the next engine needs.
     """
     abandoned = [p for p in _find_own_processes() if (owner := _read_mark(p, OWNER)) and not is_driver_alive(owner)]
-    return [*_kill_processes(abandoned), *remove_directories()]
+    return [*_kill_processes(abandoned), *delete_directories()]
 
 
-def remove_orphans() -> list[str]:
+def end_orphans() -> list[str]:
     """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
     orphans = [p for p in psutil.process_iter() if (driver := _read_mark(p)) and not is_driver_alive(driver)]
-    return [*_kill_processes(orphans), *remove_directories()]
+    return [*_kill_processes(orphans), *delete_directories()]
 
 
 def _pid_namespace() -> int:
@@ -149,7 +149,7 @@ def _kill_processes(processes: list[psutil.Process]) -> list[str]:
     return names
 
 
-def remove_directories() -> list[str]:
+def delete_directories() -> list[str]:
     """Remove the directories of processes that are gone. Returns their paths."""
     removed = []
     parents = {SHARED_MEMORY, Path(tempfile.gettempdir()), ray_parent()}

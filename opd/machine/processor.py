@@ -14,15 +14,15 @@ _KEYS = ("flags", "Features")
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     """Return True if the cores multiply in bfloat16. Without it torch converts number by number: one core with AVX2 alone gave 0.6
     GFLOP/s in bfloat16 and 69 in float32 (matrices of 1,024)."""
-    return not BF16_FLAGS.isdisjoint(_cpuinfo_line(cpuinfo, _KEYS).split())
+    return not BF16_FLAGS.isdisjoint(_find_cpuinfo_line(cpuinfo, _KEYS).split())
 
 
 def read_vendor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Return the processor's vendor, as an x86_64 one says: `GenuineIntel`, `AuthenticAMD`; empty where Linux does not say."""
-    return _cpuinfo_line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
+    return _find_cpuinfo_line(cpuinfo, ("vendor_id",)).partition(":")[2].strip()
 
 
-def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+def slow_bf16_warnings(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
     """Return a warning if `keys`, settings that ask for bfloat16 on these cores, make them crawl; empty if there is none."""
     if not keys or has_bf16(cpuinfo):
         return []
@@ -32,7 +32,7 @@ def slow_bf16(keys: Sequence[str], cpuinfo: Path = Path("/proc/cpuinfo")) -> lis
     ]
 
 
-def _cpuinfo_line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
+def _find_cpuinfo_line(cpuinfo: Path, beginnings: tuple[str, ...]) -> str:
     """Return the first line that begins so; empty if there is none, or no file."""
     if not cpuinfo.is_file():
         return ""

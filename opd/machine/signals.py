@@ -34,7 +34,7 @@ class _Signal:
 
 
 _pending_signal: _Signal | None = None
-_sending = _thread.allocate_lock()
+_sender_lock = _thread.allocate_lock()
 """Held while `_send_when_safe` looks and sends."""
 _is_resent = False
 """True if the next signal is the postponed one that `_send_when_safe` sends, not a second one of the user."""
@@ -85,13 +85,13 @@ def postpone_interrupts() -> Iterator[None]:
 def wait_for_sender() -> None:
     """Wait until a postponed signal that is on its way has come. Call it before another handler takes the place of one that asks
     `postpone_signal`: the other would take it for a new one."""
-    with _sending:
+    with _sender_lock:
         pass
 
 
 def end_at_once(number: int) -> NoReturn:
     """End this process and every process that it started: the user has asked a second time."""
-    leftovers.end_own()
+    leftovers.end_own_processes()
     os._exit(128 + number)
 
 
@@ -119,7 +119,7 @@ def _send_when_safe(pending: _Signal) -> None:
     main = threading.main_thread().ident
     assert main is not None
     while True:
-        with _sending:
+        with _sender_lock:
             if _pending_signal is not pending:
                 return
             if not _would_lose_exception(sys._current_frames().get(main)):

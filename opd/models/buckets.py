@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 BUCKET_BYTES = 64 << 20
 """Most that a bucket holds, unless the largest tensor needs more: then as much as that."""
-ALIGNED = 64
+ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes, which suits every type."""
 
 
@@ -35,7 +35,7 @@ class BucketSlot:
 class Bucket:
     """Some tensors of a model, by value."""
 
-    places: tuple[BucketSlot, ...]
+    slots: tuple[BucketSlot, ...]
     data: np.ndarray
     """uint8 [bytes]"""
 
@@ -44,12 +44,12 @@ class Bucket:
         would keep the whole bucket in memory."""
         import torch
 
-        for place in self.places:
-            tensor = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
+        for slot in self.slots:
+            tensor = torch.empty(slot.shape, dtype=getattr(torch, slot.dtype))
             if tensor.numel():
                 # As bytes, because numpy has no bfloat16.
-                tensor.view(-1).view(torch.uint8).numpy()[:] = self.data[place.start : place.start + tensor.nbytes]
-            yield place.name, tensor
+                tensor.view(-1).view(torch.uint8).numpy()[:] = self.data[slot.start : slot.start + tensor.nbytes]
+            yield slot.name, tensor
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class BucketWriter:
     """A bucket of this many bytes while it is filled."""
 
     nbytes: int
-    _places: list[BucketSlot] = field(default_factory=list)
+    _slots: list[BucketSlot] = field(default_factory=list)
     _end: int = 0
     _data: np.ndarray = field(init=False)
 
@@ -71,7 +71,7 @@ class BucketWriter:
         raw = torch.from_numpy(self._data)
         for name, tensor in tensors.items():
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            self._places.append(BucketSlot(name, dtype, shape, self._end))
+            self._slots.append(BucketSlot(name, dtype, shape, self._end))
             if tensor.numel():
                 part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
                 part.view(tensor.dtype).view(shape).copy_(tensor)
@@ -80,12 +80,12 @@ class BucketWriter:
     def finish_bucket(self) -> Bucket:
         """Return the bucket, which must be full."""
         assert self._end == self.nbytes, (self._end, self.nbytes)
-        return Bucket(tuple(self._places), self._data)
+        return Bucket(tuple(self._slots), self._data)
 
 
 def padded_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in a bucket; it may be one without values."""
-    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNED) * ALIGNED
+    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +102,15 @@ class WeightStream:
     """Ray's id of the node whose object store has the buckets when they are made; None if that is not known."""
 
 
-class Kept:
+class KeptHandles:
     """Handles that can be iterated several times: the first time they come from `source`, and all are kept."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = iter(source)
-        self._kept: list[Any] = []
+        self._handles: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        yield from list(self._kept)
+        yield from list(self._handles)
         for handle in self._source:
-            self._kept.append(handle)
+            self._handles.append(handle)
             yield handle

@@ -37,7 +37,7 @@ class ModelFiles:
         self.path = path
         self._tensors = dict(tensors)
         self._split = split_torch_state_dict_into_shards(self._tensors, max_shard_size=shard or SHARD)
-        self._places: dict[str, tuple[FileIO, int]] = {}
+        self._unwritten: dict[str, tuple[FileIO, int]] = {}
         """Name -> file and first byte of a tensor that has not come yet."""
 
     def __enter__(self) -> Self:
@@ -46,7 +46,7 @@ class ModelFiles:
                 file = stack.enter_context((self.path / name).open("wb", buffering=0))
                 header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
-                self._places |= {member: (file, start) for member, start in starts.items()}
+                self._unwritten |= {member: (file, start) for member, start in starts.items()}
             self._stack = stack.pop_all()
         return self
 
@@ -56,14 +56,14 @@ class ModelFiles:
     def write(self, tensors: Mapping[str, Tensor]) -> None:
         """Write the values of some tensors, each once. Raises: OSError."""
         for name, tensor in tensors.items():
-            planned, (file, start) = self._tensors[name], self._places.pop(name)
+            planned, (file, start) = self._tensors[name], self._unwritten.pop(name)
             assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), name
             file.seek(start)
             _write_all(file, _tensor_bytes(tensor))
 
     def finish(self) -> None:
         """Write the index, if there are several shards, when all tensors were written. Raises: OSError."""
-        assert not self._places, f"never written: {sorted(self._places)[:3]}"
+        assert not self._unwritten, f"never written: {sorted(self._unwritten)[:3]}"
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
             (self.path / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
@@ -92,10 +92,10 @@ def read_index(index: Path) -> list[str]:
     try:
         data = json.loads(index.read_bytes())
     except ValueError as error:
-        raise _no_index(str(index), str(error)) from None
-    found = data.get("weight_map") if isinstance(data, dict) else data
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
-        raise _no_index(f"{index}: weight_map", repr(found)[:80])
+        raise _make_index_error(str(index), str(error)) from None
+    weight_map = data.get("weight_map") if isinstance(data, dict) else data
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+        raise _make_index_error(f"{index}: weight_map", repr(weight_map)[:80])
     if "metadata" not in data:
         raise ModelError.at(
             f"{index}: metadata",
@@ -103,13 +103,13 @@ def read_index(index: Path) -> list[str]:
             wanted="a mapping, without which transformers reads no index",
             fix='add `"metadata": {}`',
         )
-    return list(found.values())
+    return list(weight_map.values())
 
 
-def _no_index(where: str, found: str) -> OpdError:
+def _make_index_error(location: str, problem: str) -> OpdError:
     return ModelError.at(
-        where,
-        found=found,
+        location,
+        found=problem,
         wanted="the name of a file for each tensor",
         fix="copy the file from the original model or save the model again with save_pretrained",
     )

@@ -45,14 +45,14 @@ class HeadFile:
 
     def read(self) -> Tensor | None:
         """Read [V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for path in weight_files(self.model_dir) if self.model_dir.is_dir() else []:
             with safe_open(path, framework="pt") as file:
-                found |= dict.fromkeys(set(self.names).intersection(file.keys()), path)
-        name = next((name for name in self.names if name in found), None)
+                paths |= dict.fromkeys(set(self.names).intersection(file.keys()), path)
+        name = next((name for name in self.names if name in paths), None)
         if name is None:
             return None
-        with safe_open(found[name], framework="pt") as file:
+        with safe_open(paths[name], framework="pt") as file:
             return file.get_tensor(name).to(getattr(torch, self.dtype))
 
 

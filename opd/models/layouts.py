@@ -33,11 +33,11 @@ from opd.records.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
 """Lengths of the sequences that are tried: longer than a short convolution, short enough to share a row."""
-ALONE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+ALONE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 """Largest difference from each sequence alone, relative to the largest hidden state, that rounding explains. Measured: 2e-6
 in float32 and 0.01 in bfloat16 on tiny models, 5e-5 in float32 on thirty layers; positions that go on where they should
 begin again show 0.4 and more. Small leaks are for the bound below to find."""
-NEIGHBOUR = 1e-4
+NEIGHBOUR_TOLERANCE = 1e-4
 """Largest change, relative in the same way, when only the neighbours' tokens change. Shapes stay the same, so a model that
 keeps its sequences apart shows 0 in every type; the smallest leak that is known shows 2e-3."""
 
@@ -70,22 +70,22 @@ class Packed:
         A tree's mask is additive in `dtype`, that of the model: from a boolean mask torch would make an additive one for every
         layer, and keep all of them for the backward pass.
         """
-        given: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
+        arguments: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
-            given["position_ids"] = self.position_ids_B_T
+            arguments["position_ids"] = self.position_ids_B_T
         if self.mask_B_T is not None:
-            given["attention_mask"] = self.mask_B_T
+            arguments["attention_mask"] = self.mask_B_T
         if self.ends_B_T is not None:
             seen_B_1_T_T = _tree_mask(self.ends_B_T)
-            given["attention_mask"] = seen_B_1_T_T if dtype is None else _additive_mask(seen_B_1_T_T, dtype)
+            arguments["attention_mask"] = seen_B_1_T_T if dtype is None else _additive_mask(seen_B_1_T_T, dtype)
         if self.cu_seq_lens is not None:
-            given |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
-            given |= {"max_length_q": self.longest, "max_length_k": self.longest}
-        return given
+            arguments |= {"seq_idx": self.seq_idx_B_T, "cu_seq_lens_q": self.cu_seq_lens, "cu_seq_lens_k": self.cu_seq_lens}
+            arguments |= {"max_length_q": self.longest, "max_length_k": self.longest}
+        return arguments
 
-    def flat_index(self, sequence: int, place: int) -> int:
+    def flat_index(self, sequence: int, position: int) -> int:
         """Return the flat index of a token of a sequence."""
-        return self.paths[sequence][place] if self.paths else self.offsets[sequence] + place
+        return self.paths[sequence][position] if self.paths else self.offsets[sequence] + position
 
 
 def _tree_mask(ends_B_T: Tensor) -> Tensor:
@@ -100,15 +100,15 @@ def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay out trees side by side in rows, each depth first; a column after the last tree of a row sees itself alone."""
-    found = build_trees(sequences)
-    packing = pack_into_rows([tree.size for tree in found])
+    trees = build_trees(sequences)
+    packing = pack_into_rows([tree.size for tree in trees])
     ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
     positions_N = torch.zeros_like(ids_N)
     # At first each column ends behind itself. Padding stays so, and sees itself alone.
     ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
     paths: list[tuple[int, ...]] = [()] * len(sequences)
     for slot in packing.slots:
-        tree = found[slot.index]
+        tree = trees[slot.index]
         start = slot.row * packing.width
         # A flat index, like the paths; `ends_N` counts columns within the row, so `start` is taken off there.
         free = start + slot.start
@@ -139,9 +139,9 @@ def lay_out_packed(sequences: Sequence[Sequence[int]]) -> Packed:
     ids, positions, offsets = [0] * size, [0] * size, [0] * len(sequences)
     for slot in packing.slots:  # in lists: a tensor's slice costs as much as a hundred tokens
         sequence = sequences[slot.index]
-        first = offsets[slot.index] = slot.row * packing.width + slot.start
-        ids[first : first + len(sequence)] = sequence
-        positions[first : first + len(sequence)] = range(len(sequence))
+        start = offsets[slot.index] = slot.row * packing.width + slot.start
+        ids[start : start + len(sequence)] = sequence
+        positions[start : start + len(sequence)] = range(len(sequence))
     shape = (packing.num_rows, packing.width)
     return Packed(
         input_ids_B_T=torch.tensor(ids, dtype=torch.long).view(shape),
@@ -150,7 +150,7 @@ def lay_out_packed(sequences: Sequence[Sequence[int]]) -> Packed:
     )
 
 
-def packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
+def lay_out_packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay all sequences in one row without a gap, with everything by which transformers tells sequences of a row apart."""
     lengths = [len(s) for s in sequences]
     ends = [0, *accumulate(lengths)]
@@ -181,7 +181,7 @@ def lay_out_padded(sequences: Sequence[Sequence[int]]) -> Packed:
 LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
     SHARED: lay_out_trees,
     "packed": lay_out_packed,
-    "packed_indexed": packed_indexed,
+    "packed_indexed": lay_out_packed_indexed,
     "padded": lay_out_padded,
 }
 """Name -> function, in the order in which they are tried: the fastest first."""
@@ -199,16 +199,16 @@ def lay_out_single(sequence: Sequence[int]) -> Packed:
 
 def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
-    places = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
-    return torch.tensor(places, dtype=torch.long)
+    positions = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
+    return torch.tensor(positions, dtype=torch.long)
 
 
 def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Return [N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
-    places = [
-        laid_out.flat_index(i, len(r.prompt_ids) - 1 + place) for i, r in enumerate(rollouts) for place in r.trained
+    positions = [
+        laid_out.flat_index(i, len(r.prompt_ids) - 1 + index) for i, r in enumerate(rollouts) for index in r.trained_positions
     ]
-    return torch.tensor(places, dtype=torch.long)
+    return torch.tensor(positions, dtype=torch.long)
 
 
 Body = Callable[[Packed], Tensor]
@@ -226,27 +226,27 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *
         return math.inf
     alone, neighbour = layout_differences(body, layout, vocab_size)
     # torch's `max` is NaN if one of the two is; Python's may lose it.
-    worst = torch.tensor([alone / ALONE[dtype], neighbour / NEIGHBOUR]).max()
+    worst = torch.tensor([alone / ALONE_TOLERANCE[dtype], neighbour / NEIGHBOUR_TOLERANCE]).max()
     return float(worst)
 
 
 def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
     """Return two differences, relative to the largest hidden state: together against alone, other neighbours against these."""
-    these, others = _make_probes(layout, vocab_size)
+    probes, other_probes = _make_probes(layout, vocab_size)
     with torch.no_grad():
-        together = _hidden_states(body, LAYOUTS[layout](these), these)
-        alone = [_hidden_states(body, lay_out_single(sequence), [sequence])[0] for sequence in these]
+        together = _hidden_states(body, LAYOUTS[layout](probes), probes)
+        alone = [_hidden_states(body, lay_out_single(sequence), [sequence])[0] for sequence in probes]
         # Each sequence in turn keeps its tokens while all of its neighbours get others.
         changed = [
             _hidden_states(body, LAYOUTS[layout](mixed), mixed)[i]
-            for i, mixed in enumerate([*others[:i], these[i], *others[i + 1 :]] for i in range(len(these)))
+            for i, mixed in enumerate([*other_probes[:i], probes[i], *other_probes[i + 1 :]] for i in range(len(probes)))
         ]
     size = torch.stack([states.abs().max() for states in alone]).max()
 
-    def apart(found: Sequence[Tensor]) -> float:
-        return float(torch.stack([(a - b).abs().max() for a, b in zip(together, found, strict=True)]).max() / size)
+    def measure_difference(hidden_states: Sequence[Tensor]) -> float:
+        return float(torch.stack([(a - b).abs().max() for a, b in zip(together, hidden_states, strict=True)]).max() / size)
 
-    return apart(alone), apart(changed)
+    return measure_difference(alone), measure_difference(changed)
 
 
 def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -272,10 +272,10 @@ def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[li
 def _hidden_states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
     """Return [T, D] the hidden states of each sequence, float64."""
     flat_N_D = body(laid_out).double().cpu()
-    return [flat_N_D[[laid_out.flat_index(i, place) for place in range(len(s))]] for i, s in enumerate(sequences)]
+    return [flat_N_D[[laid_out.flat_index(i, position) for position in range(len(s))]] for i, s in enumerate(sequences)]
 
 
-def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False) -> LayoutProof:
+def prove_layout(error: Callable[[str], float], label: str, *, share: bool = False) -> LayoutProof:
     """Return the first layout whose `error`, a `layout_error`, is at most 1; trees are tried only with `share`.
 
     A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
@@ -290,6 +290,6 @@ def prove_layout(error: Callable[[str], float], who: str, *, share: bool = False
             return LayoutProof(layout=layout, tried=tried)
     shown = ", ".join(f"{layout} {value:.1e}" for layout, value in tried.items())
     raise RunError(
-        f"{who}: sequences of one forward pass see each other in every layout (error over what rounding explains: {shown}); "
+        f"{label}: sequences of one forward pass see each other in every layout (error over what rounding explains: {shown}); "
         "this architecture cannot be trained or scored in batches"
     )

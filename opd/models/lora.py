@@ -106,7 +106,7 @@ def merge_update(weight_O_I: Tensor, update: Update) -> Tensor:
     return added_O_I.mul_(update.scaling).add_(weight_O_I.float()).to(weight_O_I.dtype)
 
 
-def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
+def find_nonlinear_modules(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
     """Return the modules of an adapter that are no `nn.Linear` of the model, so that no update can be added to them."""
     from torch import nn
 
@@ -117,7 +117,7 @@ def not_linear(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
 def attach_updates(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
     """Let the model compute with the adapter until the handles are removed; its weights stay as they are.
 
-    The caller has checked with `not_linear` that all modules are linear. The updates have the model's type and device.
+    The caller has checked with `find_nonlinear_modules` that all modules are linear. The updates have the model's type and device.
     """
     return [
         model.get_submodule(name).register_forward_hook(_make_adding_hook(update)) for name, update in changes.items()

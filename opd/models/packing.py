@@ -20,13 +20,13 @@ SHARED = "shared"
 """Name of the layout of trees in `opd.models.layouts.LAYOUTS`."""
 SHORT, ROW = 64, 128
 """Sequences that are all at most so long go into rows of so many columns, or into one row that they fill."""
-MULTIPLE = 8
+WIDTH_MULTIPLE = 8
 """Rows of longer sequences have a width that this divides: products of such sizes are quick on every machine."""
-FILLED = 0.95
+GOOD_FILL = 0.95
 """Rows that are filled so far are good enough: the search for a better width takes time too."""
 WIDEST_TREE = 512
 """Columns up to which a tree grows in any case. Attention looks at the whole width of a row, so wider rows cost more."""
-WORTH = 4
+MAX_NEW_PER_SHARED = 4
 """A sequence joins a tree if it adds at most so many times the tokens that it shares. Else the wider row would cost more."""
 
 
@@ -62,21 +62,21 @@ def pack_into_rows(lengths: Sequence[int]) -> Packing:
         return _first_fit(lengths, min(ROW, _round_columns(sum(lengths))))
     narrowest = _round_columns(longest)
     # Sequences of 107 tokens fill 96 % of rows of 112 and 84 % of rows of 128; a few columns more may take a second one in.
-    first = _first_fit(lengths, narrowest)
-    if sum(lengths) >= FILLED * first.num_rows * first.width:
-        return first
-    more = (_first_fit(lengths, narrowest + width) for width in range(2 * MULTIPLE, ROW + 1, 2 * MULTIPLE))
-    return min([first, *more], key=lambda packing: packing.num_rows * packing.width)
+    narrow_packing = _first_fit(lengths, narrowest)
+    if sum(lengths) >= GOOD_FILL * narrow_packing.num_rows * narrow_packing.width:
+        return narrow_packing
+    wider_packings = (_first_fit(lengths, narrowest + width) for width in range(2 * WIDTH_MULTIPLE, ROW + 1, 2 * WIDTH_MULTIPLE))
+    return min([narrow_packing, *wider_packings], key=lambda packing: packing.num_rows * packing.width)
 
 
 def count_columns(tokens: int, longest: int) -> int:
     """Return the columns of all rows for so many tokens in sequences of at most `longest`, if all rows but the last are full."""
-    row = ROW if longest <= SHORT and tokens > ROW else MULTIPLE
+    row = ROW if longest <= SHORT and tokens > ROW else WIDTH_MULTIPLE
     return -(-tokens // row) * row
 
 
 def _round_columns(columns: int) -> int:
-    return -(-columns // MULTIPLE) * MULTIPLE
+    return -(-columns // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def _first_fit(lengths: Sequence[int], width: int) -> Packing:
@@ -110,22 +110,22 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
 
     The tree of some sequences depends on these alone, so that a micro-batch lays it out as it was planned.
     """
-    found: list[Tree] = []
-    before: Sequence[int] = ()
+    trees: list[Tree] = []
+    previous: Sequence[int] = ()
     longest = 0
     # Sorted by their tokens, sequences that begin alike follow each other.
     for index in sorted(range(len(sequences)), key=lambda i: (tuple(sequences[i]), i)):
-        now = sequences[index]
-        shared = _common_prefix(before, now)
-        new, longest = len(now) - shared, max(longest, len(now))
-        if found and new <= WORTH * shared and found[-1].size + new <= tree_limit(longest):
-            last = found[-1]
-            found[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
+        current = sequences[index]
+        shared = _common_prefix(previous, current)
+        new, longest = len(current) - shared, max(longest, len(current))
+        if trees and new <= MAX_NEW_PER_SHARED * shared and trees[-1].size + new <= tree_limit(longest):
+            last = trees[-1]
+            trees[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
         else:
-            found.append(Tree((index,), (0,), len(now)))
-            longest = len(now)
-        before = now
-    return found
+            trees.append(Tree((index,), (0,), len(current)))
+            longest = len(current)
+        previous = current
+    return trees
 
 
 def tree_limit(longest: int) -> int:
@@ -139,7 +139,7 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class PackingUnit:
     """Rollouts that stay in one forward pass: those of a tree, or a single one."""
 
     rollouts: tuple[Rollout, ...]
@@ -147,15 +147,15 @@ class Unit:
     """Tokens to compute."""
 
 
-def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[Unit]:
+def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[PackingUnit]:
     """Return each rollout alone, or with `share` the trees of each domain."""
     if not share:
-        return [Unit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
+        return [PackingUnit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]
     by_domain: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_domain[rollout.domain].append(rollout)
     return [
-        Unit(tuple(mine[i] for i in tree.members), tree.size)
-        for mine in by_domain.values()
-        for tree in build_trees([r.prompt_ids + r.response_ids for r in mine])
+        PackingUnit(tuple(domain_rollouts[i] for i in tree.members), tree.size)
+        for domain_rollouts in by_domain.values()
+        for tree in build_trees([r.prompt_ids + r.response_ids for r in domain_rollouts])
     ]

@@ -23,9 +23,9 @@ from opd.machine.processor import read_vendor
 
 T = TypeVar("T")
 INTEL = "GenuineIntel"
-LESS = "medium"
+ONEDNN_PRECISION = "medium"
 """torch's name for products by oneDNN, which may be rounded."""
-EXACT = 1e-5
+MAX_PRODUCT_ERROR = 1e-5
 """Error of a float32 product, as a part of the sum of its terms without their signs. It is about 4e-7; that of bfloat16 is 4e-3."""
 
 
@@ -34,7 +34,7 @@ def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool 
 
     With `sharded` the layers multiply by DeepSpeed's function, which knows where their weights are. Returns whether it is so now.
     """
-    if device.type != "cpu" or not quick_here():
+    if device.type != "cpu" or not is_onednn_faster():
         return False
     if sharded:
         from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as Sharded
@@ -49,16 +49,16 @@ def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool 
     return True
 
 
-def quick_here() -> bool:
+def is_onednn_faster() -> bool:
     """Return True if oneDNN is faster than MKL on this machine's cores, and as exact."""
     if read_vendor() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with _ONEDNN:
-        return product_error() < EXACT
+        return product_error() < MAX_PRODUCT_ERROR
 
 
 def product_error() -> float:
-    """Return the largest error of a float32 product under torch's present settings, measured like `EXACT`."""
+    """Return the largest error of a float32 product under torch's present settings, measured like `MAX_PRODUCT_ERROR`."""
     random = torch.Generator().manual_seed(0)
     a_M_K, b_N_K = (torch.randn(rows, 512, generator=random) for rows in (96, 128))
     wanted_M_N = a_M_K.double() @ b_N_K.double().T
@@ -83,21 +83,21 @@ class _OneDNN:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._inside = 0
-        self._before = ""
+        self._num_threads = 0
+        self._old_precision = ""
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._inside:
-                self._before = torch.get_float32_matmul_precision()
-                torch.set_float32_matmul_precision(LESS)
-            self._inside += 1
+            if not self._num_threads:
+                self._old_precision = torch.get_float32_matmul_precision()
+                torch.set_float32_matmul_precision(ONEDNN_PRECISION)
+            self._num_threads += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.set_float32_matmul_precision(self._before)
+            self._num_threads -= 1
+            if not self._num_threads:
+                torch.set_float32_matmul_precision(self._old_precision)
 
 
 _ONEDNN = _OneDNN()

@@ -39,8 +39,8 @@ def fastest_attention(config: Any) -> str:
     """
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         return "eager"
-    known = class_of(config)
-    return "sdpa" if known is None or known._supports_sdpa else "eager"
+    model_class = find_causal_lm_class(config)
+    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
 
 
 def obeys_masks(lm: Any) -> bool:
@@ -59,7 +59,7 @@ def obeys_masks(lm: Any) -> bool:
     return far and kernel and lm.is_backend_compatible() and not lm._is_stateful
 
 
-def config_of(model_dir: Path) -> Any:
+def load_config(model_dir: Path) -> Any:
     """Load transformers' config of a model directory; no code from it is run. Raises: ModelError if transformers does not know it,
     or its keys contradict each other."""
     from huggingface_hub.errors import StrictDataclassError
@@ -76,7 +76,7 @@ def config_of(model_dir: Path) -> Any:
         ) from None
 
 
-def class_of(config: Any) -> Any:
+def find_causal_lm_class(config: Any) -> Any:
     """Return transformers' class of causal language models for a config; None if there is none."""
     from transformers import AutoModelForCausalLM
 
@@ -86,11 +86,11 @@ def class_of(config: Any) -> Any:
 def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
     """Return the config of a directory, and transformers' class of causal language models for it. Raises: ModelError without a
     class."""
-    config = config_of(model_dir)
-    known = class_of(config)
-    if known is None:
+    config = load_config(model_dir)
+    model_class = find_causal_lm_class(config)
+    if model_class is None:
         raise _make_unknown_architecture_error(model_dir, config.model_type)
-    return config, known
+    return config, model_class
 
 
 @contextmanager
@@ -112,10 +112,10 @@ def _make_unknown_architecture_error(model_dir: Path, kind: object) -> ModelErro
 
 
 def _make_unusable_config_error(model_dir: Path, error: Exception) -> ModelError:
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     return ModelError.at(
         model_dir / "config.json",
-        found=f"{said}, which transformers does not know" if isinstance(error, KeyError) else said,
+        found=f"{message}, which transformers does not know" if isinstance(error, KeyError) else message,
         wanted="a config of which transformers can make a model",
         fix="correct the key, or copy the file from the original model",
     )
@@ -131,7 +131,7 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
 
     config, _ = causal_lm_class(model_dir)
     with refuse_unusable_config(model_dir):
-        lm, found = AutoModelForCausalLM.from_pretrained(
+        lm, loading_info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=dtype,
             attn_implementation=fastest_attention(config),
@@ -140,16 +140,16 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
-    _refuse_made_up(model_dir, found)
+    _refuse_random_weights(model_dir, loading_info)
     return lm
 
 
-def _refuse_made_up(model_dir: Path, loaded: Mapping[str, Any]) -> None:
+def _refuse_random_weights(model_dir: Path, loaded: Mapping[str, Any]) -> None:
     """Refuse a model with tensors that transformers initialised at random, by its loading info `loaded`. Raises: ModelError if
     the files lack a tensor or have another shape of it."""
     odd = [
-        f"{name} of shape {' x '.join(map(str, ours))}, config.json calls for {' x '.join(map(str, wanted))}"
-        for name, ours, wanted in sorted(loaded["mismatched_keys"])
+        f"{name} of shape {' x '.join(map(str, file_shape))}, config.json calls for {' x '.join(map(str, config_shape))}"
+        for name, file_shape, config_shape in sorted(loaded["mismatched_keys"])
     ]
     missing = sorted(loaded["missing_keys"])
     if odd or missing:
@@ -178,7 +178,7 @@ class Naming:
         self._dtype = dtype
         self._names = set(self._model.state_dict())
         self._plan = self._model._get_dtype_plan(dtype)
-        self._turn = Lock()  # a conversion uses the model as its workspace: one thread at a time
+        self._lock = Lock()  # a conversion uses the model as its workspace: one thread at a time
 
     @property
     def model(self) -> Any:
@@ -196,14 +196,14 @@ class Naming:
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
-        with self._turn, _hide_progress_bars():
+        with self._lock, _hide_progress_bars():
             try:
-                found, _ = convert_and_load_state_dict_in_model(
+                loading_info, _ = convert_and_load_state_dict_in_model(
                     self._model, dict(tensors), self._load_config(tensors), disk_offload_index=None
                 )
-                absent = found.missing_keys | {name for name, *_ in found.mismatched_keys}
+                absent = loading_info.missing_keys | {name for name, *_ in loading_info.mismatched_keys}
                 state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
-                return state, self._describe_problem(found)
+                return state, self._describe_problem(loading_info)
             finally:
                 # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
                 to_meta(self._model)
@@ -219,11 +219,11 @@ class Naming:
         mapping = get_model_conversion_mapping(self._model)
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        with self._turn:
-            known = self._model.state_dict()
-        made = {n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, known) for n in names}
-        whole = {n: {n, target} for n, (target, pattern) in made.items() if pattern is None}
-        return tuple(n for wanted in (tied, heads - tied) for n, both in whole.items() if both & wanted)
+        with self._lock:
+            model_tensors = self._model.state_dict()
+        targets_by_name = {n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, model_tensors) for n in names}
+        unchanged_names = {n: {n, target} for n, (target, pattern) in targets_by_name.items() if pattern is None}
+        return tuple(n for group in (tied, heads - tied) for n, aliases in unchanged_names.items() if aliases & group)
 
     def _load_config(self, tensors: Mapping[str, Tensor]) -> Any:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -237,17 +237,17 @@ class Naming:
             weight_mapping=get_model_conversion_mapping(self._model),
         )
 
-    def _describe_problem(self, found: Any) -> str:
+    def _describe_problem(self, loading_info: Any) -> str:
         """Describe the tensors that do not fit. transformers would only warn, and leave such weights at random values."""
-        self._model._adjust_missing_and_unexpected_keys(found)
-        missing = sorted(found.missing_keys - set(self._model.all_tied_weights_keys))
+        self._model._adjust_missing_and_unexpected_keys(loading_info)
+        missing = sorted(loading_info.missing_keys - set(self._model.all_tied_weights_keys))
         parts = {
             "missing": missing,
-            "unexpected": sorted(found.unexpected_keys),
-            "of another shape": sorted(name for name, *_ in found.mismatched_keys),
-            "not convertible": sorted(found.conversion_errors),
+            "unexpected": sorted(loading_info.unexpected_keys),
+            "of another shape": sorted(name for name, *_ in loading_info.mismatched_keys),
+            "not convertible": sorted(loading_info.conversion_errors),
         }
-        return ", ".join(f"{what} {names[:3]}" for what, names in parts.items() if names)
+        return ", ".join(f"{problem} {names[:3]}" for problem, names in parts.items() if names)
 
 
 @contextmanager
@@ -288,8 +288,8 @@ class FileGroup:
             return {self.target: tensors[self.names[0]]}
         for name, pattern in zip(self.names, self.patterns, strict=True):
             self.conversion.add_tensor(self.target, name, pattern, tensors[name])
-        made = self.conversion.convert(self.target, model=model, config=model.config)
-        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+        file_tensors = self.conversion.convert(self.target, model=model, config=model.config)
+        return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in file_tensors.items()}
 
 
 def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
@@ -301,27 +301,27 @@ def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    conversions = _conversions_of(model)
+    conversions = _list_conversions(model)
     if conversions is None:
         return [FileGroup((name,), name) for name in names]
     reversed_ = [conversion.reverse_transform() for conversion in conversions[::-1]]
     renamings = [entry for entry in reversed_ if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in reversed_ if isinstance(entry, WeightConverter)]
-    known = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    converter_of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     parts: dict[str, list[tuple[str, str | None]]] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, reverse=True)
         parts.setdefault(target, []).append((name, pattern))
     groups = []
     for target, members in parts.items():
-        found, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
-        assert len(patterns) in (0, len(found)), target
+        module_names, patterns = tuple(name for name, _ in members), tuple(p for _, p in members if p is not None)
+        assert len(patterns) in (0, len(module_names)), target
         # A copy for each group, because a conversion collects the tensors that are added to it.
-        groups.append(FileGroup(found, target, deepcopy(known[patterns[0]]) if patterns else None, patterns))
+        groups.append(FileGroup(module_names, target, deepcopy(converter_of_pattern[patterns[0]]) if patterns else None, patterns))
     return groups
 
 
-def _conversions_of(model: Any) -> list[Any] | None:
+def _list_conversions(model: Any) -> list[Any] | None:
     """Return transformers' conversions of a model's files to its modules: those of its loading, or else its architecture's."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -342,8 +342,8 @@ def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
     files: State = {}
     for group in file_groups(model, state):
         for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items():
-            apart = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
-            files[name] = tensor if apart else tensor.clone(memory_format=torch.contiguous_format)
+            owns_bytes = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
+            files[name] = tensor if owns_bytes else tensor.clone(memory_format=torch.contiguous_format)
     return files
 
 

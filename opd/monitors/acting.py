@@ -18,7 +18,7 @@ from opd.records.step import AlarmRecord, StepRecord
 from opd.records.types import Rollout
 from opd.run.paths import RunPaths
 from opd.settings.named import import_object
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 Readings = Mapping[str, Mapping[str, float]]
 """Signal -> domain -> reading."""
@@ -30,13 +30,13 @@ class RunMonitors:
     def __init__(self, limits: MonitorsConfig, paths: RunPaths, tokenizer: Decoder, tolerance: float) -> None:
         """`tolerance` is the run's `sync.tolerance`, nats."""
         self._limits: dict[str, SignalLimits] = {name: getattr(limits, name) for name in SIGNALS}
-        self._signals: dict[str, Signal] = {name: import_object(place) for name, place in SIGNALS.items()}
+        self._signals: dict[str, Signal] = {name: import_object(path) for name, path in SIGNALS.items()}
         self._paths = paths
         self._tokenizer = tokenizer
         self._tolerance = tolerance
         self._expert_tokens: dict[str, float] = {}
-        longest = max(one.over for one in self._limits.values())
-        self._first: list[StepRecord] = []
+        longest = max(signal_limits.over for signal_limits in self._limits.values())
+        self._first_records: list[StepRecord] = []
         self._recent: deque[StepRecord] = deque(maxlen=longest + 1)
         self._longest = longest
         self._alarms: tuple[AlarmRecord, ...] = ()
@@ -71,13 +71,13 @@ class RunMonitors:
         self._error = self._build_end_error(ending, record.step) if ending else None
         return self._alarms
 
-    def verdict(self) -> RunError | None:
+    def end_error(self) -> RunError | None:
         """Return the error that ends the run after the step that was judged last; None if it goes on."""
         return self._error
 
     def _append_record(self, record: StepRecord) -> None:
-        if len(self._first) < self._longest:
-            self._first.append(record)
+        if len(self._first_records) < self._longest:
+            self._first_records.append(record)
         self._recent.append(record)
 
     def _read_signals(self) -> Readings:
@@ -87,8 +87,8 @@ class RunMonitors:
             over = self._limits[name].over
             if len(recent) >= over:
                 history = SignalHistory(
-                    first=self._first[:over],
-                    before=recent[-over - 1 : -1],
+                    first_records=self._first_records[:over],
+                    earlier_records=recent[-over - 1 : -1],
                     last=recent[-over:],
                     expert_tokens=self._expert_tokens,
                     tolerance=self._tolerance,
@@ -127,9 +127,9 @@ class RunMonitors:
         )
         lines = [
             f"step {step}: " + "; ".join(f"monitor {format_alarm(alarm)}" for alarm in ending),
-            f"  saw:    {self._paths.alarms_file(max(alarm.since for alarm in ending))}, and the samples in {self._paths.page}",
+            f"  saw:    {self._paths.alarms_file(max(alarm.since for alarm in ending))}, and the samples in {self._paths.report_page}",
             f"  intact: checkpoint of step {step}",
             "  fix:    " + "; ".join(dict.fromkeys(load_signal(alarm).advice for alarm in ending)),
-            "  go on:  " + " ".join(["opd merge --resume", as_typed(self._paths.whole), changes]).strip(),
+            "  go on:  " + " ".join(["opd merge --resume", quote_for_shell(self._paths.merge_root), changes]).strip(),
         ]
         return (RunError if stops else Paused)("\n".join(lines))

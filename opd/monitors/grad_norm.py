@@ -9,8 +9,8 @@ from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
 
 
 def _read(history: SignalHistory) -> Mapping[str, float]:
-    before = [record.grad_norm for record in history.before if not record.skipped]
-    usual = median(before) if len(history.before) == len(history.last) and before else 0.0
+    norms = [record.grad_norm for record in history.earlier_records if not record.skipped]
+    usual = median(norms) if len(history.earlier_records) == len(history.last) and norms else 0.0
     return {WHOLE_STEP: history.last[-1].grad_norm / usual} if usual else {}
 
 

@@ -12,7 +12,7 @@ from opd.monitors.signal import Signal, SignalHistory, tokens_of_responses
 
 
 def _read(history: SignalHistory) -> Mapping[str, float]:
-    start = tokens_of_responses(history.first)
+    start = tokens_of_responses(history.first_records)
     norms = {d: max(tokens, start[d]) for d, tokens in history.expert_tokens.items() if d in start}
     return {d: tokens / norms[d] for d, tokens in tokens_of_responses(history.last).items() if norms.get(d)}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import exp
 from statistics import fmean
 
-from opd.records.step import StepRecord, mean_length, select_domain, token_mean
+from opd.records.step import StepRecord, compute_mean_length, select_domain, compute_token_mean
 from opd.records.types import Rollout
 
 WHOLE_STEP = ""
@@ -18,9 +18,9 @@ WHOLE_STEP = ""
 class SignalHistory:
     """The steps that one reading is taken from. `over` is the signal's key in the pipeline."""
 
-    first: Sequence[StepRecord]
+    first_records: Sequence[StepRecord]
     """The first `over` steps of the run."""
-    before: Sequence[StepRecord]
+    earlier_records: Sequence[StepRecord]
     """The `over` steps before the newest one, fewer while there are not so many."""
     last: Sequence[StepRecord]
     """The last `over` steps, the newest one at the end."""
@@ -58,19 +58,19 @@ def share_of_responses(
 
 def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
     """Return domain -> mean trained tokens of a response in these steps."""
-    lengths = {domain: mean_length(steps, domain) for domain in _list_domains(steps)}
+    lengths = {domain: compute_mean_length(steps, domain) for domain in _list_domains(steps)}
     return {domain: length for domain, length in lengths.items() if length is not None}
 
 
 def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
     """Return domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
-    means = {domain: token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
+    means = {domain: compute_token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
     return {domain: mean for domain, mean in means.items() if mean is not None}
 
 
 def mean_probability(rollout: Rollout) -> float:
     """Return the mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
-    own = zip(rollout.trained, rollout.own, strict=True)
+    own = zip(rollout.trained_positions, rollout.sampled_mask, strict=True)
     probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
     return fmean(probabilities) if probabilities else 0.0
 

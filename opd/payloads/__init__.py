@@ -17,5 +17,5 @@ if TYPE_CHECKING:
 
 def answer_class(payload: str) -> type[Answer]:
     """Return the class of a payload's answers. Raises: KeyError for a name that is no payload."""
-    found: type[Answer] = import_object(PAYLOADS[payload])
-    return found
+    answers: type[Answer] = import_object(PAYLOADS[payload])
+    return answers

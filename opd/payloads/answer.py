@@ -29,7 +29,7 @@ Position = Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class TeacherStates:
     """A teacher's forward pass over the trained tokens of one response, from which any payload makes its answer."""
 
     token_ids: Sequence[int]
@@ -87,7 +87,7 @@ class Answer(ABC):
 
     @classmethod
     @abstractmethod
-    def of_states(cls, said: Said) -> Answer:
+    def of_states(cls, states: TeacherStates) -> Answer:
         """Make the answer from a teacher's hidden states or log-probs."""
 
     @classmethod
@@ -109,7 +109,7 @@ class Answer(ABC):
         """Build the loss's blocks for the trained tokens of these samples, in order; each sample has a row from each of its
         teachers. `dtype` is the stream's, `baselines` maps sample ids to numbers."""
 
-    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
+    def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
         """Measure the difference from another engine's answer about the same `num` tokens: for log-probs the mean in nats, for
         hidden states relative to their norm."""
         raise NotImplementedError(f"{type(self).__name__} of two engines cannot be compared")

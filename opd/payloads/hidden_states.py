@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, ClassVar
 import pyarrow as pa
 
 from opd.interfaces import ScoredRow
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import TeacherChunk, likeliest_token, token_entropy
 from opd.models.logit_rule import IDENTITY, LogitRule
-from opd.payloads.answer import Answer, Columns, Said
+from opd.payloads.answer import Answer, Columns, TeacherStates
 
 if TYPE_CHECKING:
     import torch
@@ -62,11 +62,11 @@ class HiddenStates(Answer):
         return hidden_size * itemsize
 
     @classmethod
-    def of_states(cls, said: Said) -> HiddenStates:
-        return cls.of(said.hidden_N_D, said.head)
+    def of_states(cls, states: TeacherStates) -> HiddenStates:
+        return cls.from_states(states.hidden_N_D, states.head)
 
     @classmethod
-    def of(cls, hidden_N_D: Tensor, head: str) -> HiddenStates:
+    def from_states(cls, hidden_N_D: Tensor, head: str) -> HiddenStates:
         """Make the answer of a teacher; `head` is the hash of its output head."""
         import torch
 
@@ -106,16 +106,16 @@ class HiddenStates(Answer):
             for kind, columns in runs
         )
 
-    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
-        assert isinstance(wanted, HiddenStates)
-        ours, theirs = (answer.states(dtype).flatten().float() for answer in (self, wanted))
-        return float((ours - theirs).norm() / theirs.norm())
+    def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
+        assert isinstance(reference, HiddenStates)
+        own_N, reference_N = (answer.states(dtype).flatten().float() for answer in (self, reference))
+        return float((own_N - reference_N).norm() / reference_N.norm())
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        found = self.logprobs(token_ids, dtype, head()).tolist()
-        return [abs(was - now) for was, now in zip(logprobs, found, strict=True)]
+        teacher_logprobs = self.logprobs(token_ids, dtype, head()).tolist()
+        return [abs(was - now) for was, now in zip(logprobs, teacher_logprobs, strict=True)]
 
 
 def _join_states(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
@@ -186,7 +186,7 @@ class TeacherBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
-class _SeveralTeachers(Block):
+class _TeacherGroupBlock(Block):
     """Consecutive tokens that several teachers scored, with weights summing to one."""
 
     teachers: tuple[TeacherBlock, ...]
@@ -202,19 +202,19 @@ class _SeveralTeachers(Block):
     def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple(pair for teacher in self.teachers for pair in teacher.products())
 
-    def weighted_sum(self, part: slice, vocab_size: int, said: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [C, V] the sum over teachers of weight times `said` of the teacher's logits."""
+    def weighted_sum(self, part: slice, vocab_size: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return [C, V] the sum over teachers of weight times `transform` of the teacher's logits."""
         from opd.losses.logits import upcast_for_loss
 
         terms = (
-            w * said(upcast_for_loss(t.logits(part, vocab_size)))
+            w * transform(upcast_for_loss(t.logits(part, vocab_size)))
             for w, t in zip(self.weights, self.teachers, strict=True)
         )
         return functools.reduce(operator.add, terms)
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureBlock(_SeveralTeachers):
+class MixtureBlock(_TeacherGroupBlock):
     """A mixture, no weight below 0: sum_k w_k KL(p || q_k).
 
     Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
@@ -224,15 +224,15 @@ class MixtureBlock(_SeveralTeachers):
     is_mixture: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _SeveralTeachers.__post_init__(self)
+        _TeacherGroupBlock.__post_init__(self)
         assert min(self.weights) >= 0
 
-    def select_chunk(self, part: slice, vocab_size: int) -> Measure:
-        return Measure(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V.log_softmax(-1)))
+    def select_chunk(self, part: slice, vocab_size: int) -> MixtureMeasure:
+        return MixtureMeasure(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V.log_softmax(-1)))
 
 
 @dataclass(frozen=True, slots=True)
-class ExtrapolatedBlock(_SeveralTeachers):
+class ExtrapolatedBlock(_TeacherGroupBlock):
     """A target beyond the experts: one distribution, prod_k q_k^w_k / Z, with a weight below 0.
 
     With weights {expert: lambda, start student: 1 - lambda} a student that minimises KL(p || target) maximises
@@ -246,7 +246,7 @@ class ExtrapolatedBlock(_SeveralTeachers):
 
 
 @dataclass(frozen=True, slots=True)
-class Logits(Given):
+class Logits(BlockChunk):
     """The logits of one distribution, not normalised yet."""
 
     compiles: ClassVar[bool] = True
@@ -266,13 +266,13 @@ class Logits(Given):
 
 
 @dataclass(frozen=True, slots=True)
-class Measure(Given):
+class MixtureMeasure(BlockChunk):
     """A mixture's log-measure."""
 
     measure_C_V: Tensor
 
-    def select_rows(self, rows: slice) -> Measure:
-        return Measure(self.measure_C_V[rows])
+    def select_rows(self, rows: slice) -> MixtureMeasure:
+        return MixtureMeasure(self.measure_C_V[rows])
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
         return _whole_distribution(self.measure_C_V.to(dtype), token_C, is_mixture=True)

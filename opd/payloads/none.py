@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from opd.interfaces import ScoredRow
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Said
+from opd.payloads.answer import Answer, TeacherStates
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class Unscored(Answer):
         return 0
 
     @classmethod
-    def of_states(cls, said: Said) -> Unscored:
+    def of_states(cls, states: TeacherStates) -> Unscored:
         return cls()
 
     @classmethod
@@ -50,7 +50,7 @@ class Unscored(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class UnscoredBlock(Block, Given):
+class UnscoredBlock(Block, BlockChunk):
     """So many consecutive trained tokens that no teacher has seen."""
 
     tokens: int

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 import pyarrow as pa
 
 from opd.interfaces import ScoredRow
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Columns, Position, Said
+from opd.payloads.answer import Answer, Columns, Position, TeacherStates
 
 if TYPE_CHECKING:
     import torch
@@ -48,11 +48,11 @@ class SampledLogprobs(Answer):
         return 4
 
     @classmethod
-    def of_states(cls, said: Said) -> SampledLogprobs:
+    def of_states(cls, states: TeacherStates) -> SampledLogprobs:
         import torch
 
-        token_N = torch.tensor(said.token_ids, dtype=torch.long)
-        return cls(said.logprobs().gather(1, token_N[:, None])[:, 0].tolist())
+        token_N = torch.tensor(states.token_ids, dtype=torch.long)
+        return cls(states.logprobs().gather(1, token_N[:, None])[:, 0].tolist())
 
     @classmethod
     def named_by_engine(cls, top_k: int) -> int | None:
@@ -74,9 +74,9 @@ class SampledLogprobs(Answer):
         values = [baselines[s[0].rollout.sample_id] for s in samples for _ in range(s[0].rollout.num_trained)]
         return (SampledBlock(logprob_N, torch.tensor(values, dtype=torch.float32)),)
 
-    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
-        assert isinstance(wanted, SampledLogprobs)
-        pairs = zip(wanted.teacher_logprobs, self.teacher_logprobs, strict=True)
+    def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
+        assert isinstance(reference, SampledLogprobs)
+        pairs = zip(reference.teacher_logprobs, self.teacher_logprobs, strict=True)
         gaps = [abs(a - b) for a, b in pairs]
         return sum(gaps) / len(gaps)
 
@@ -93,7 +93,7 @@ def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class SampledBlock(Block, Given):
+class SampledBlock(Block, BlockChunk):
     """Consecutive trained tokens with the teachers' (weighted) log-prob of each."""
 
     logprob_N: Tensor

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 import pyarrow as pa
 
 from opd.interfaces import ScoredRow
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import TeacherChunk
-from opd.payloads.answer import Answer, Columns, Position, Said
+from opd.payloads.answer import Answer, Columns, Position, TeacherStates
 
 if TYPE_CHECKING:
     import torch
@@ -57,9 +57,9 @@ class TopTokens(Answer):
         return 8 * top_k
 
     @classmethod
-    def of_states(cls, said: Said) -> TopTokens:
-        logq_N_V = said.logprobs()
-        top = logq_N_V.topk(min(said.top_k, logq_N_V.shape[1]), dim=-1)
+    def of_states(cls, states: TeacherStates) -> TopTokens:
+        logq_N_V = states.logprobs()
+        top = logq_N_V.topk(min(states.top_k, logq_N_V.shape[1]), dim=-1)
         return cls(top.indices.flatten().tolist(), top.values.flatten().tolist())
 
     @classmethod
@@ -88,17 +88,17 @@ class TopTokens(Answer):
         width = len(ids) // max(1, num)
         return (TopKBlock(ids.view(num, width), logprobs.view(num, width)),)
 
-    def gap(self, wanted: Answer, num: int, dtype: torch.dtype) -> float:
-        assert isinstance(wanted, TopTokens)
-        pairs = zip(self._top_logprobs(num), wanted._top_logprobs(num), strict=True)
-        gaps = [_logprob_difference(ours, token, value) for ours, theirs in pairs for token, value in theirs.items()]
+    def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
+        assert isinstance(reference, TopTokens)
+        pairs = zip(self._top_logprobs(num), reference._top_logprobs(num), strict=True)
+        gaps = [_logprob_difference(own_top, token, value) for own_top, reference_top in pairs for token, value in reference_top.items()]
         return sum(gaps) / len(gaps)
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        given = zip(self._top_logprobs(len(logprobs)), token_ids, logprobs, strict=True)
-        return [_logprob_difference(known, token, logprob) for known, token, logprob in given]
+        rows = zip(self._top_logprobs(len(logprobs)), token_ids, logprobs, strict=True)
+        return [_logprob_difference(top_logprobs, token, logprob) for top_logprobs, token, logprob in rows]
 
     def _top_logprobs(self, num: int) -> list[dict[int, float]]:
         """Return [N] token -> log-prob at each trained token."""
@@ -107,16 +107,16 @@ class TopTokens(Answer):
         return [dict(zip(self.topk_ids[part], self.topk_logprobs[part], strict=True)) for part in parts]
 
 
-def _logprob_difference(known: Position, token: int, logprob: float) -> float:
-    """Return the difference of `logprob` and the token's log-prob in `known`.
+def _logprob_difference(top_logprobs: Position, token: int, logprob: float) -> float:
+    """Return the difference of `logprob` and the token's log-prob in `top_logprobs`.
 
     For a token that is not in there, it is the least difference: the token is at most as likely as the last of the likeliest.
     """
-    return abs(logprob - known[token]) if token in known else max(0.0, logprob - min(known.values()))
+    return abs(logprob - top_logprobs[token]) if token in top_logprobs else max(0.0, logprob - min(top_logprobs.values()))
 
 
 @dataclass(frozen=True, slots=True)
-class TopKBlock(Block, Given):
+class TopKBlock(Block, BlockChunk):
     """Consecutive trained tokens with the teacher's K likeliest tokens at each."""
 
     ids_N_K: Tensor

@@ -46,14 +46,14 @@ class Batches:
 
     def read_cells(self, column: str, start: int, stop: int) -> list[Any]:
         """Return the cells from `start` to before `stop` as Python values."""
-        found: list[Any] = []
+        values: list[Any] = []
         while start < min(stop, len(self)):
             number = bisect_right(self._ends, start)
             cells = self._batches[number].column(column)
-            first = start - self._ends[number] + len(cells)
-            found += cells.slice(first, stop - start).to_pylist()
-            start += len(cells) - first
-        return found
+            offset = start - self._ends[number] + len(cells)
+            values += cells.slice(offset, stop - start).to_pylist()
+            start += len(cells) - offset
+        return values
 
     def flatten_lists(self, column: str) -> list[Any]:
         """Return the items of all lists of a column, one after the other."""

@@ -37,7 +37,7 @@ class Balance:
         self._total = total
         self._weights = weights
         per = section.per if isinstance(section, GapBalance) else "token"
-        self._signals = {name: Signals(section.window, per) for name in weights}
+        self._signals = {name: TrainingMeans(section.window, per) for name in weights}
 
     def record_step(self, record: StepRecord) -> None:
         """Take in the next step's record."""
@@ -48,17 +48,17 @@ class Balance:
 
     def exact_counts(self) -> dict[str, float]:
         """Samples of each domain in the next step, not yet whole; they add up to the total."""
-        section, found = self._section, in_proportion(self._total, self._weights)
+        section, counts = self._section, in_proportion(self._total, self._weights)
         if isinstance(section, GapBalance):
             gaps = {name: signals.gap for name, signals in self._signals.items()}
             # What is shared out in tokens has its least number of samples below.
             least, own = (
-                (1.0, samples_by_weight(self._total, self._weights)) if section.of == "samples" else (0.0, found)
+                (1.0, samples_by_weight(self._total, self._weights)) if section.of == "samples" else (0.0, counts)
             )
             low = {name: max(least, section.floor * samples) for name, samples in own.items()}
             high = {name: section.cap * samples for name, samples in own.items()}
-            found = fit_proportions(found, gaps, low, high)
-        return at_least_one(found, self._prompts_per_token()) if section.of == "tokens" else found
+            counts = fit_proportions(counts, gaps, low, high)
+        return at_least_one(counts, self._prompts_per_token()) if section.of == "tokens" else counts
 
     def count_samples(self, step: int) -> dict[str, int]:
         """Samples of each domain in the next step, which is `step`."""
@@ -66,17 +66,17 @@ class Balance:
 
     def _prompts_per_token(self) -> dict[str, float]:
         """Prompts for each trained token; a domain that has not been trained yet counts as the others do on average."""
-        known = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
-        usual = sum(known.values()) / len(known) if known else 1.0
-        return {name: known.get(name, usual) for name in self._signals}
+        rates = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
+        average = sum(rates.values()) / len(rates) if rates else 1.0
+        return {name: rates.get(name, average) for name in self._signals}
 
 
-class Signals:
+class TrainingMeans:
     """Means of the training of one domain. A step in which the domain had no trained token changes nothing."""
 
     def __init__(self, window: int, per: Literal["token", "response"] = "token") -> None:
         self._window, self._per = window, per
-        self._seen = 0
+        self._steps = 0
         self._start, self._loss, self._slow = Mean(), Mean(window), Mean(2 * window)
         self._cut = Mean(window)
         self._least_cut = 1.0
@@ -91,9 +91,9 @@ class Signals:
         self._cut.add(min(cut, stats.samples), stats.samples)
         self._least_cut = min(self._least_cut, self._cut.value or 0.0)
         if stats.loss is not None:
-            for mean in (self._loss, self._slow, *([self._start] if self._seen < self._window else ())):
+            for mean in (self._loss, self._slow, *([self._start] if self._steps < self._window else ())):
                 mean.add(stats.loss * stats.tokens, stats.tokens)
-            self._seen += 1
+            self._steps += 1
 
     @property
     def gap(self) -> float:
@@ -104,7 +104,7 @@ class Signals:
         domain had: a student that repeats itself to the limit has a small loss, but an expert may write to the limit, too.
         """
         loss, slow, start = (mean.value or 0.0 for mean in (self._loss, self._slow, self._start))
-        if self._seen < self._window or start <= 0:
+        if self._steps < self._window or start <= 0:
             return 1.0
         slope = min(loss / slow, STEEPEST) if slow > 0 else 1.0
         return self._relative_distance(max(0.0, loss), start) * slope + (self._cut.value or 0.0) - self._least_cut
@@ -144,8 +144,8 @@ class Mean:
 def in_proportion(total: int, weights: Mapping[str, float]) -> dict[str, float]:
     """`total` in proportion to the weights, as real numbers."""
     assert total >= len(weights) > 0
-    whole = sum(weights.values())
-    return {name: total * weight / whole for name, weight in weights.items()}
+    weight_sum = sum(weights.values())
+    return {name: total * weight / weight_sum for name, weight in weights.items()}
 
 
 def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, float]:
@@ -168,16 +168,16 @@ def fit_proportions(
     """
     strongest = max(pull.values())
     pulls = {name: max(own / strongest, LEAST_PULL) if strongest > 0 else 1.0 for name, own in pull.items()}
-    wanted = {name: number * pulls[name] for name, number in base.items()}
+    targets = {name: number * pulls[name] for name, number in base.items()}
 
-    def at(scale: float) -> dict[str, float]:
-        return {name: min(high[name], max(low[name], scale * number)) for name, number in wanted.items()}
+    def clip_scaled(scale: float) -> dict[str, float]:
+        return {name: min(high[name], max(low[name], scale * number)) for name, number in targets.items()}
 
     total = sum(base.values())
-    below, above = 0.0, max(high[name] / number for name, number in wanted.items())
+    below, above = 0.0, max(high[name] / number for name, number in targets.items())
     while below < (middle := (below + above) / 2) < above:  # the sum grows with the scale: bisect to the last bit
-        below, above = (middle, above) if sum(at(middle).values()) < total else (below, middle)
-    return at(above)
+        below, above = (middle, above) if sum(clip_scaled(middle).values()) < total else (below, middle)
+    return clip_scaled(above)
 
 
 def round_counts(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
@@ -187,11 +187,11 @@ def round_counts(exact: Mapping[str, float], total: int, draw: float) -> dict[st
     Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its
     piece.
     """
-    found: dict[str, int] = {}
-    place, marks = 0.0, 0
+    counts: dict[str, int] = {}
+    position, marks = 0.0, 0
     last = list(exact)[-1]
     for name, number in exact.items():
-        place += number
-        reached = total if name == last else math.floor(place + draw)
-        found[name], marks = reached - marks, reached
-    return found
+        position += number
+        reached = total if name == last else math.floor(position + draw)
+        counts[name], marks = reached - marks, reached
+    return counts

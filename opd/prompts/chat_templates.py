@@ -50,8 +50,8 @@ def refuse_runaway_template(tokenizer: Any, model: object) -> None:
     """Render the chat template of a model, if it has one, where it can take little. Raises: ModelError if it takes more."""
     template = getattr(tokenizer, "chat_template", None)
     variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()} if template else {}
-    for one in template.values() if isinstance(template, dict) else [template]:
-        fault = _find_fault(str(one), json.dumps(variables)) if one else ""
+    for source in template.values() if isinstance(template, dict) else [template]:
+        fault = _find_fault(str(source), json.dumps(variables)) if source else ""
         if fault:
             raise ModelError.at(
                 f"the chat template of {model}",
@@ -65,17 +65,17 @@ def refuse_runaway_template(tokenizer: Any, model: object) -> None:
 @lru_cache(maxsize=16)
 def _find_fault(template: str, variables: str) -> str:
     """Return what is wrong with a template; empty if nothing is."""
-    asked = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
+    request = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
     limits = {"cpu_s": CPU_S, "bytes": BYTES, "characters": CHARACTERS}
     # Not -I: jinja2 may be found by PYTHONPATH, or stand in the user's own site-packages.
     command = [sys.executable, "-P", str(Path(__file__).with_name("template_child.py"))]
     too_long = f"it takes more than {CPU_S} s"
     try:
-        done = subprocess.run(
-            command, input=json.dumps(asked | limits), capture_output=True, text=True, timeout=WALL_S, check=False
+        process = subprocess.run(
+            command, input=json.dumps(request | limits), capture_output=True, text=True, timeout=WALL_S, check=False
         )
     except subprocess.TimeoutExpired:
         return too_long
-    if done.returncode:  # ended by a limit: of time, or of memory where Python cannot say so
-        return too_long if done.returncode < 0 else f"it ends Python: {(done.stderr.splitlines() or ['?'])[-1]:.200}"
-    return done.stdout.strip()
+    if process.returncode:  # ended by a limit: of time, or of memory where Python cannot say so
+        return too_long if process.returncode < 0 else f"it ends Python: {(process.stderr.splitlines() or ['?'])[-1]:.200}"
+    return process.stdout.strip()

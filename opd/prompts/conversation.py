@@ -39,13 +39,13 @@ def is_learned(message: Mapping[str, Any]) -> bool:
 
 def read_messages(column: str, messages: list[Any]) -> Messages:
     """Return the messages of a column. Raises: BrokenRow naming the column and the message."""
-    found = []
+    clean_messages = []
     for number, message in enumerate(messages, start=1):
         try:
-            found.append(_read_message(message))
+            clean_messages.append(_read_message(message))
         except BrokenRow as problem:
-            raise BrokenRow(f"column `{column}`, message {number}: {problem.found}", problem.fix) from None
-    return found
+            raise BrokenRow(f"column `{column}`, message {number}: {problem.fault}", problem.fix) from None
+    return clean_messages
 
 
 def _read_message(message: Any) -> dict[str, Any]:
@@ -65,16 +65,16 @@ def _read_message(message: Any) -> dict[str, Any]:
         raise BrokenRow(
             f"the `weight` {message['weight']!r:.60}", "give turns of the assistant the weight 0 or 1, or none"
         )
-    found = {key: value for key, value in message.items() if key != "weight"}
-    found["content"] = "" if calls and found["content"] is None else join_text_parts(found["content"])
+    fields = {key: value for key, value in message.items() if key != "weight"}
+    fields["content"] = "" if calls and fields["content"] is None else join_text_parts(fields["content"])
     if calls:
-        found["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
-    odd = next((key for key in ("role", "content") if not isinstance(found[key], str)), "")
+        fields["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    odd = next((key for key in ("role", "content") if not isinstance(fields[key], str)), "")
     if odd:
-        raise BrokenRow(f"`{odd}` is no text: {found[odd]!r:.60}", fix)
-    if not found["role"]:
+        raise BrokenRow(f"`{odd}` is no text: {fields[odd]!r:.60}", fix)
+    if not fields["role"]:
         raise BrokenRow("an empty `role`", fix)
-    return found
+    return fields
 
 
 def join_text_parts(content: Any) -> Any:
@@ -115,10 +115,10 @@ def add_system_message(messages: Messages, system: Any, column: str) -> Messages
         raise BrokenRow(f"column `{column}`: {system!r:.60}, no text", _advise_skipping("system"))
     if not system.strip() or not messages:
         return messages
-    first = messages[0]
-    if first["role"] not in SYSTEM_ROLES:
+    opening = messages[0]
+    if opening["role"] not in SYSTEM_ROLES:
         return [{"role": "system", "content": system}, *messages]
-    if first["content"].strip() != system.strip():
+    if opening["content"].strip() != system.strip():
         raise BrokenRow(
             f"column `{column}` beside messages that begin with another system message", _advise_skipping("system")
         )
@@ -153,12 +153,12 @@ def _complete_tool(tool: Any) -> dict[str, Any] | None:
 
 def read_variables(value: Any, column: str) -> dict[str, Any]:
     """Return the variables that a row gives the chat template: a mapping, or the JSON of one. Raises: BrokenRow."""
-    found = _parse_json(value)
-    if not isinstance(found, dict):
+    variables = _parse_json(value)
+    if not isinstance(variables, dict):
         raise BrokenRow(f"column `{column}`: {value!r:.60}, no mapping", _advise_skipping("chat_template_kwargs"))
-    if odd := RENDERING.intersection(found):
+    if odd := RENDERING.intersection(variables):
         raise BrokenRow(f"column `{column}`: `{min(odd)}`, which is no variable of a template", "leave it out")
-    return {name: given for name, given in found.items() if given is not None}
+    return {name: entry for name, entry in variables.items() if entry is not None}
 
 
 def _parse_json(value: Any) -> Any:
@@ -169,8 +169,8 @@ def _parse_json(value: Any) -> Any:
         return value
 
 
-def _advise_skipping(ours: str) -> str:
-    return f"correct it, or do not read this column: `prompts: {{path: ..., columns: {{{ours}: null}}}}`"
+def _advise_skipping(column: str) -> str:
+    return f"correct it, or do not read this column: `prompts: {{path: ..., columns: {{{column}: null}}}}`"
 
 
 def list_keys(data: Mapping[str, Any]) -> str:

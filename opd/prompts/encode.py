@@ -70,11 +70,11 @@ def put_nothing_in_front(tokenizer: Any) -> None:
 def ids_in_front(tokenizer: Tokenizer) -> list[int]:
     """Return the ids that the tokenizer puts in front of a text, such as a begin token. Those that it puts behind are left out,
     as the model writes on there. Raises: ValueError for a tokenizer whose special tokens change the others."""
-    plain, whole = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return whole[:start]
-    raise ValueError(f"a tokenizer that reads {_LETTER!r} as {plain} alone and as {whole} with its special tokens")
+    plain, full = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    raise ValueError(f"a tokenizer that reads {_LETTER!r} as {plain} alone and as {full} with its special tokens")
 
 
 def encode_prompt(
@@ -125,23 +125,23 @@ def encode_prompts(
     Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all prompts
     would be the same.
     """
-    given = variables or [{}] * len(prompts)
+    row_variables = variables or [{}] * len(prompts)
     asking = {
-        index: _render_question(tokenizer, p, day, given[index]) for index, p in enumerate(prompts) if not _is_blank(p)
+        index: _render_question(tokenizer, p, day, row_variables[index]) for index, p in enumerate(prompts) if not _is_blank(p)
     }
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
-    found: list[Sequence[int]] = [()] * len(prompts)
+    token_ids: list[Sequence[int]] = [()] * len(prompts)
     for index, ids in zip(asking, _encode_texts(tokenizer, list(asking.values())), strict=True):
         if any(token not in special for token in ids):
-            found[index] = _with_begin_tokens(ids, front) if isinstance(prompts[index], str) else ids
-    return found
+            token_ids[index] = _with_begin_tokens(ids, front) if isinstance(prompts[index], str) else ids
+    return token_ids
 
 
-def refused_row(where: str, whose: str, error: Exception) -> PromptError:
+def make_row_error(row_label: str, whose: str, error: Exception) -> PromptError:
     """Return the refusal of a row that cannot be encoded. `error` says why: no chat template, one that refuses the messages, or
     text that is not Unicode. `whose` is the model that would read it: student or base."""
     return PromptError.at(
-        where,
+        row_label,
         found=str(error),
         wanted=f"text or messages that the {whose}'s tokenizer and chat template take",
         fix=f"correct or delete this row, give text instead of messages, or choose a {whose} with a chat template",
@@ -156,10 +156,10 @@ def _with_begin_tokens(ids: list[int], front: list[int]) -> list[int]:
 def _encode_texts(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
     if not texts:
         return []
-    found: list[list[int]] = tokenizer(
+    token_ids: list[list[int]] = tokenizer(
         texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
     )["input_ids"]
-    return found
+    return token_ids
 
 
 def _is_blank(prompt: str | Messages) -> bool:

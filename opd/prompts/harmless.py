@@ -45,22 +45,22 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     # Those that have no role such as end or padding are not in `all_special_ids`: Llama's headers, Mistral's [TOOL_CALLS].
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
-    found = {tokenizer.decode([i], skip_special_tokens=False) for i in special}
-    others = {str(token.content) for i, token in added.items() if i not in special}
+    texts = {tokenizer.decode([i], skip_special_tokens=False) for i in special}
+    plain_tokens = {str(token.content) for i, token in added.items() if i not in special}
     between = list(_find_gaps(tokenizer)) if template else []
     # Some flag none of their marks: DeepSeek's <｜User｜>. Other tokens that were added are words: Gemma's <td>, runs of blanks.
-    found |= {
-        text for text in others if _ROLE.fullmatch(text) or (text.strip() and any(text in gap for gap in between))
+    texts |= {
+        text for text in plain_tokens if _ROLE.fullmatch(text) or (text.strip() and any(text in gap for gap in between))
     }
     for gap in between:
         marks = set(_MARK.findall(gap))
         header = _HEADER.search(gap)
-        if header and not marks and not any(text in gap for text in found if text):
+        if header and not marks and not any(text in gap for text in texts if text):
             marks.add(header[0].strip())
-        found |= marks
-    found -= _find_tag_pairs(tokenizer, template, [*found, *others])
-    found |= {*FRAMES} if template else set()
-    return sorted(found - {"", *OWN}, key=lambda text: (-len(text), text))
+        texts |= marks
+    texts -= _find_tag_pairs(tokenizer, template, [*texts, *plain_tokens])
+    texts |= {*FRAMES} if template else set()
+    return sorted(texts - {"", *OWN}, key=lambda text: (-len(text), text))
 
 
 def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[str]:
@@ -76,8 +76,8 @@ def _find_gaps(tokenizer: Any) -> Iterator[str]:
     from jinja2 import TemplateError
 
     system, user, tool = ({"role": role, "content": _SAID[0]} for role in ("system", "user", "tool"))
-    said, more = {"role": "assistant", "content": _SAID[1]}, {"role": "user", "content": _SAID[2]}
-    for chat in ([user, said, more], [system, more], [user, said, tool | {"content": _SAID[2]}]):
+    reply, follow_up = {"role": "assistant", "content": _SAID[1]}, {"role": "user", "content": _SAID[2]}
+    for chat in ([user, reply, follow_up], [system, follow_up], [user, reply, tool | {"content": _SAID[2]}]):
         try:
             text = apply_template(tokenizer, chat, add_generation_prompt=True)
         except (TemplateError, ValueError, TypeError):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from opd.config.prompts import OF_CHATS, Column
+from opd.config.prompts import CHAT_COLUMNS, Column
 from opd.prompts.broken import BrokenRow
 from opd.prompts.conversation import (
     Messages,
@@ -40,8 +40,8 @@ def _as_text(answer: Any) -> Any:
     if not isinstance(answer, int | float) or isinstance(answer, bool) or not math.isfinite(answer):
         return answer
     # Beyond 2^53 a float stands for several whole numbers.
-    whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
-    return json.dumps(int(answer) if whole else answer)
+    is_whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
+    return json.dumps(int(answer) if is_whole else answer)
 
 
 class PromptLine(BaseModel):
@@ -69,7 +69,7 @@ class PromptLine(BaseModel):
 
         Raises: BrokenRow for a value that JSON has no form for, such as a table's dates.
         """
-        columns = {name: value for name, value in self.__dict__.items() if value or name not in OF_CHATS}
+        columns = {name: value for name, value in self.__dict__.items() if value or name not in CHAT_COLUMNS}
         try:
             return _COMPACT.encode(columns).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
@@ -99,13 +99,13 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
     Raises: BrokenRow.
     """
     if isinstance(data, dict):
-        data = _read_columns(data, {ours: (columns or {}).get(ours, ours) for ours in COLUMNS})
+        data = _read_columns(data, {column: (columns or {}).get(column, column) for column in COLUMNS})
     try:
         line = PromptLine.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(keys_of(first, data)) or "line"
-        raise BrokenRow(f"column `{place}`: {describe_error(first)}", "correct or delete this line") from None
+        detail = error.errors()[0]
+        column_path = ".".join(keys_of(detail, data)) or "line"
+        raise BrokenRow(f"column `{column_path}`: {describe_error(detail)}", "correct or delete this line") from None
     for name in ("prompt", "completion", "answer"):
         value = getattr(line, name)
         if any("\0" in text for text in ([m["content"] for m in value] if isinstance(value, list) else [value or ""])):
@@ -117,11 +117,11 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
     """Return the row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
     if names["prompt"] not in data:
         raise BrokenRow(*no_column(str(names["prompt"]), data))
-    row: dict[str, Any] = {ours: data[name] for ours, name in names.items() if name is not None and name in data}
-    for ours in SPOKEN:
-        if isinstance(row.get(ours), list):
-            row[ours] = read_messages(str(names[ours]), row[ours])
-    of_chat = {ours: value for ours in OF_CHATS if (value := row.pop(ours, None))}
+    row: dict[str, Any] = {column: data[name] for column, name in names.items() if name is not None and name in data}
+    for column in SPOKEN:
+        if isinstance(row.get(column), list):
+            row[column] = read_messages(str(names[column]), row[column])
+    of_chat = {column: value for column in CHAT_COLUMNS if (value := row.pop(column, None))}
     if not isinstance(row["prompt"], list):
         return row
     if "system" in of_chat:
@@ -137,7 +137,7 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
 
 def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
     """Return the data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
-    return {columns.get(ours, ours) for ours in COLUMNS if chat or ours not in OF_CHATS}
+    return {columns.get(column, column) for column in COLUMNS if chat or column not in CHAT_COLUMNS}
 
 
 def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
@@ -145,29 +145,29 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
-    asks, says, answers = (columns.get(ours, ours) for ours in ("prompt", "completion", "answer"))
-    prompt, completion = data.get(asks), data.get(says)
-    if isinstance(completion, str) and answers != says:
-        data = {**data, says: [{"role": "assistant", "content": completion}]}
-    elif says and isinstance(completion, list):
-        said = [rename_turn_keys(message) for message in completion]
-        data = {**data, says: said, **(_read_answers(data, said[0], answers) if len(said) == 1 else {})}
+    prompt_column, completion_column, answer_column = (columns.get(column, column) for column in ("prompt", "completion", "answer"))
+    prompt, completion = data.get(prompt_column), data.get(completion_column)
+    if isinstance(completion, str) and answer_column != completion_column:
+        data = {**data, completion_column: [{"role": "assistant", "content": completion}]}
+    elif completion_column and isinstance(completion, list):
+        completion_turns = [rename_turn_keys(message) for message in completion]
+        data = {**data, completion_column: completion_turns, **(_read_answers(data, completion_turns[0], answer_column) if len(completion_turns) == 1 else {})}
     if isinstance(prompt, str):
-        return {**data, asks: [{"role": "user", "content": prompt}]}
+        return {**data, prompt_column: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
         return data
     turns = [rename_turn_keys(message) for message in prompt]
     last = turns[-1] if len(turns) > 1 and isinstance(turns[-1], dict) else {}
     if last.get("role") != "assistant":
-        return {**data, asks: turns}
-    learned = {says: [last]} if says and is_learned(last) else {}
-    return {**learned, **data, asks: turns[:-1], **(_read_answers(data, last, answers) if learned else {})}
+        return {**data, prompt_column: turns}
+    learned = {completion_column: [last]} if completion_column and is_learned(last) else {}
+    return {**learned, **data, prompt_column: turns[:-1], **(_read_answers(data, last, answer_column) if learned else {})}
 
 
-def _read_answers(data: Mapping[str, Any], turn: Any, answers: str | None) -> dict[str, str]:
+def _read_answers(data: Mapping[str, Any], turn: Any, answer_column: str | None) -> dict[str, str]:
     """Return the column `answer_column` with the text of the assistant's turn, if it is to be read and the row has no answer."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
-    return {answers: _turn_text(turn)} if answers and is_answer and data.get(answers) in (None, "") else {}
+    return {answer_column: _turn_text(turn)} if answer_column and is_answer and data.get(answer_column) in (None, "") else {}
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
@@ -181,11 +181,11 @@ def _turn_text(message: Mapping[str, Any]) -> str:
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return an object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    data = dict(pairs)
+    if len(data) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key `{next(name for name in names if names.count(name) > 1):.40}` is given twice")
-    return found
+    return data
 
 
 PARSER = json.JSONDecoder(object_pairs_hook=_parse_object)
@@ -197,22 +197,22 @@ def parse_json_line(line: bytes) -> Any:
     try:
         return PARSER.decode(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        found, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
+        fault, fix = f"byte {error.start + 1} is not UTF-8: {error.reason}", "convert the file to UTF-8"
     except json.JSONDecodeError as error:
-        found = f"{error.msg} at column {error.colno}: {error.doc.strip()[:60]!r}"
+        fault = f"{error.msg} at column {error.colno}: {error.doc.strip()[:60]!r}"
         if error.doc.strip() in ("{", "["):
             fix = "write each object on a line of its own: jq -c . OLD.json > NEW.jsonl"
     except (RecursionError, ValueError) as error:  # ValueError: bad JSON, or a number of thousands of digits
-        found = f"JSON that cannot be read: {error}"
-    raise BrokenRow(found, fix)
+        fault = f"JSON that cannot be read: {error}"
+    raise BrokenRow(fault, fix)
 
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
     """Return the problem and its remedy, if a column that is needed has another name or is missing."""
-    found = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
+    fault = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
     if name != "prompt":
-        return found, "correct the names under `columns` and `filter` of the pipeline's `prompts`"
-    return found, (
+        return fault, "correct the names under `columns` and `filter` of the pipeline's `prompts`"
+    return fault, (
         "call what asks `prompt`, or say what it is called: `prompts: {path: ..., columns: {prompt: NAME}}`, and for "
         "conversations that end with their answer `chat: true` beside it"
     )

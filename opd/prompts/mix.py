@@ -38,17 +38,17 @@ class MixedPrompts:
         self._exact = exact
         self._total = round(sum(exact.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
-        self._taken = array("q", [0] * len(exact))
+        self._offsets = array("q", [0] * len(exact))
         """Running totals, step after step: the prompts of each domain before step 1, before step 2, and so on, as far as
         needed."""
 
     def take(self, step: int) -> list[Prompt]:
         """Return the prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
         num = len(self._exact)
-        for before in range(len(self._taken) // num, step):
-            counts = self._count_prompts(before).values()
-            self._taken.extend(taken + count for taken, count in zip(self._taken[-num:], counts, strict=True))
-        starts = self._taken[(step - 1) * num : step * num]
+        for earlier in range(len(self._offsets) // num, step):
+            counts = self._count_prompts(earlier).values()
+            self._offsets.extend(offset + count for offset, count in zip(self._offsets[-num:], counts, strict=True))
+        starts = self._offsets[(step - 1) * num : step * num]
         return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._count_prompts(step))
 
     def _count_prompts(self, step: int) -> dict[str, int]:
@@ -78,7 +78,7 @@ class BalancedPrompts:
         self._domains = EndlessDomains(by_domain, seed, n)
         self._balance = balance
         self._n = n
-        self._taken = Counter[str]()
+        self._offsets = Counter[str]()
         self._last = 0
         self._ahead = ahead
         self._counts = {step: balance.count_samples(step) for step in range(1, ahead + 2)}
@@ -90,7 +90,7 @@ class BalancedPrompts:
         """Take in the record of the step that was taken last."""
         assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
         self._last = record.step
-        self._taken.update({name: number // self._n for name, number in record.prompts.items()})
+        self._offsets.update({name: number // self._n for name, number in record.prompts.items()})
         del self._counts[record.step]
         self._balance.record_step(record)
         decided = record.step + 1 + self._ahead
@@ -99,9 +99,9 @@ class BalancedPrompts:
     def take(self, step: int) -> list[Prompt]:
         """Return the prompts of a step after those whose records came in, grouped by domain."""
         assert step in self._counts, f"prompts of step {step} with records up to {self._last}"
-        starts = Counter(self._taken)
-        for before in range(self._last + 1, step):
-            starts.update(self._counts[before])
+        starts = Counter(self._offsets)
+        for earlier in range(self._last + 1, step):
+            starts.update(self._counts[earlier])
         return self._domains.read(starts, self._counts[step])
 
 
@@ -119,10 +119,10 @@ class EndlessDomains:
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """`counts` prompts of each domain from its place in `starts`, domain after domain."""
-        asked = dict(starts), dict(counts)
-        if asked != self._read[0]:
+        request = dict(starts), dict(counts)
+        if request != self._read[0]:
             windows = (self._take_window(name, starts[name], count) for name, count in counts.items())
-            self._read = asked, [prompt for window in windows for prompt in window for _ in range(self._n)]
+            self._read = request, [prompt for window in windows for prompt in window for _ in range(self._n)]
         return list(self._read[1])
 
     def _take_window(self, domain: str, start: int, count: int) -> list[Prompt]:

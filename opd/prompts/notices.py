@@ -39,12 +39,12 @@ def collect_notices(
             f"{label}: {_format_count(ended)} prompts end with a turn of the assistant, and the student goes on after it; with `chat: true` "
             "that turn is the answer"
         )
-    for trait, what in ((SYSTEM, "the system message"), (TOOLS, "the tools"), (VARIABLES, "chat_template_kwargs")):
+    for trait, subject in ((SYSTEM, "the system message"), (TOOLS, "the tools"), (VARIABLES, "chat_template_kwargs")):
         have = prompts.with_trait(trait) & (prompts.lengths > 0)
         if have.any():
             line = rows[int(prompts.indices[np.flatnonzero(have)[0]])]
             if _is_lost(trait, line, tokenizer, day, {**(variables or {}), **line.variables}):
-                yield f"{label}: the chat template leaves out {what} of {_format_count(have)} prompts"
+                yield f"{label}: the chat template leaves out {subject} of {_format_count(have)} prompts"
 
 
 def _format_count(mask: Any) -> str:
@@ -60,9 +60,9 @@ def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, var
         return not any(tool["function"]["name"] in text for tool in line.tools)
     assert not isinstance(line.prompt, str), "a text has no traits"
     specials = special_texts(tokenizer)  # which the template was given broken up
-    told = [
+    system_texts = [
         escape_specials(message["content"], specials).strip()
         for message in line.prompt
         if message["role"] in SYSTEM_ROLES
     ]
-    return not all(part in text for part in told)
+    return not all(part in text for part in system_texts)

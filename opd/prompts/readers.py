@@ -27,7 +27,7 @@ from opd.prompts.sources import Source, import_datasets, kind_of, open_unpacked,
 BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20
 """Characters of a JSON array that are read at a time."""
-DAMAGED = (EOFError, zlib.error)
+GZIP_ERRORS = (EOFError, zlib.error)
 """Errors that a damaged gzip file raises, beside an OSError."""
 csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
@@ -64,12 +64,12 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
         return
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
-            for place, row in _json_rows(file, shown):
-                yield place, _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None
+            for location, row in _json_rows(file, shown):
+                yield location, _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None
         elif source.kind == "csv":
             yield from _read_tables(shown, _read_csv(file, shown, config), _from_text, config)
         else:
-            yield from _read_tables(shown, _parquet(file, shown, config), _from_table, config)
+            yield from _read_tables(shown, _parquet_tables(file, shown, config), _from_table, config)
 
 
 def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
@@ -77,12 +77,12 @@ def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
     rule = config.filter
     if rule is None:
         return True
-    wanted = [rule.equals] if rule.one_of is None else rule.one_of
-    found = row.get(rule.column) if isinstance(row, dict) else None
+    allowed = [rule.equals] if rule.one_of is None else rule.one_of
+    cell = row.get(rule.column) if isinstance(row, dict) else None
     if text:
-        return found in [value if isinstance(value, str) else json.dumps(value) for value in wanted]
+        return cell in [value if isinstance(value, str) else json.dumps(value) for value in allowed]
     # In Python True equals 1; in a data set it does not.
-    return any(found == value and isinstance(found, bool) == isinstance(value, bool) for value in wanted)
+    return any(cell == value and isinstance(cell, bool) == isinstance(value, bool) for value in allowed)
 
 
 # JSONL
@@ -91,14 +91,14 @@ def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
 def _json_rows(file: Path, shown: str) -> Iterator[Row]:
     """Yield the objects of a JSONL file, or of a file that is one array of JSON. Raises: PromptError."""
     try:
-        with open_unpacked(file) as opened:
-            if opened.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
-                opened.seek(0)
-            start = opened.tell()
-            is_array = _is_array(opened.read(1 << 16))
-            opened.seek(start)
-            yield from _array_rows(opened, shown) if is_array else _json_lines(opened, shown)
-    except (OSError, *DAMAGED) as error:
+        with open_unpacked(file) as stream:
+            if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
+                stream.seek(0)
+            start = stream.tell()
+            is_array = _is_array(stream.read(1 << 16))
+            stream.seek(start)
+            yield from _array_rows(stream, shown) if is_array else _json_lines(stream, shown)
+    except (OSError, *GZIP_ERRORS) as error:
         raise _make_unreadable_error(shown, error) from None
 
 
@@ -108,12 +108,12 @@ def _is_array(start: bytes) -> bool:
     return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
-def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
+def _array_rows(stream: IO[bytes], shown: str) -> Iterator[Row]:
     """Yield the values of one array, as many at a time as a buffer holds. Raises: PromptError naming the row."""
     text, number, at_end = "", 0, False
-    decoded = codecs.getreader("utf-8")(opened)
+    decoded = codecs.getreader("utf-8")(stream)
     while True:
-        place = RowLocation(shown, number + 1, line=False)
+        location = RowLocation(shown, number + 1, line=False)
         text = text.lstrip(" \t\r\n," if number else " \t\r\n[")
         if text.startswith("]"):
             return
@@ -121,46 +121,46 @@ def _array_rows(opened: IO[bytes], shown: str) -> Iterator[Row]:
             row, end = PARSER.raw_decode(text)
         except (RecursionError, ValueError) as error:
             if at_end or len(text) > MAX_LINE_BYTES:
-                found = (
+                fault = (
                     f"a row of more than {len(text):,} bytes" if not at_end else f"JSON that cannot be read: {error}"
                 )
-                raise place.make_error(
-                    BrokenRow(found, "correct this array, or make lines of it: jq -c '.[]'")
+                raise location.make_error(
+                    BrokenRow(fault, "correct this array, or make lines of it: jq -c '.[]'")
                 ) from None
             try:
-                more = decoded.read(ARRAY_CHARACTERS)
+                chunk = decoded.read(ARRAY_CHARACTERS)
             except UnicodeDecodeError as wrong:
-                found = f"bytes that are not UTF-8: {wrong.reason}"
-                raise place.make_error(BrokenRow(found, "convert the file to UTF-8")) from None
-            text, at_end = text + more, not more
+                fault = f"bytes that are not UTF-8: {wrong.reason}"
+                raise location.make_error(BrokenRow(fault, "convert the file to UTF-8")) from None
+            text, at_end = text + chunk, not chunk
             continue
         number, text = number + 1, text[end:]
-        yield place, row
+        yield location, row
 
 
-def _json_lines(opened: IO[bytes], shown: str) -> Iterator[Row]:
+def _json_lines(stream: IO[bytes], shown: str) -> Iterator[Row]:
     """Yield the objects of a JSONL file. CRLF and blank lines are accepted."""
     number = 0
-    while line := opened.readline(MAX_LINE_BYTES + 2):
+    while line := stream.readline(MAX_LINE_BYTES + 2):
         number += 1
-        place = RowLocation(shown, number, line=True)
+        location = RowLocation(shown, number, line=True)
         body = line.removesuffix(b"\n").removesuffix(b"\r")
         if len(body) > MAX_LINE_BYTES:
-            length = len(line) if line.endswith(b"\n") else len(line) + _skip_line(opened)
-            raise place.make_error(
+            length = len(line) if line.endswith(b"\n") else len(line) + _skip_line(stream)
+            raise location.make_error(
                 BrokenRow(f"a line of {length:,} bytes", "is it JSONL, one object a line? Split or delete this line")
             )
         if body.strip():
             try:
-                yield place, parse_json_line(body)
+                yield location, parse_json_line(body)
             except BrokenRow as problem:
-                raise place.make_error(problem) from None
+                raise location.make_error(problem) from None
 
 
-def _skip_line(opened: Any) -> int:
+def _skip_line(stream: Any) -> int:
     """Read to the end of the line; returns the number of bytes."""
     total = 0
-    while part := opened.readline(MAX_LINE_BYTES):
+    while part := stream.readline(MAX_LINE_BYTES):
         total += len(part.removesuffix(b"\n"))
         if part.endswith(b"\n"):
             break
@@ -195,14 +195,14 @@ def _read_tables(shown: str, batches: Iterator[Any], clean: Clean, config: Promp
         _refuse_large_row(table, shown, number)
         for row in _rows_of_table(table):
             number += 1
-            place = RowLocation(shown, number, line=False)
+            location = RowLocation(shown, number, line=False)
             if not passes_filter(row, config, text=text):
-                yield place, None
+                yield location, None
                 continue
             try:
-                yield place, _with_metadata(clean(row, prompt), metadata)
+                yield location, _with_metadata(clean(row, prompt), metadata)
             except BrokenRow as problem:
-                raise place.make_error(problem) from None
+                raise location.make_error(problem) from None
 
 
 def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
@@ -213,11 +213,11 @@ def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:  # errors of pandas are ValueErrors
+    except (OSError, ValueError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:  # errors of pandas are ValueErrors
         raise _make_unreadable_error(shown, error) from None
 
 
-def _refuse_large_row(table: Any, shown: str, before: int) -> None:
+def _refuse_large_row(table: Any, shown: str, rows_before: int) -> None:
     """Refuse a row that is too large, before Python makes copies of it. `rows_before`: the number of rows before this table.
     Raises: PromptError."""
     import pyarrow as pa
@@ -228,17 +228,17 @@ def _refuse_large_row(table: Any, shown: str, before: int) -> None:
         return
     for index in range(len(plain)):
         if (size := plain.slice(index, 1).nbytes) > MAX_LINE_BYTES:
-            place = RowLocation(shown, before + index + 1, line=False)
-            raise place.make_error(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
+            location = RowLocation(shown, rows_before + index + 1, line=False)
+            raise location.make_error(BrokenRow(f"a row of {size:,} bytes", "split or delete this row"))
 
 
 def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
     """Refuse a Parquet file with rows that are too large on average, from its footer: nothing is unpacked. Raises: PromptError."""
     from pyarrow import parquet
 
-    found, row = parquet.read_metadata(file), 0
-    for number in range(found.num_row_groups):
-        group = found.row_group(number)
+    metadata, row = parquet.read_metadata(file), 0
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
         parts = [group.column(index) for index in range(group.num_columns)]
         read = [part for part in parts if any(f"{part.path_in_schema}.".startswith(f"{name}.") for name in columns)]
         total, rows = sum(part.total_uncompressed_size for part in read), group.num_rows
@@ -248,7 +248,7 @@ def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
         row += group.num_rows
 
 
-def _parquet(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
+def _parquet_tables(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
     from pyarrow import parquet
 
     columns = _choose_columns(shown, parquet.read_schema(file).names, config)
@@ -308,7 +308,7 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
 
     try:
         names = _read_header(file) if kind_of(file) == "csv" else parquet.read_schema(file).names
-    except (OSError, ValueError, csv.Error, pa.ArrowException, *DAMAGED) as error:
+    except (OSError, ValueError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:
         raise _make_unreadable_error(shown, error) from None
     _choose_columns(shown, names, config)
 
@@ -321,15 +321,15 @@ def _read_saved_dataset(directory: Path, config: PromptsConfig) -> Iterator[Any]
 
 def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> list[str]:
     """Return the columns that are read. Raises: PromptError if the prompt, or a column that the pipeline names, is missing."""
-    named = [config.prompt_column, *config.named_columns.values()]
-    named += [config.filter.column] if config.filter else []
-    for name in named:
+    required = [config.prompt_column, *config.named_columns.values()]
+    required += [config.filter.column] if config.filter else []
+    for name in required:
         if name not in names:
-            found, fix = no_column(name, dict.fromkeys(names))
-            raise PromptError.at(shown, found=found, wanted=f"columns with {FORM}", fix=fix)
-    ours = [config.columns.get(name, name) for name in COLUMNS]
-    wanted = list(dict.fromkeys(name for name in (*named, *ours) if name is not None and name in names))
-    for name in wanted:
+            fault, fix = no_column(name, dict.fromkeys(names))
+            raise PromptError.at(shown, found=fault, wanted=f"columns with {FORM}", fix=fix)
+    optional = [config.columns.get(name, name) for name in COLUMNS]
+    columns = list(dict.fromkeys(name for name in (*required, *optional) if name is not None and name in names))
+    for name in columns:
         if (times := list(names).count(name)) > 1:
             raise PromptError.at(
                 shown,
@@ -337,7 +337,7 @@ def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> 
                 wanted="one, so that it is clear which is meant",
                 fix="rename or delete the others",
             )
-    return wanted
+    return columns
 
 
 def column_names(source: Source) -> list[str]:
@@ -390,10 +390,10 @@ def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
     return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in filled.items()}
 
 
-def _drop_empty_keys(value: Any, but: Sequence[str] = ()) -> Any:
+def _drop_empty_keys(value: Any, keep_keys: Sequence[str] = ()) -> Any:
     """Drop the empty keys of chat messages, but keep `keep_keys`."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
-        return [{key: part for key, part in message.items() if part is not None or key in but} for message in value]
+        return [{key: part for key, part in message.items() if part is not None or key in keep_keys} for message in value]
     return value
 
 

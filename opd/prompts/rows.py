@@ -99,16 +99,16 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
     """
     config = as_prompts_config(prompts)
     source = find_source(prompts)
-    before = source.file_states()
+    states = source.file_states()
     key = _cache_key(source, config)
     cached = source.nbytes > IN_MEMORY_BYTES
     batches = open_batches(
-        f"rows-{key}", SCHEMA, lambda: in_batches(_read_unchanged(source, config, before), SCHEMA), cached=cached
+        f"rows-{key}", SCHEMA, lambda: in_batches(_read_unchanged(source, config, states), SCHEMA), cached=cached
     )
     order = None
     if config.shuffle_seed is not None:
-        whole = np.array(shuffle_numbers(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
-        order = whole[: config.limit]
+        permutation = np.array(shuffle_numbers(len(batches), f"opd prompts {config.shuffle_seed}"), np.int64)
+        order = permutation[: config.limit]
     key = _extend_key(key, [config.shuffle_seed, config.limit])
     return Rows(source.label, key, cached, _find_unread_columns(source, config, batches), batches, order)
 
@@ -118,8 +118,8 @@ def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches
     of_filter = {config.filter.column} if config.filter else set()
     used = columns_in_use(config.columns, chat=True)
     of_table = [name for name in column_names(source) if name not in used]
-    found = dict.fromkeys([*of_table, *batches.flatten_lists("unread")])
-    return tuple(name for name in found if name not in of_filter)
+    candidates = dict.fromkeys([*of_table, *batches.flatten_lists("unread")])
+    return tuple(name for name in candidates if name not in of_filter)
 
 
 def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
@@ -133,9 +133,9 @@ def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
     source = find_source(prompts)
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
-            place, row = next(source_rows(source, config), (None, None))
-            if place is not None and row is not None:
-                _encode_row(place, _check_line(place, row, config))
+            location, row = next(source_rows(source, config), (None, None))
+            if location is not None and row is not None:
+                _encode_row(location, _check_line(location, row, config))
         else:
             refuse_missing_columns(file, shown, config)
 
@@ -145,10 +145,10 @@ def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
     return list(open_rows(prompts))
 
 
-def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> Iterator[Stored]:
+def _read_unchanged(source: Source, config: PromptsConfig, states: object) -> Iterator[Stored]:
     """Yield the rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
     yield from _check_rows(source, config)
-    if source.file_states() != before:
+    if source.file_states() != states:
         raise PromptError.at(
             source.label,
             found="a file that was written to while it was read",
@@ -159,52 +159,52 @@ def _read_unchanged(source: Source, config: PromptsConfig, before: object) -> It
 
 def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
     """Yield each row as it is stored: checked, filtered, no more than the limit. Raises: PromptError."""
-    seen: set[str] = set()
+    present: set[str] = set()
     unread: set[str] = set()
     named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
     of_text, of_chat = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
     total = read = 0
-    for number, (place, row) in enumerate(source_rows(source, config)):
+    for number, (location, row) in enumerate(source_rows(source, config)):
         total = number + 1
         if row is None:
             continue
-        line = _check_line(place, row, config)
-        seen.update(name for name in named if name in row)
+        line = _check_line(location, row, config)
+        present.update(name for name in named if name in row)
         read += 1
         used = of_text if isinstance(line.prompt, str) else of_chat
         new = [name for name in row if name not in used and name not in unread and row[name] not in (None, "", [], {})]
         unread.update(new)
         answered = bool(line.answer) and row.get(answers) in (None, "")
-        yield number, _encode_row(place, line), new, answered
+        yield number, _encode_row(location, line), new, answered
         if config.shuffle_seed is None and read == config.limit:
             break
     _refuse_none(source, config, total, read)
-    for ours, name in config.named_columns.items():
-        if name not in seen:
+    for column, name in config.named_columns.items():
+        if name not in present:
             raise PromptError.at(
                 source.label,
                 found=f"no row with a column `{name}`",
-                wanted=f"the column that prompts.columns.{ours} names",
+                wanted=f"the column that prompts.columns.{column} names",
                 fix="correct the name",
             )
 
 
-def _check_line(place: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
+def _check_line(location: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
     """Check a row. Raises: PromptError."""
     try:
         return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
     except BrokenRow as problem:
-        raise place.make_error(problem) from None
+        raise location.make_error(problem) from None
 
 
-def _encode_row(place: RowLocation, line: PromptLine) -> bytes:
+def _encode_row(location: RowLocation, line: PromptLine) -> bytes:
     """Return a row as canonical JSON. Raises: PromptError."""
     try:
         encoded = line.as_json()
-        if not place.line and len(encoded) > MAX_LINE_BYTES:
+        if not location.line and len(encoded) > MAX_LINE_BYTES:
             raise BrokenRow(f"a row of {len(encoded):,} bytes", "split or delete this row")
     except BrokenRow as problem:
-        raise place.make_error(problem) from None
+        raise location.make_error(problem) from None
     return encoded
 
 
@@ -213,10 +213,10 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
         return
     if total and config.filter is not None:
         rule = config.filter
-        wanted = rule.equals if rule.one_of is None else rule.one_of
+        allowed = rule.equals if rule.one_of is None else rule.one_of
         raise PromptError.at(
             source.label,
-            found=f"no prompts: of {total:,} rows none has {wanted!r} in the column `{rule.column}`",
+            found=f"no prompts: of {total:,} rows none has {allowed!r} in the column `{rule.column}`",
             wanted="at least one row",
             fix="correct prompts.filter",
         )
@@ -230,10 +230,10 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 
 def _cache_key(source: Source, config: PromptsConfig) -> str:
     """Hash of all that decides the rows before shuffle and limit."""
-    wanted = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
-    first = config.limit if config.shuffle_seed is None else None
-    return _extend_key("", [FORMAT, source.kind, source.content_hash(), wanted, first])
+    settings = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
+    limit = config.limit if config.shuffle_seed is None else None
+    return _extend_key("", [FORMAT, source.kind, source.content_hash(), settings, limit])
 
 
-def _extend_key(key: str, more: object) -> str:
-    return blake3_json([key, more])
+def _extend_key(key: str, parts: object) -> str:
+    return blake3_json([key, parts])

@@ -62,7 +62,7 @@ class Source:
 
     def file_states(self) -> list[tuple[int, int]]:
         """Return the sizes and times, which change if somebody writes to the files. Raises: OSError."""
-        return [(found.st_size, found.st_mtime_ns) for found in (file.stat() for file in self.files)]
+        return [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self.files)]
 
 
 def kind_of(file: Path) -> str:
@@ -141,14 +141,14 @@ def quiet_datasets() -> Iterator[None]:
     """
     datasets = import_datasets()
     logging, config = datasets.utils.logging, datasets.config
-    before = logging.get_verbosity(), config.TORCH_AVAILABLE
+    old_settings = logging.get_verbosity(), config.TORCH_AVAILABLE
     logging.set_verbosity(logging.CRITICAL)
     config.TORCH_AVAILABLE = False
     try:
         yield
     finally:
-        logging.set_verbosity(before[0])
-        config.TORCH_AVAILABLE = before[1]
+        logging.set_verbosity(old_settings[0])
+        config.TORCH_AVAILABLE = old_settings[1]
 
 
 def _make_missing_error(config: PromptsConfig, error: FileNotFoundError) -> PromptError:
@@ -182,9 +182,9 @@ def _refuse_no_file(path: Path) -> None:
 def _find_file(config: PromptsConfig, label: str) -> Source:
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
-            raise _not_for(key, f"{config.path}, a file", config)
+            raise _make_key_error(key, f"{config.path}, a file", config)
     if config.split not in (None, "train"):
-        raise _not_for("split", f"{config.path}, a file, which has no splits", config)
+        raise _make_key_error("split", f"{config.path}, a file, which has no splits", config)
     if unpack := OTHERS.get(config.path.suffix.lower()):
         raise PromptError.at(
             config.path,
@@ -195,10 +195,10 @@ def _find_file(config: PromptsConfig, label: str) -> Source:
     return Source(label=label, kind=kind_of(config.path), files=(config.path,), shown=(str(config.path),))
 
 
-def _not_for(key: str, found: str, config: PromptsConfig) -> PromptError:
+def _make_key_error(key: str, problem: str, config: PromptsConfig) -> PromptError:
     return PromptError.at(
         f"prompts.{key}: {getattr(config, key)}",
-        found=found,
+        found=problem,
         wanted="a directory or a data set of the hub, to which this key belongs",
         fix=f"leave `{key}` out",
     )
@@ -207,14 +207,14 @@ def _not_for(key: str, found: str, config: PromptsConfig) -> PromptError:
 def _open_saved_dataset(config: PromptsConfig, label: str) -> Source:
     for key in ("name", "revision"):
         if getattr(config, key) is not None:
-            raise _not_for(key, f"{config.path}, a saved data set", config)
+            raise _make_key_error(key, f"{config.path}, a saved data set", config)
     directory = config.path
     if (directory / SAVED_SPLITS).is_file():
-        splits = _json(directory / SAVED_SPLITS, "splits")
+        splits = _read_json(directory / SAVED_SPLITS, "splits")
         directory /= _choose_split(config, splits, label)
     elif config.split not in (None, "train"):
-        raise _not_for("split", f"{config.path}, which was saved without splits", config)
-    names = [part["filename"] for part in _json(directory / SAVED, "_data_files")]
+        raise _make_key_error("split", f"{config.path}, which was saved without splits", config)
+    names = [part["filename"] for part in _read_json(directory / SAVED, "_data_files")]
     files = tuple(directory / Path(name).name for name in names)  # `.name`: a name must not lead out of the directory
     for file in (*files, directory / "dataset_info.json"):
         file.stat()
@@ -222,7 +222,7 @@ def _open_saved_dataset(config: PromptsConfig, label: str) -> Source:
     return Source(label=label, kind="saved", files=files, directory=directory, shown=shown)
 
 
-def _json(file: Path, key: str) -> Any:
+def _read_json(file: Path, key: str) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))[key]
     except (ValueError, KeyError, TypeError) as error:
@@ -233,15 +233,15 @@ def _json(file: Path, key: str) -> Any:
 
 def _choose_split(config: PromptsConfig, splits: Sequence[str], label: str) -> str:
     """Return the split asked for, else `train`, else the only one. Raises: PromptError."""
-    wanted = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
-    if wanted not in splits:
+    split = config.split or ("train" if "train" in splits or len(splits) != 1 else splits[0])
+    if split not in splits:
         raise PromptError.at(
             label,
             found=f"the splits {', '.join(splits) or '(none)'}",
-            wanted=f"a split `{wanted}`",
+            wanted=f"a split `{split}`",
             fix="name one of them: prompts: {path: ..., split: NAME}",
         )
-    return wanted
+    return split
 
 
 def _data_files(config: PromptsConfig, label: str) -> Source:
@@ -250,26 +250,26 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
     The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
     """
     datasets = import_datasets()
-    here = config.path.is_dir()
+    is_local = config.path.is_dir()
     try:
         with quiet_datasets():
             # The library resolves links and `..`, and names the files by what comes out.
-            path = str(config.path.resolve()) if here else config.path.as_posix()
+            path = str(config.path.resolve()) if is_local else config.path.as_posix()
             builder = _load_builder(path, config)
             by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
             kind = FROM_LIBRARY.get(builder.name)
             if kind is None or not by_split:
-                raise _unreadable(label, builder.name)
+                raise _make_read_error(label, builder.name)
             names = list(by_split[_choose_split(config, [str(split) for split in by_split], label)])
-            _refuse_outside(path if here else "hf://datasets/", names, label)
-            local = names if here else datasets.DownloadManager().download(names)
+            _refuse_outside(path if is_local else "hf://datasets/", names, label)
+            local = names if is_local else datasets.DownloadManager().download(names)
     except PromptError:
         raise
     except (OSError, ValueError) as error:
-        if here and isinstance(error, FileNotFoundError):
+        if is_local and isinstance(error, FileNotFoundError):
             raise
-        raise _no_hub(config, str(error)) from None
-    shown = tuple(name if not here else str(config.path / Path(name).relative_to(Path(path))) for name in names)
+        raise _make_hub_error(config, str(error)) from None
+    shown = tuple(name if not is_local else str(config.path / Path(name).relative_to(Path(path))) for name in names)
     return Source(label=label, kind=kind, files=tuple(Path(file) for file in local), shown=shown)
 
 
@@ -305,7 +305,7 @@ def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:
             )
 
 
-def _unreadable(label: str, reader: str) -> PromptError:
+def _make_read_error(label: str, reader: str) -> PromptError:
     return PromptError.at(
         label,
         found=f"data that `datasets` would read with its reader `{reader}`",
@@ -314,13 +314,13 @@ def _unreadable(label: str, reader: str) -> PromptError:
     )
 
 
-def _no_hub(config: PromptsConfig, why: str) -> PromptError:
+def _make_hub_error(config: PromptsConfig, reason: str) -> PromptError:
     if config.path.is_dir():
-        return PromptError.at(config.path, found=why, wanted=FORMATS, fix="name the files' configuration and split")
+        return PromptError.at(config.path, found=reason, wanted=FORMATS, fix="name the files' configuration and split")
     name = config.path.as_posix()
     return PromptError.at(
         f"prompts: {name}",
-        found=why,
+        found=reason,
         wanted="a data set of the hub that can be reached, or a file or directory here",
         fix=f"where there is a network: `hf download {name} --repo-type dataset --local-dir DIR`, and give `path: DIR`; a "
         "local path is relative to the current directory",

@@ -25,7 +25,7 @@ from opd.config.prompts import PromptsConfig
 from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
-from opd.prompts.encode import encode_prompts, refused_row
+from opd.prompts.encode import encode_prompts, make_row_error
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows, open_rows
 from opd.records.types import Prompt
@@ -108,8 +108,8 @@ class PromptTable(Sequence[Prompt]):
     def select_equal_prompts(self, prompts: Sequence[Prompt]) -> PromptTable:
         """Return the prompts whose token ids one of `prompts` has. They are compared by 64-bit hashes, so one too many is
         possible, though hardly ever; none is missed."""
-        wanted = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
-        return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], wanted))
+        digests = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
+        return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], digests))
 
 
 def split_side(prompt: str | Messages) -> int:
@@ -139,14 +139,14 @@ def load_prompts(
 
     Raises: PromptError.
     """
-    given = variables or {}
+    template_variables = variables or {}
     rows = open_rows(prompts)
     # No hash covers all that decides the ids of a tokenizer written in Python, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = open_batches(
-        f"tokens-{_key(rows, tokenizer, day, given)}" if cached else "",
+        f"tokens-{_cache_key(rows, tokenizer, day, template_variables)}" if cached else "",
         SCHEMA,
-        lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, given), SCHEMA),
+        lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, template_variables), SCHEMA),
         cached=cached,
     )
     return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
@@ -165,8 +165,8 @@ def _encode_prompts(
     with ThreadPoolExecutor(1) as ahead:
         pending = ahead.submit(encode, 0)
         for start in range(0, len(rows), ENCODED_AT_ONCE):
-            found, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
-            for line, ids in found:
+            batch, pending = pending.result(), ahead.submit(encode, start + ENCODED_AT_ONCE)
+            for line, ids in batch:
                 yield (
                     np.asarray(ids, np.int32),
                     len(ids),
@@ -203,10 +203,10 @@ def _encode_rows(
     except (TemplateError, ValueError, TypeError) as error:
         if len(lines) > 1:  # find out which one
             return [
-                _encode_rows(rows, start + i, [one], domain, tokenizer, day, variables)[0]
-                for i, one in enumerate(lines)
+                _encode_rows(rows, start + i, [prompt_line], domain, tokenizer, day, variables)[0]
+                for i, prompt_line in enumerate(lines)
             ]
-        raise refused_row(f"{rows.label}: prompt {domain}/{rows.row_number(start)}", "student", error) from None
+        raise make_row_error(f"{rows.label}: prompt {domain}/{rows.row_number(start)}", "student", error) from None
 
 
 def _hash_token_ids(token_ids: Sequence[int]) -> int:
@@ -215,7 +215,7 @@ def _hash_token_ids(token_ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
+def _cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
     """Hash of rows, tokenizer, chat template and its variables, day, and the libraries' versions: another release may give other ids."""
     parts = {
         "format": FORMAT,

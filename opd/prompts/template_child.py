@@ -24,7 +24,7 @@ def _to_json(value: Any, **options: Any) -> str:
     return json.dumps(value, **{"ensure_ascii": False} | options)
 
 
-def _find_fault(given: dict[str, Any]) -> str:
+def _find_fault(request: dict[str, Any]) -> str:
     """Return what is wrong with the template; empty if nothing is."""
     # As transformers sets it up; its tag `generation` only counts tokens.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
@@ -32,19 +32,19 @@ def _find_fault(given: dict[str, Any]) -> str:
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=lambda form: datetime.now().strftime(form)
     )
-    template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", given["template"])
-    for chat in given["chats"]:
-        for tools in (None, given["tools"]):
+    template = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", request["template"])
+    for chat in request["chats"]:
+        for tools in (None, request["tools"]):
             try:
-                variables = given["variables"] | {"messages": chat, "tools": tools, "add_generation_prompt": True}
+                variables = request["variables"] | {"messages": chat, "tools": tools, "add_generation_prompt": True}
                 length = len(environment.from_string(template).render(**variables))
             except RecursionError:
                 return "it calls itself without end"
             except MemoryError:
-                return f"it takes more than {given['bytes'] >> 20} MiB"
+                return f"it takes more than {request['bytes'] >> 20} MiB"
             except (jinja2.TemplateError, ArithmeticError, LookupError, AttributeError, TypeError, ValueError):
                 continue
-            if length > given["characters"]:
+            if length > request["characters"]:
                 return f"it writes {length:,} characters"
     return ""
 

@@ -92,20 +92,20 @@ class EpisodeStats:
     @classmethod
     def of(cls, results: Iterable[EpisodeResult]) -> Self:
         """Count what came of these episodes."""
-        found = list(results)
+        episode_results = list(results)
         return cls(
-            episodes=len(found),
-            audit=sum((r.audit for r in found), Audit()),
-            invalid_calls=sum(r.invalid_calls for r in found),
-            rewarded=sum(r.reward is not None for r in found),
-            reward_sum=math.fsum(r.reward for r in found if r.reward is not None),
-            stop_reasons=dict(Counter(r.stop_reason for r in found)),
-            error=next((r.error for r in found if r.error), ""),
-            not_closed=sum(bool(r.close_error) for r in found),
-            close_error=next((r.close_error for r in found if r.close_error), ""),
-            guard=GuardStats.sum_stats(r.guard for r in found),
-            sub_agents=dict(sum((Counter(r.sub_agents) for r in found), Counter())),
-            sub_agent_error=next((r.sub_agent_error for r in found if r.sub_agent_error), ""),
+            episodes=len(episode_results),
+            audit=sum((r.audit for r in episode_results), Audit()),
+            invalid_calls=sum(r.invalid_calls for r in episode_results),
+            rewarded=sum(r.reward is not None for r in episode_results),
+            reward_sum=math.fsum(r.reward for r in episode_results if r.reward is not None),
+            stop_reasons=dict(Counter(r.stop_reason for r in episode_results)),
+            error=next((r.error for r in episode_results if r.error), ""),
+            not_closed=sum(bool(r.close_error) for r in episode_results),
+            close_error=next((r.close_error for r in episode_results if r.close_error), ""),
+            guard=GuardStats.sum_stats(r.guard for r in episode_results),
+            sub_agents=dict(sum((Counter(r.sub_agents) for r in episode_results), Counter())),
+            sub_agent_error=next((r.sub_agent_error for r in episode_results if r.sub_agent_error), ""),
         )
 
     @classmethod

@@ -16,7 +16,7 @@ Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
 answer in which it found nothing, which a judge reads all the same."""
 
 
-DECIDED: dict[Stage, str] = {
+STAGE_NAMES: dict[Stage, str] = {
     "rules": "the rules",
     "judge": "the judge",
     "no_judge": "on_failure, there is no judge",
@@ -68,8 +68,8 @@ class GuardEvent:
     @property
     def line(self) -> str:
         """The sentence that a reader of the episode gets."""
-        done = "let pass" if self.verdict.allowed else "blocked"
-        return f"guard: {done} by {DECIDED[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
+        decision = "let pass" if self.verdict.allowed else "blocked"
+        return f"guard: {decision} by {STAGE_NAMES[self.verdict.stage]}, {self.rule}: {self.verdict.reason}"
 
     @property
     def describe(self) -> str:
@@ -90,8 +90,8 @@ class GuardStats(Sums):
     @classmethod
     def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
         """Return the sum of those that there are; None if there is none, because no guard looked on."""
-        known = [part for part in parts if part is not None]
-        return sum(known, cls()) if known else None
+        stats = [part for part in parts if part is not None]
+        return sum(stats, cls()) if stats else None
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -156,7 +156,7 @@ class GuardRecord:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`."""
         rules = {
-            name: RuleRecord(**rule | {"examples": tuple(GuardExample(**one) for one in rule["examples"])})
+            name: RuleRecord(**rule | {"examples": tuple(GuardExample(**example) for example in rule["examples"])})
             for name, rule in data["rules"].items()
         }
         return cls(checked=data["checked"], blocked_turns=data["blocked_turns"], rules=rules)
@@ -174,7 +174,7 @@ def _make_rule_record(event: GuardEvent) -> RuleRecord:
     return RuleRecord(hits=1, blocked=int(not verdict.allowed), stages={verdict.stage: 1}, examples=(example,))
 
 
-def _select_examples(given: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
+def _select_examples(examples: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
     """Return the first of either verdict."""
-    first = {example.blocked: example for example in reversed(given)}
-    return tuple(first[blocked] for blocked in (True, False) if blocked in first)
+    first_by_verdict = {example.blocked: example for example in reversed(examples)}
+    return tuple(first_by_verdict[blocked] for blocked in (True, False) if blocked in first_by_verdict)

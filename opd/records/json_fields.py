@@ -29,7 +29,7 @@ STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_refuse_i
 """Reads JSON as its standard has it: Python's own also takes NaN and Infinity, and writes them again, which other readers refuse."""
 
 
-def strict_json(text: str) -> Any:
+def parse_strict_json(text: str) -> Any:
     """Return the value of a JSON text. Raises: ValueError, also for NaN, Infinity and numbers beyond them; RecursionError."""
     return STRICT.decode(text)
 
@@ -41,12 +41,12 @@ def keep_known_keys(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any
     return {f.name: data[f.name] for f in fields(record) if f.name in data}
 
 
-def mapping_under(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def get_mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the mapping under a key, empty if there is none. Raises: TypeError if something else is there."""
-    found = data.get(key, {})
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{found!r:.60} under {key} where a mapping was expected")
-    return found
+    value = data.get(key, {})
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r:.60} under {key} where a mapping was expected")
+    return value
 
 
 def check_types(record: T) -> T:
@@ -56,12 +56,12 @@ def check_types(record: T) -> T:
     """
     kind: Any = type(record)
     try:
-        found: T = _type_adapter(kind).validate_python(asdict(cast(Any, record)))
+        checked: T = _type_adapter(kind).validate_python(asdict(cast(Any, record)))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise TypeError(f"{where} is {first['input']!r:.60}: {first['msg'].lower()}") from None
-    return found
+        first_error = error.errors()[0]
+        path = ".".join(map(str, first_error["loc"]))
+        raise TypeError(f"{path} is {first_error['input']!r:.60}: {first_error['msg'].lower()}") from None
+    return checked
 
 
 @cache

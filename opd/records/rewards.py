@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from math import sqrt
 from typing import TYPE_CHECKING, Any, Self
 
-from opd.records.json_fields import keep_known_keys, mapping_under
+from opd.records.json_fields import keep_known_keys, get_mapping
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class PolicyStats(Sums):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared(Sums):
+class GradientSums(Sums):
     """Sums over the parameters, or over a part of them, of two gradients as the optimiser adds them up."""
 
     divergence_sq: float
@@ -57,7 +57,7 @@ class PolicyReport:
     loss: float
     """The mean over the tokens that have an advantage, without the stream's weight."""
     domains: Mapping[str, PolicyStats]
-    compared: Compared | None = None
+    compared: GradientSums | None = None
     """None in a step in which the gradients were not compared."""
 
 
@@ -105,8 +105,8 @@ class RewardRecord:
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         optional = ("failed", "error")
         data["domains"] = {
-            name: {f.name: value for f in fields(found) if (value := getattr(found, f.name)) or f.name not in optional}
-            for name, found in self.domains.items()
+            name: {f.name: value for f in fields(reward) if (value := getattr(reward, f.name)) or f.name not in optional}
+            for name, reward in self.domains.items()
         }
         return {key: value for key, value in data.items() if value is not None}
 
@@ -115,16 +115,16 @@ class RewardRecord:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
         read = keep_known_keys(cls, data)
         domains = {
-            name: DomainReward(**keep_known_keys(DomainReward, found))
-            for name, found in mapping_under(read, "domains").items()
+            name: DomainReward(**keep_known_keys(DomainReward, reward))
+            for name, reward in get_mapping(read, "domains").items()
         }
         return cls(**read | {"domains": domains})
 
 
-def compare_gradients(compared: Compared | None) -> dict[str, float]:
+def compare_gradients(sums: GradientSums | None) -> dict[str, float]:
     """Return the keys of a `RewardRecord` that tell how the two gradients lie to each other."""
-    if compared is None:
+    if sums is None:
         return {}
-    divergence, policy = sqrt(compared.divergence_sq), sqrt(compared.policy_sq)
-    cosine = {"cosine": compared.dot / (divergence * policy)} if divergence and policy else {}
+    divergence, policy = sqrt(sums.divergence_sq), sqrt(sums.policy_sq)
+    cosine = {"cosine": sums.dot / (divergence * policy)} if divergence and policy else {}
     return cosine | {"divergence_norm": divergence, "policy_norm": policy}

@@ -120,7 +120,7 @@ class Evaluation:
         """Domain -> accuracy, 0..1."""
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
-    def is_of(self, domain: str, digest: str) -> bool:
+    def covers(self, domain: str, digest: str) -> bool:
         """Return True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
         return domain in self.scores and self.weights.get(domain, digest) == digest
 
@@ -141,7 +141,7 @@ class Evaluation:
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
         """Make the evaluation from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
-        found = cls(
+        evaluation = cls(
             model=data["model"],
             scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
             answers=tuple(ScoredAnswer(**answer) for answer in data["answers"]),
@@ -150,19 +150,19 @@ class Evaluation:
             weights=data.get("weights", {}),
             cached=data.get("cached", {}),
         )
-        return check_types(found)
+        return check_types(evaluation)
 
 
-def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T]) -> T:
+def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T]) -> T:
     """Return what `parse` makes of a result's file of format `version`.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != wanted:
+        if data["format"] != version:
             raise ValueError(f"format {data['format']!r}")
-        return read(data)
+        return parse(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError.at(
             path,
@@ -174,15 +174,15 @@ def load_result(path: Path, wanted: int, read: Callable[[Mapping[str, Any]], T])
 
 def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
     """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
-    last = {domain: found for found in evaluations for domain in found.scores}
-    training = {(found.step, found.tokens) for found in evaluations}
+    latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
+    training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
-        scores={domain: found.scores[domain] for domain, found in last.items()},
-        answers=tuple(a for domain, found in last.items() for a in found.answers if a.domain == domain),
+        scores={domain: evaluation.scores[domain] for domain, evaluation in latest.items()},
+        answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
         step=step,
         tokens=tokens,
-        weights={domain: found.weights[domain] for domain, found in last.items() if domain in found.weights},
-        cached={domain: found.cached[domain] for domain, found in last.items() if domain in found.cached},
+        weights={domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights},
+        cached={domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached},
     )

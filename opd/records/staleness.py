@@ -11,15 +11,15 @@ from opd.records.types import Rollout
 
 def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, int]:
     """Return age -> trained tokens, the youngest first; `policy_version` is that of the weights that are trained on them."""
-    found = Counter[int]()
+    tokens_by_age = Counter[int]()
     for rollout in rollouts:
         for span in rollout.spans:
             if span.trained and span.length:
-                found[policy_version - span.policy_version] += span.length
-    return dict(sorted(found.items()))
+                tokens_by_age[policy_version - span.policy_version] += span.length
+    return dict(sorted(tokens_by_age.items()))
 
 
-def stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
+def find_stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
     """Return the ids of the samples that have a trained token of older weights."""
     return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in count_ages([r], policy_version)))
 
@@ -27,10 +27,10 @@ def stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset
 def refuse_stale(rollouts: Sequence[Rollout], policy_version: int, max_staleness: int) -> None:
     """Refuse rows with a trained token that is too old, or that newer weights wrote than there are. Raises: RunError."""
     for rollout in rollouts:
-        wrong = [age for age in count_ages([rollout], policy_version) if not 0 <= age <= max_staleness]
-        if wrong:
+        wrong_ages = [age for age in count_ages([rollout], policy_version) if not 0 <= age <= max_staleness]
+        if wrong_ages:
             raise RunError(
-                f"sample {rollout.sample_id} of domain {rollout.domain}: policy version {policy_version - wrong[-1]} wrote tokens "
-                f"of it, and version {policy_version} would be trained on them: an age of {wrong[-1]}, "
+                f"sample {rollout.sample_id} of domain {rollout.domain}: policy version {policy_version - wrong_ages[-1]} wrote tokens "
+                f"of it, and version {policy_version} would be trained on them: an age of {wrong_ages[-1]}, "
                 f"schedule.max_staleness is {max_staleness}"
             )

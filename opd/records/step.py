@@ -9,7 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.records.episodes import EpisodesRecord
-from opd.records.json_fields import check_types, keep_known_keys, mapping_under
+from opd.records.json_fields import check_types, keep_known_keys, get_mapping
 from opd.records.rewards import RewardRecord
 from opd.records.staleness import count_ages
 from opd.records.tails import is_looping
@@ -191,8 +191,8 @@ class StepRecord:
     def to_json(self) -> dict[str, Any]:
         """Return a line of `metrics.jsonl`, without the fields that this step does not have."""
         data = asdict(self)
-        data["domains"] = {name: found.to_json() for name, found in self.domains.items()}
-        data["episodes"] = {name: found.to_json() for name, found in self.episodes.items()}
+        data["domains"] = {name: record.to_json() for name, record in self.domains.items()}
+        data["episodes"] = {name: record.to_json() for name, record in self.episodes.items()}
         if self.reward is not None:
             data["reward"] = self.reward.to_json()
         optional = (
@@ -211,14 +211,14 @@ class StepRecord:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
         read = keep_known_keys(cls, data)
-        domains, positions, episodes = (mapping_under(read, key) for key in ("domains", "positions", "episodes"))
+        domains, positions, episodes = (get_mapping(read, key) for key in ("domains", "positions", "episodes"))
         read["domains"] = {
-            name: DomainRecord(**keep_known_keys(DomainRecord, found)) for name, found in domains.items()
+            name: DomainRecord(**keep_known_keys(DomainRecord, entry)) for name, entry in domains.items()
         }
         read["positions"] = {
-            name: PositionRecord(**keep_known_keys(PositionRecord, found)) for name, found in positions.items()
+            name: PositionRecord(**keep_known_keys(PositionRecord, entry)) for name, entry in positions.items()
         }
-        read["episodes"] = {name: EpisodesRecord.from_json(found) for name, found in episodes.items()}
+        read["episodes"] = {name: EpisodesRecord.from_json(entry) for name, entry in episodes.items()}
         read["restarted"] = tuple(read.get("restarted", ()))
         read["alarms"] = tuple(AlarmRecord(**keep_known_keys(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
         read["stream"] = StreamRecord(**keep_known_keys(StreamRecord, read.get("stream", {})))
@@ -234,29 +234,29 @@ def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainReco
     return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
 
 
-def token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
+def compute_token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
     """Return the mean of a field over the trained tokens; None where no record has it."""
-    known = [s for s in stats if getattr(s, key) is not None]
-    tokens = sum(s.tokens for s in known)
-    return sum(getattr(s, key) * s.tokens for s in known) / tokens if tokens else None
+    valued = [s for s in stats if getattr(s, key) is not None]
+    tokens = sum(s.tokens for s in valued)
+    return sum(getattr(s, key) * s.tokens for s in valued) / tokens if tokens else None
 
 
-def mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
+def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
     """Return the mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
     tokens = responses = 0
     for record in records:
-        stats, acts = record.domains.get(domain), record.episodes.get(domain)
+        stats, episodes = record.domains.get(domain), record.episodes.get(domain)
         if stats and stats.tokens:
             tokens += stats.tokens
-            responses += (acts.episodes if acts else 0) or stats.samples
+            responses += (episodes.episodes if episodes else 0) or stats.samples
     return tokens / responses if responses else None
 
 
-def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
+def build_step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport) -> StepRecord:
     """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    counted = _count_samples(batch, targets, trained)
+    counted = _select_counted(batch, targets, trained)
     return StepRecord(
         step=trained.step,
         loss=trained.loss,
@@ -292,19 +292,19 @@ def step_record(batch: RolloutBatch, targets: TargetStream, trained: StepReport,
     )
 
 
-def seconds_at_work(
+def measure_busy_seconds(
     record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
 ) -> dict[str, float]:
     """Make `StepRecord.busy_s` from the seconds of a step that is done; `rollout_s` are those in which engines wrote."""
-    found = {
+    busy_s = {
         "rollout": rollout_s,
         "teachers": 0.0 if record.replayed else targets.busy_s,
         "trainer": record.phase_s["train"] - trained.waited_s,
     }
-    return {role: round(seconds, 4) for role, seconds in found.items()}
+    return {role: round(seconds, 4) for role, seconds in busy_s.items()}
 
 
-def _count_samples(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
+def _select_counted(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
     """Return the rollouts that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
     trainable = () if trained.skipped else batch.rollouts
     return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]

@@ -21,15 +21,15 @@ K = TypeVar("K")
 S = TypeVar("S", bound=Sums)
 
 
-def add_to_sums(sums: dict[K, S], key: K, more: S) -> None:
+def add_to_sums(sums: dict[K, S], key: K, record: S) -> None:
     """Add a record to that of the same key, in place."""
-    sums[key] = sums[key] + more if key in sums else more
+    sums[key] = sums[key] + record if key in sums else record
 
 
 def sum_by_key(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
     """Return the records of all parts by key, in the order in which the keys come."""
-    found: dict[K, S] = {}
+    sums: dict[K, S] = {}
     for part in parts:
         for key, record in part.items():
-            add_to_sums(found, key, record)
-    return found
+            add_to_sums(sums, key, record)
+    return sums

@@ -5,6 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
+def find_unknown_id(token_ids: Sequence[int], vocab_size: int) -> int | None:
     """Return the first id that is no token of a vocabulary of that size."""
     return next((token for token in token_ids if not 0 <= token < vocab_size), None)

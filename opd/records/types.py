@@ -127,7 +127,7 @@ class Rollout:
     """Sample id of the segment that goes on from the end of this one, with its summary or without its thoughts, or None."""
 
     @classmethod
-    def to_score(
+    def from_tokens(
         cls, sample_id: str, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], domain: str = "probe"
     ) -> Rollout:
         """Make a rollout of known tokens, so that a scorer can be asked about every token after the prompt."""
@@ -165,36 +165,36 @@ class Rollout:
         return sum(span.length for span in self.spans if span.trained)
 
     @property
-    def trained(self) -> tuple[int, ...]:
+    def trained_positions(self) -> tuple[int, ...]:
         """[N] position in the response of each trained token."""
-        return tuple(place for place, trained in enumerate(self.loss_mask) if trained)
+        return tuple(position for position, trained in enumerate(self.loss_mask) if trained)
 
     @property
     def turns(self) -> tuple[int, ...]:
         """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes, be it
         nothing."""
-        found, turn, began = [], 0, False
+        turn_numbers, turn, has_begun = [], 0, False
         for span in self.spans:
             if span.origin == "environment":
-                turn, began = turn + began, False
+                turn, has_begun = turn + has_begun, False
             else:
-                began = began or span.length > 0
-                found += [turn] * (span.length if span.trained else 0)
-        return tuple(found)
+                has_begun = has_begun or span.length > 0
+                turn_numbers += [turn] * (span.length if span.trained else 0)
+        return tuple(turn_numbers)
 
     @property
-    def own(self) -> tuple[bool, ...]:
+    def sampled_mask(self) -> tuple[bool, ...]:
         """[N] True for the trained tokens that the student sampled itself."""
         return tuple(span.sampled for span in self.spans if span.trained for _ in range(span.length))
 
     @property
     def trained_ids(self) -> tuple[int, ...]:
         """[N] the trained tokens."""
-        return tuple(self.response_ids[place] for place in self.trained)
+        return tuple(self.response_ids[position] for position in self.trained_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledTurn:
     """One turn of the policy: what the engine sampled after the tokens that it was given."""
 
     token_ids: tuple[int, ...]
@@ -207,7 +207,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quarantined:
+class QuarantinedPrompt:
     """A prompt that was left out of a step, and why. Counted in the metrics, never silently dropped."""
 
     prompt_id: str
@@ -220,7 +220,7 @@ class RolloutBatch:
     """The product of one rollout phase."""
 
     rollouts: tuple[Rollout, ...]
-    quarantined: tuple[Quarantined, ...]
+    quarantined: tuple[QuarantinedPrompt, ...]
     restarted: tuple[str, ...] = ()
     """Rollout workers that died since the batch before and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)

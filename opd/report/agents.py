@@ -32,52 +32,52 @@ def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
     """
     by_domain: dict[str, list[EpisodesRecord]] = {}
     for record in records:
-        for domain, found in record.episodes.items():
-            by_domain.setdefault(domain, []).append(found)
-    return {domain: _make_row(found) for domain, found in sorted(by_domain.items())}
+        for domain, episodes in record.episodes.items():
+            by_domain.setdefault(domain, []).append(episodes)
+    return {domain: _make_row(episodes) for domain, episodes in sorted(by_domain.items())}
 
 
-def _make_row(found: Sequence[EpisodesRecord]) -> dict[str, Any]:
-    sums = {key: sum(getattr(one, key) for one in found) for key in COUNTS}
+def _make_row(records: Sequence[EpisodesRecord]) -> dict[str, Any]:
+    sums = {key: sum(getattr(record, key) for record in records) for key in COUNTS}
     return sums | {
-        "turns": _weighted_mean(found, "turns", "episodes"),
-        "reward": _weighted_mean(found, "reward", "episodes", _no_reward(found)),
-        "trained": _weighted_mean(found, "trained", "tokens"),
-        "stop_reasons": _sum_counts(one.stop_reasons for one in found),
-        "sub_agents": _sum_counts(one.sub_agents for one in found),
-        "error": next((one.error for one in found if one.error), ""),
+        "turns": _weighted_mean(records, "turns", "episodes"),
+        "reward": _weighted_mean(records, "reward", "episodes", _no_reward(records)),
+        "trained": _weighted_mean(records, "trained", "tokens"),
+        "stop_reasons": _sum_counts(record.stop_reasons for record in records),
+        "sub_agents": _sum_counts(record.sub_agents for record in records),
+        "error": next((record.error for record in records if record.error), ""),
         "by_turn": [
-            _make_turn_row([one.by_turn[n] for one in found if n < len(one.by_turn)]) for n in range(_most_turns(found))
+            _make_turn_row([record.by_turn[n] for record in records if n < len(record.by_turn)]) for n in range(_most_turns(records))
         ],
     }
 
 
 def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add counts up by key, the most frequent first."""
-    found: Counter[str] = Counter()
-    for one in counts:
-        found.update(one)
-    return dict(found.most_common())
+    total: Counter[str] = Counter()
+    for entry in counts:
+        total.update(entry)
+    return dict(total.most_common())
 
 
-def _most_turns(found: Sequence[EpisodesRecord]) -> int:
-    return max(len(one.by_turn) for one in found)
+def _most_turns(records: Sequence[EpisodesRecord]) -> int:
+    return max(len(record.by_turn) for record in records)
 
 
-def _make_turn_row(found: Sequence[TurnRecord]) -> dict[str, float | None]:
-    means = {key: _weighted_mean(found, key, "tokens") for key in ("loss", "logprob_gap")}
-    return {"tokens": sum(one.tokens for one in found)} | means
+def _make_turn_row(turns: Sequence[TurnRecord]) -> dict[str, float | None]:
+    means = {key: _weighted_mean(turns, key, "tokens") for key in ("loss", "logprob_gap")}
+    return {"tokens": sum(turn.tokens for turn in turns)} | means
 
 
-def _no_reward(found: Iterable[EpisodesRecord]) -> float | None:
+def _no_reward(records: Iterable[EpisodesRecord]) -> float | None:
     """Return the reward of records that have none, as all of their episodes ended without one: 0, as in an exam, if another
     record of the domain has a reward, else None."""
-    return 0.0 if any(one.reward is not None for one in found) else None
+    return 0.0 if any(record.reward is not None for record in records) else None
 
 
-def _weighted_mean(found: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
+def _weighted_mean(records: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
     """Return the mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
-    values = [(missing if getattr(one, key) is None else getattr(one, key), getattr(one, weight)) for one in found]
+    values = [(missing if getattr(record, key) is None else getattr(record, key), getattr(record, weight)) for record in records]
     total = sum(n for value, n in values if value is not None)
     return sum(value * n for value, n in values if value is not None) / total if total else None
 
@@ -91,7 +91,7 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
 
     def curve(domain: str, key: str) -> list[float | None]:
         parts = [[record.episodes[domain] for record in part if domain in record.episodes] for part in points]
-        missing = _no_reward(one for part in parts for one in part) if key == "reward" else None
+        missing = _no_reward(episodes for part in parts for episodes in part) if key == "reward" else None
         return [_weighted_mean(part, key, "episodes", missing) for part in parts]
 
     return {f"episode_{key}": {d: curve(d, key) for d in domains} for key in ("reward", "turns")}
@@ -104,19 +104,19 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     episodes = report.get("episodes")
     if not episodes:
         return []
-    found: list[Plot] = []
+    plots: list[Plot] = []
     curves = report["curves"]
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
         values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):
-            found.append(figures.by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
+            plots.append(figures.draw_by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
     for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):
         by_turn = {
             name: [turn[key] for turn in episodes[name]["by_turn"]] if name in episodes else [] for name in names
         }
         if any(by_turn.values()):
-            found.append(figures.by_turn(f"agents-{key}", title, by_turn))
-    return found
+            plots.append(figures.draw_by_turn(f"agents-{key}", title, by_turn))
+    return plots
 
 
 def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
@@ -160,18 +160,18 @@ def _is_copy(segment: SegmentTrace) -> bool:
 
 def _segment_title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
     """Describe a segment in words."""
-    comes = "" if segment.parent is None else f" of {segment.parent}"
-    scored = "" if segment.domain == trace.domain else f", scored by the expert of {segment.domain}"
-    goes = "" if segment.next is None else f", goes on in {segment.next}"
-    return f"{segment.sample_id}: {trace.segment_kind(segment)}{comes}{scored}{goes}"
+    origin = "" if segment.parent is None else f" of {segment.parent}"
+    scorer = "" if segment.domain == trace.domain else f", scored by the expert of {segment.domain}"
+    continuation = "" if segment.next is None else f", goes on in {segment.next}"
+    return f"{segment.sample_id}: {trace.segment_kind(segment)}{origin}{scorer}{continuation}"
 
 
 def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
     """Return the author of a piece, and its tokens with level and loss; the level is -1 where a token carries none."""
     trained = piece.origin in ("policy", "blocked", "taught")
-    known = trained and bool(piece.losses)
-    mean = sum(piece.losses) / len(piece.losses) if known else None
-    losses = piece.losses if known else (None,) * len(piece.texts)
+    has_losses = trained and bool(piece.losses)
+    mean = sum(piece.losses) / len(piece.losses) if has_losses else None
+    losses = piece.losses if has_losses else (None,) * len(piece.texts)
     return {
         "who": "environment" if piece.origin == "environment" else f"turn {turn}{BY.get(piece.origin, '')}",
         "kind": piece.origin,

@@ -18,12 +18,12 @@ def alarm_rows(run: RunFiles) -> list[dict[str, Any]]:
     for record in run.records:
         for alarm in record.alarms:
             alarms.setdefault((*alarm.key, alarm.since), []).append((record.step, alarm))
-    return [_row(found, run) for found in alarms.values()]
+    return [_alarm_row(history, run) for history in alarms.values()]
 
 
-def _row(found: list[tuple[int, AlarmRecord]], run: RunFiles) -> dict[str, Any]:
-    last_step = found[-1][0]
-    worst = max((alarm for _, alarm in found), key=lambda alarm: alarm.value)
+def _alarm_row(history: list[tuple[int, AlarmRecord]], run: RunFiles) -> dict[str, Any]:
+    last_step = history[-1][0]
+    worst = max((alarm for _, alarm in history), key=lambda alarm: alarm.value)
     file = run.alarms.get(worst.since)
     samples = (
         [s for s in file.samples if s.signal == worst.signal and worst.domain in (WHOLE_STEP, s.domain)] if file else []
@@ -38,6 +38,6 @@ def _row(found: list[tuple[int, AlarmRecord]], run: RunFiles) -> dict[str, Any]:
         "worst": worst.value,
         "says": format_alarm(worst),
         "advice": load_signal(worst).advice,
-        "ended": last_step == run.records[-1].step and found[-1][1].ends_after(last_step),
+        "ended": last_step == run.records[-1].step and history[-1][1].ends_after(last_step),
         "samples": [asdict(sample) for sample in samples],
     }

@@ -35,18 +35,18 @@ def latest_exam(run: RunFiles) -> Evaluation | None:
 def answer_stats(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
     """Return domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and
     invalid_calls."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    stats: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
         for domain, score in evaluation.scores.items():
             played = {} if score.turns is None else {"turns": score.turns, "invalid_calls": score.invalid_calls}
-            found.setdefault(domain, {})[name] = {
+            stats.setdefault(domain, {})[name] = {
                 "questions": score.questions,
                 "mean_tokens": score.mean_tokens,
                 "truncated": score.truncated,
                 "failed": score.failed,
                 **played,
             }
-    return found
+    return stats
 
 
 def success_by_length(run: RunFiles) -> dict[str, Any]:
@@ -55,8 +55,8 @@ def success_by_length(run: RunFiles) -> dict[str, Any]:
     A group has fewest and most right moves (null: no limit), questions, and for `before`, `after` and `expert` the accuracy
     and `..._interval`, null where the model's file does not say it.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in align_lengths(_known_exams(run)):
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in align_lengths(_available_exams(run)):
         group: dict[str, Any] = {"fewest": row.fewest, "most": row.most, "questions": row.questions}
         for key in MODELS:
             score = row.scores.get(key)
@@ -64,18 +64,18 @@ def success_by_length(run: RunFiles) -> dict[str, Any]:
                 key: None if score is None else score.accuracy,
                 f"{key}_interval": None if score is None else [score.low, score.high],
             }
-        found.setdefault(row.domain, []).append(group)
-    return {"by_length": found} if found else {}
+        groups.setdefault(row.domain, []).append(group)
+    return {"by_length": groups} if groups else {}
 
 
 def agent_exams(run: RunFiles) -> list[AgentExam]:
     """Return a row for each domain of agents and each model that took its exam."""
-    known = _known_exams(run)
-    domains = dict.fromkeys(d for e in known.values() for d, score in e.scores.items() if score.turns is not None)
+    exams = _available_exams(run)
+    domains = dict.fromkeys(d for e in exams.values() for d, score in e.scores.items() if score.turns is not None)
     return [
         AgentExam(domain=domain, model=MODELS[key], score=evaluation.scores[domain])
         for domain in domains
-        for key, evaluation in known.items()
+        for key, evaluation in exams.items()
         if domain in evaluation.scores
     ]
 
@@ -85,7 +85,7 @@ def moves_label(group: Mapping[str, Any]) -> str:
     return describe_span(group["fewest"], group["most"])
 
 
-def _known_exams(run: RunFiles) -> dict[str, Evaluation]:
+def _available_exams(run: RunFiles) -> dict[str, Evaluation]:
     """Return the exams that there are, by key of `MODELS`, in its order."""
     exams = {"before": run.before, "after": latest_exam(run), "expert": run.expert}
-    return {key: found for key, found in exams.items() if found is not None}
+    return {key: exam for key, exam in exams.items() if exam is not None}

@@ -30,15 +30,15 @@ def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
     bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
 
     def draw(axes: Axes) -> None:
-        places = np.arange(len(domains))
+        rows = np.arange(len(domains))
         for slot, (key, _) in enumerate(bars):
             values = [d[key] for d in domains.values()]
             colour = COLOURS[BAR_COLOURS[key]]
-            axes.barh(places + (slot - 1) * 0.27, values, 0.25, color=colour)
-            for place, d in zip(places, domains.values(), strict=True):
+            axes.barh(rows + (slot - 1) * 0.27, values, 0.25, color=colour)
+            for row, d in zip(rows, domains.values(), strict=True):
                 if f"{key}_interval" in d:
-                    where = place + (slot - 1) * 0.27
-                    axes.plot(d[f"{key}_interval"], [where, where], color=COLOURS["ink"], linewidth=0.9, alpha=0.7)
+                    y = row + (slot - 1) * 0.27
+                    axes.plot(d[f"{key}_interval"], [y, y], color=COLOURS["ink"], linewidth=0.9, alpha=0.7)
         _label_rows(axes, list(domains))
         _use_percent_axis(axes, "right answers")
         axes.set_xlim(0, 1.02)
@@ -49,18 +49,18 @@ def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
 
 def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
     """Draw points with intervals: how much of the way to its expert the student went."""
-    known = {name: d for name, d in domains.items() if d["headroom"] is not None}
+    with_headroom = {name: d for name, d in domains.items() if d["headroom"] is not None}
 
     def draw(axes: Axes) -> None:
         ends = [0.0, 1.0]
-        for place, d in enumerate(known.values()):
+        for row, d in enumerate(with_headroom.values()):
             interval = d.get("headroom_interval")
             if interval:
-                axes.plot(interval, [place, place], color=COLOURS["merged"], linewidth=2.5, alpha=0.45)
-            axes.plot(d["headroom"], place, "o", color=COLOURS["merged"], markersize=6)
+                axes.plot(interval, [row, row], color=COLOURS["merged"], linewidth=2.5, alpha=0.45)
+            axes.plot(d["headroom"], row, "o", color=COLOURS["merged"], markersize=6)
             ends += [d["headroom"], *(interval or ())]
         _draw_gate_marks(axes, gate)
-        _label_rows(axes, list(known))
+        _label_rows(axes, list(with_headroom))
         _use_percent_axis(axes, "headroom recovered")
         axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
 
@@ -68,14 +68,14 @@ def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None)
         "headroom",
         "Headroom recovered by domain",
         draw,
-        height=0.8 + ROW * len(known),
+        height=0.8 + ROW * len(with_headroom),
         note="0 % is the student before the merge, 100 % the expert."
-        + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in known.values()) else "")
+        + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in with_headroom.values()) else "")
         + ("" if gate is None else " The dashed line is the gate."),
     )
 
 
-def by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
+def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
     """Draw points with intervals against the length of the task: student before, merged and expert, of those that took the
     exam."""
     shown = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
@@ -83,9 +83,9 @@ def by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plo
     def draw(axes: Axes) -> None:
         for slot, (key, _) in enumerate(shown):
             colour = COLOURS[BAR_COLOURS[key]]
-            known = [(at + (slot - 1) * 0.12, group) for at, group in enumerate(groups) if group[key] is not None]
-            axes.plot([at for at, _ in known], [group[key] for _, group in known], "o-", color=colour, markersize=4.5)
-            for at, group in known:
+            points = [(at + (slot - 1) * 0.12, group) for at, group in enumerate(groups) if group[key] is not None]
+            axes.plot([at for at, _ in points], [group[key] for _, group in points], "o-", color=colour, markersize=4.5)
+            for at, group in points:
                 axes.plot([at, at], group[f"{key}_interval"], color=colour, linewidth=2.5, alpha=0.45)
         axes.set_xticks(range(len(groups)), [f"{moves_label(group)}\n{group['questions']} tasks" for group in groups])
         axes.set_xlim(-0.5, len(groups) - 0.5)
@@ -121,15 +121,15 @@ def _use_percent_axis(axes: Axes, label: str) -> None:
 
 def draw_rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
     """Headroom after each round: the mean, and a thin line for each domain."""
-    places = range(len(mean) + 1)
+    rounds = range(len(mean) + 1)
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(domains.values()):
             values = [np.nan if value is None else value for value in curve]
-            axes.plot(places, [0.0, *values], gid=f"domain-{index}", linewidth=1.0, **domain_style(index))
+            axes.plot(rounds, [0.0, *values], gid=f"domain-{index}", linewidth=1.0, **domain_style(index))
         values = [np.nan if value is None else value for value in mean]
-        axes.plot(places, [0.0, *values], "o-", color=COLOURS["merged"], linewidth=2.5, markersize=5)
-        axes.set_xticks(places, ["start", *(f"round {place}" for place in places[1:])])
+        axes.plot(rounds, [0.0, *values], "o-", color=COLOURS["merged"], linewidth=2.5, markersize=5)
+        axes.set_xticks(rounds, ["start", *(f"round {round_number}" for round_number in rounds[1:])])
         axes.axhline(1.0, color=COLOURS["expert"], linewidth=1.2)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylabel("headroom recovered")
@@ -143,7 +143,7 @@ def draw_rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[flo
 Curve = Sequence[float | None]
 
 
-def by_domain(
+def draw_by_domain(
     name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
 ) -> Plot:
     """Draw a line for each domain. Options: `log` or `percent` for the y axis, `label` for its name, `markers`."""
@@ -164,7 +164,7 @@ def by_domain(
     return draw_plot(name, title, draw, note=options.get("note", ""))
 
 
-def by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
+def draw_by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
     """Draw a line for each domain over the turns of its episodes, as many as it has."""
 
     def draw(axes: Axes) -> None:
@@ -187,7 +187,7 @@ def draw_lines(
     values: Mapping[str, tuple[str, Curve]],
     **options: Any,
 ) -> Plot:
-    """Draw lines with a colour each: label -> (colour variable, curve). Options as in `by_domain`, and `band`: two curves
+    """Draw lines with a colour each: label -> (colour variable, curve). Options as in `draw_by_domain`, and `band`: two curves
     around the first line."""
 
     def draw(axes: Axes) -> None:
@@ -212,11 +212,11 @@ def draw_lines(
 def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
     """Label the steps, and below each the response tokens trained on by then."""
 
-    def both(value: float, _: int | None = None) -> str:
+    def format_tick(value: float, _: int | None = None) -> str:
         return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(both))
+    axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
     axes.set_xlabel("step, and response tokens so far")
 
 
@@ -327,11 +327,11 @@ def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
 
     def draw(axes: Axes) -> None:
         ends = [0.0, 1.0]
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             colour = COLOURS["merged" if row["method"] == "opd" else "expert"]
             if row["interval"]:
-                axes.plot(row["interval"], [place, place], color=colour, linewidth=2.5, alpha=0.45)
-            axes.plot(row["mean_headroom"], place, "o", color=colour, markersize=6)
+                axes.plot(row["interval"], [index, index], color=colour, linewidth=2.5, alpha=0.45)
+            axes.plot(row["mean_headroom"], index, "o", color=colour, markersize=6)
             ends += [row["mean_headroom"], *(row["interval"] or ())]
         _draw_gate_marks(axes, None)
         _label_rows(axes, [row["name"] for row in rows])

@@ -28,27 +28,27 @@ class Gate:
                 raise ConfigError.at(name, found=str(value), wanted="a share from 0 to 1", fix="0.9 means 90 %")
 
     @property
-    def asked(self) -> bool:
+    def has_thresholds(self) -> bool:
         return self.min_headroom is not None or self.max_regression is not None
 
     def list_failures(self, report: Mapping[str, Any]) -> list[str]:
         """Return one sentence for each threshold that a domain misses. The report is that of a finished merge."""
-        found = []
+        failures = []
         if self.min_headroom is not None and all(domain["headroom"] is None for domain in report["domains"].values()):
-            found.append("no domain has a headroom beyond chance: --min-headroom has nothing to judge")
+            failures.append("no domain has a headroom beyond chance: --min-headroom has nothing to judge")
         for name, domain in report["domains"].items():
             share, lost = domain["headroom"], domain["before"] - domain["after"]
             if self.min_headroom is not None and share is not None and share < self.min_headroom - SLACK:
-                found.append(
+                failures.append(
                     f"{name}: headroom {share:.3f} < {self.min_headroom:g} "
                     f"(before {domain['before']:.3f}, merged {domain['after']:.3f}, expert {domain['expert']:.3f})"
                 )
             if self.max_regression is not None and lost > self.max_regression + SLACK:
-                found.append(
+                failures.append(
                     f"{name}: lost {lost:.3f} > {self.max_regression:g} "
                     f"(before {domain['before']:.3f}, merged {domain['after']:.3f})"
                 )
-        return found
+        return failures
 
     def verdict(self, report: Mapping[str, Any]) -> dict[str, Any]:
         """Return the key `gate` of report.json."""

@@ -18,13 +18,13 @@ def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | Non
     who decided, and examples; `course`: blocked turns an episode, against the steps.
     """
     records = [record for part in points for record in part]
-    names = dict.fromkeys(n for record in records for n, found in record.episodes.items() if found.guard)
+    names = dict.fromkeys(n for record in records for n, episodes in record.episodes.items() if episodes.guard)
     if not names:
         return None
-    whole = {name: _guard_records(records, name) for name in names}
+    by_domain = {name: _guard_records(records, name) for name in names}
     return {
-        "domains": {name: _sum_records(found) for name, found in whole.items()},
-        "rules": [row for name, found in whole.items() for row in _rule_rows(name, found)],
+        "domains": {name: _sum_records(episodes) for name, episodes in by_domain.items()},
+        "rules": [row for name, episodes in by_domain.items() for row in _rule_rows(name, episodes)],
         "course": {
             "step": [part[-1].step for part in points],
             "blocked": {name: [_format_rate(_guard_records(part, name)) for part in points] for name in names},
@@ -36,25 +36,25 @@ def _guard_records(records: Sequence[StepRecord], domain: str) -> list[EpisodesR
     return [record.episodes[domain] for record in records if domain in record.episodes]
 
 
-def _sum_records(found: Sequence[EpisodesRecord]) -> dict[str, int]:
-    guards = [one.guard for one in found if one.guard]
+def _sum_records(records: Sequence[EpisodesRecord]) -> dict[str, int]:
+    guards = [record.guard for record in records if record.guard]
     return {
-        "episodes": sum(one.episodes for one in found),
+        "episodes": sum(record.episodes for record in records),
         "checked": sum(guard.checked for guard in guards),
         "blocked_turns": sum(guard.blocked_turns for guard in guards),
     }
 
 
-def _format_rate(found: Sequence[EpisodesRecord]) -> float | None:
-    sums = _sum_records(found)
+def _format_rate(records: Sequence[EpisodesRecord]) -> float | None:
+    sums = _sum_records(records)
     return sums["blocked_turns"] / sums["episodes"] if sums["episodes"] else None
 
 
-def _rule_rows(domain: str, found: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
+def _rule_rows(domain: str, records: Sequence[EpisodesRecord]) -> list[dict[str, Any]]:
     """Return a row for each rule, the one with most hits first."""
     rules: dict[str, RuleRecord] = {}
-    for one in found:
-        for name, rule in one.guard.rules.items() if one.guard else ():
+    for record in records:
+        for name, rule in record.guard.rules.items() if record.guard else ():
             rules[name] = rules.get(name, RuleRecord()) + rule
     rows = [{"domain": domain, "rule": name, **asdict(rule)} for name, rule in rules.items()]
     return sorted(rows, key=lambda row: -row["hits"])

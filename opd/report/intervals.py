@@ -66,12 +66,12 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
         return None
     value = (after.value - before.value) / (expert.value - before.value)
 
-    def left(h: float) -> Estimate:
+    def residual(h: float) -> Estimate:
         """(after - before) - h (expert - before); falls with h."""
         return combine_terms([(1.0, after), (h - 1.0, before), (-h, expert)])
 
     return Estimate(
-        value, _find_crossing(lambda h: left(h).low, value, -1.0), _find_crossing(lambda h: left(h).high, value, 1.0)
+        value, _find_crossing(lambda h: residual(h).low, value, -1.0), _find_crossing(lambda h: residual(h).high, value, 1.0)
     )
 
 

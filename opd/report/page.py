@@ -51,7 +51,7 @@ INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\
 
 def show_control_characters(text: object) -> str:
     """Spell out characters such as `\\x1b`, which can hide or reorder text on the page, or are no text at all."""
-    return INVISIBLE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def shorten_text(text: str, most: int = LONGEST_TEXT) -> str:
@@ -59,7 +59,7 @@ def shorten_text(text: str, most: int = LONGEST_TEXT) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
 
 
-def percent(value: float | None) -> str:
+def format_percent(value: float | None) -> str:
     """0.948 -> `94.8 %`."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
@@ -71,12 +71,12 @@ def percent_interval(interval: Sequence[float] | None) -> str:
 
 def format_duration(seconds: float) -> str:
     """312.7 -> `5 min 13 s`."""
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(whole, 60)
+    minutes, seconds_part = divmod(rounded, 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_part} s"
 
 
 def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
@@ -92,7 +92,7 @@ def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
         ),
     )
     environment.filters |= {
-        "percent": percent,
+        "percent": format_percent,
         "interval": percent_interval,
         "duration": format_duration,
         "moves": moves_label,
@@ -147,16 +147,16 @@ def _with_gaps(report: Mapping[str, Any]) -> dict[str, Any]:
 
 def _extreme_domain(report: Mapping[str, Any], key: str, choose: Any) -> tuple[str, Mapping[str, Any]] | None:
     """Return the name and numbers of the domain with the smallest or largest `key`."""
-    known = {name: d for name, d in report["domains"].items() if d[key] is not None}
-    return choose(known.items(), key=lambda item: item[1][key]) if known else None
+    candidates = {name: d for name, d in report["domains"].items() if d[key] is not None}
+    return choose(candidates.items(), key=lambda item: item[1][key]) if candidates else None
 
 
 def _curve_domains(report: Mapping[str, Any]) -> list[str]:
     """Domains in the order of every plot, which gives each domain its colour."""
-    found = set(report.get("curves", {}).get("loss", {}))
+    names = set(report.get("curves", {}).get("loss", {}))
     for point in report.get("evaluations", ()):
-        found |= set(point["accuracy"])
-    return [*(d for d in report["domains"] if d in found), *sorted(found - set(report["domains"]))]
+        names |= set(point["accuracy"])
+    return [*(d for d in report["domains"] if d in names), *sorted(names - set(report["domains"]))]
 
 
 def _domain_keys(report: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def _section_plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[P
 def _length_plots(report: Mapping[str, Any]) -> list[Plot]:
     """Success against the length of the task, for each domain that has tasks of more than one length."""
     return [
-        figures.by_length(f"by-length-{number}", show_control_characters(domain), groups)
+        figures.draw_by_length(f"by-length-{number}", show_control_characters(domain), groups)
         for number, (domain, groups) in enumerate(report.get("by_length", {}).items())
         if len(groups) > 1
     ]
@@ -199,11 +199,11 @@ def _length_plots(report: Mapping[str, Any]) -> list[Plot]:
 def _guard_plot(report: Mapping[str, Any]) -> list[Plot]:
     if "guard" not in report:
         return []
-    step, known = report["guard"]["course"]["step"], report["guard"]["course"]["blocked"]
+    step, blocked_turns = report["guard"]["course"]["step"], report["guard"]["course"]["blocked"]
     reached = dict(zip(report["curves"]["step"], report["curves"]["tokens"], strict=True))
-    curves = {name: known.get(name, [None] * len(step)) for name in _curve_domains(report)}
+    curves = {name: blocked_turns.get(name, [None] * len(step)) for name in _curve_domains(report)}
     title = "Turns of an episode in which the guard blocked something"
-    return [figures.by_domain("guard-course", title, step, [reached[one] for one in step], curves, label="turns")]
+    return [figures.draw_by_domain("guard-course", title, step, [reached[step_number] for step_number in step], curves, label="turns")]
 
 
 def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:
@@ -220,8 +220,8 @@ def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
         return []
     step, tokens = [p["step"] for p in points], [p["tokens"] for p in points]
     curves = {d: [p["accuracy"].get(d) for p in points] for d in _curve_domains(report)}
-    found = [
-        figures.by_domain(
+    plots = [
+        figures.draw_by_domain(
             "accuracy-curve", "Right answers on held-out prompts", step, tokens, curves, percent=True, markers=True
         )
     ]
@@ -231,12 +231,12 @@ def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
             ends = [p.get("mean_headroom_interval") or (p["mean_headroom"],) * 2 for p in points]
             options = {"band": ([e[0] for e in ends], [e[1] for e in ends]), "note": "The band is the 95 % interval."}
         curve = {"mean headroom": ("merged", [p["mean_headroom"] for p in points])}
-        found.append(
+        plots.append(
             figures.draw_lines(
                 "headroom-curve", "Mean headroom recovered", step, tokens, curve, percent=True, markers=True, **options
             )
         )
-    return found
+    return plots
 
 
 def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -250,9 +250,9 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         return {name: curves[key].get(name, gap) for name in names}
 
     cut = {"truncated": ("bad", curves["truncated"])}
-    found = [
-        figures.by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
-        figures.by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
+    plots = [
+        figures.draw_by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
+        figures.draw_by_domain("length", "Length of the student's responses", step, tokens, of("length"), label="tokens"),
         figures.draw_lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
         *reward_plots(curves, names),
         *_share_plots(curves, names),
@@ -260,39 +260,39 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     ]
     if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
         title = "Tokens where student and expert have the same first choice"
-        found.append(figures.by_domain("agreement", title, step, tokens, of("argmax_agreement"), percent=True))
+        plots.append(figures.draw_by_domain("agreement", title, step, tokens, of("argmax_agreement"), percent=True))
     if curves["positions"]:
-        found.append(figures.draw_positions(step, curves["positions"]))
-    return found
+        plots.append(figures.draw_positions(step, curves["positions"]))
+    return plots
 
 
 def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     """Plot the share that each domain has of every step: its samples, and its trained tokens, by which it counts in a token
     mean."""
     return [
-        figures.by_domain(
+        figures.draw_by_domain(
             f"{of}-share",
-            f"Share of the {words}",
+            f"Share of the {noun}",
             curves["step"],
             curves["tokens"],
             {name: curves[f"{of}_share"].get(name, [None] * len(curves["step"])) for name in names},
             percent=True,
         )
-        for of, words in (("sample", "samples"), ("token", "trained tokens"))
+        for of, noun in (("sample", "samples"), ("token", "trained tokens"))
     ]
 
 
 def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
     """Entropy of student and experts in one plot; no plot if the records have no entropies."""
     student, experts = (_mean_over_domains(curves[key]) for key in ("student_entropy", "teacher_entropy"))
-    known = {
+    lines = {
         label: (colour, curve)
         for label, colour, curve in (("student", "merged", student), ("experts", "expert", experts))
         if any(value is not None for value in curve)
     }
     note = "Mean over the domains, on the student's own responses."
     title, step, tokens = "Entropy of the next token", curves["step"], curves["tokens"]
-    return [figures.draw_lines("entropy", title, step, tokens, known, label="nats", note=note)] if known else []
+    return [figures.draw_lines("entropy", title, step, tokens, lines, label="nats", note=note)] if lines else []
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
@@ -303,18 +303,18 @@ def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[flo
 def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
     if not report["phase_s"]:
         return []
-    found = [figures.draw_phases(report["phase_s"])]
+    plots = [figures.draw_phases(report["phase_s"])]
     if report.get("utilisation"):
-        found.append(figures.draw_utilisation(report["utilisation"]))
+        plots.append(figures.draw_utilisation(report["utilisation"]))
     if "curves" in report:
         curves = report["curves"]
         speed = {"tokens": ("expert", curves["tokens_per_s"])}
-        found.append(
+        plots.append(
             figures.draw_lines(
                 "speed", "Response tokens a second, all phases counted", curves["step"], curves["tokens"], speed
             )
         )
-    return found
+    return plots
 
 
 def _matrix_plot(run: RunFiles) -> Plot:
@@ -334,27 +334,27 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
         "mean_headroom": report["mean_headroom"],
         "interval": report.get("mean_headroom_interval"),
     }
-    known = [b for b in report["baselines"] if b["mean_headroom"] is not None and not b["stale"]]
-    if not known:
+    usable = [b for b in report["baselines"] if b["mean_headroom"] is not None and not b["stale"]]
+    if not usable:
         return []
-    most = {b["label"]: max(c["tokens"] or 0 for c in known if c["label"] == b["label"]) for b in known}
+    most_tokens = {b["label"]: max(c["tokens"] or 0 for c in usable if c["label"] == b["label"]) for b in usable}
     rows = [
         {**b, "name": show_control_characters(baseline_name(b))}
-        for b in known
-        if (b["tokens"] or 0) == most[b["label"]]
+        for b in usable
+        if (b["tokens"] or 0) == most_tokens[b["label"]]
     ]
-    found = [figures.draw_methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
+    plots = [figures.draw_methods(sorted([merge, *rows], key=lambda row: -row["mean_headroom"]))]
     curve: dict[str, list[tuple[float, float, Sequence[float] | None]]] = {}
     points = [p for p in report.get("evaluations", ()) if p["mean_headroom"] is not None]
     if points:
         curve[merge["name"]] = [(p["tokens"], p["mean_headroom"], p.get("mean_headroom_interval")) for p in points]
-    for b in sorted((b for b in known if b["tokens"]), key=lambda b: b["tokens"]):
+    for b in sorted((b for b in usable if b["tokens"]), key=lambda b: b["tokens"]):
         curve.setdefault(show_control_characters(b["label"]), []).append(
             (b["tokens"], b["mean_headroom"], b["interval"])
         )
     if len(curve) > 1:
-        found.append(figures.draw_budgets(curve))
-    return found
+        plots.append(figures.draw_budgets(curve))
+    return plots
 
 
 def baseline_name(row: Mapping[str, Any]) -> str:

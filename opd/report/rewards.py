@@ -22,25 +22,25 @@ def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]
     reward (by domain): mean over the episodes. policy_loss, masked, reward_weight, cosine: means over the steps, null where no
     step has the number. explained_variance: of the returns, by a critic, if there is one.
     """
-    known = [[record.reward for record in part if record.reward is not None] for part in points]
-    if not any(known):
+    rewards = [[record.reward for record in part if record.reward is not None] for part in points]
+    if not any(rewards):
         return {}
-    found: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in known] for name in domains}}
+    curves: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in rewards] for name in domains}}
     for curve, key in OF_THE_STEP.items():
-        found[curve] = [_mean_or_none([getattr(record, key) for record in part]) for part in known]
-    explained = [_mean_or_none([record.credit.get("explained_variance") for record in part]) for part in known]
-    return found | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
+        curves[curve] = [_mean_or_none([getattr(record, key) for record in part]) for part in rewards]
+    explained = [_mean_or_none([record.credit.get("explained_variance") for record in part]) for part in rewards]
+    return curves | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
 
 
 def _mean_reward(part: Sequence[RewardRecord], domain: str) -> float | None:
-    mine = [record.domains[domain] for record in part if domain in record.domains]
-    episodes = sum(one.episodes for one in mine)
-    return sum(one.reward * one.episodes for one in mine) / episodes if episodes else None
+    entries = [record.domains[domain] for record in part if domain in record.domains]
+    episodes = sum(entry.episodes for entry in entries)
+    return sum(entry.reward * entry.episodes for entry in entries) / episodes if episodes else None
 
 
 def _mean_or_none(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
@@ -51,8 +51,8 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
         return []
     step, tokens, gap = curves["step"], curves["tokens"], [None] * len(curves["step"])
     by_domain = {name: curves["reward"].get(name, gap) for name in names}
-    found = [
-        figures.by_domain("reward", "Reward of the student's responses", step, tokens, by_domain, label="mean"),
+    plots = [
+        figures.draw_by_domain("reward", "Reward of the student's responses", step, tokens, by_domain, label="mean"),
         _draw_curves("policy-loss", "Loss of the policy gradient", curves, "policy_loss", label="nats a token"),
         _draw_curves(
             "masked", "Tokens too far from what was sampled to be trained on a reward", curves, "masked", percent=True
@@ -60,11 +60,11 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     ]
     if "explained_variance" in curves:
         title = "Share of the returns' variance that the critic explains"
-        found.append(_draw_curves("explained-variance", title, curves, "explained_variance", percent=True))
+        plots.append(_draw_curves("explained-variance", title, curves, "explained_variance", percent=True))
     if any(value is not None for value in curves["cosine"]):
         title = "Cosine of the gradients of divergence and reward"
-        found.append(_draw_curves("cosine", title, curves, "cosine", markers=True))
-    return found
+        plots.append(_draw_curves("cosine", title, curves, "cosine", markers=True))
+    return plots
 
 
 def _draw_curves(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:

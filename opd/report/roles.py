@@ -11,10 +11,10 @@ from opd.records.step import StepRecord
 def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
     """Return role -> share of the time of all steps in which it was at work; without steps of a release that did not measure
     it."""
-    known = [record for record in records if record.busy_s]
-    seconds = sum(record.seconds for record in known)
-    roles = dict.fromkeys(role for record in known for role in record.busy_s)
-    return {role: sum(r.busy_s.get(role, 0.0) for r in known) / seconds for role in roles} if seconds else {}
+    timed_records = [record for record in records if record.busy_s]
+    seconds = sum(record.seconds for record in timed_records)
+    roles = dict.fromkeys(role for record in timed_records for role in record.busy_s)
+    return {role: sum(r.busy_s.get(role, 0.0) for r in timed_records) / seconds for role in roles} if seconds else {}
 
 
 def token_ages(records: Sequence[StepRecord]) -> dict[str, int]:

@@ -126,8 +126,8 @@ class RunFiles:
         """True if the report covers all planned steps. After a resume with more steps it does not."""
         if self.stored is None:
             return False
-        done = {self.stored["steps"], *([len(self.records)] if self.records else ())}
-        return self.planned_steps is None or done == {self.planned_steps}
+        step_counts = {self.stored["steps"], *([len(self.records)] if self.records else ())}
+        return self.planned_steps is None or step_counts == {self.planned_steps}
 
 
 def read_run(root: Path) -> RunFiles:
@@ -143,7 +143,7 @@ def read_run(root: Path) -> RunFiles:
     text, pipeline = _read_pipeline(paths.pipeline)
     plan = _steps_of_rounds(paths.rounds)
     rounds = [paths.round_dir(index + 1).root for index in range(len(plan))]
-    found = RunFiles(
+    run = RunFiles(
         root=root,
         stored=_read_stored(paths.report),
         pipeline_text=text,
@@ -154,31 +154,31 @@ def read_run(root: Path) -> RunFiles:
         expert=_read_evaluation(paths.evaluation_file("expert")),
         after=_read_evaluation(paths.evaluation_file("after")),
         during={
-            step: _parse_data(Evaluation.from_json, _json(path), path) for step, path in paths.exams_by_step().items()
+            step: _parse_data(Evaluation.from_json, _load_json(path), path) for step, path in paths.evaluations_by_step().items()
         },
         alarms={
-            step: _parse_data(Alarms.from_json, _json(path), path) for step, path in paths.alarms_by_step().items()
+            step: _parse_data(Alarms.from_json, _load_json(path), path) for step, path in paths.alarms_by_step().items()
         },
         traces={step: read_traces(path) for step, path in paths.traces_by_step().items()},
         matrix=_read_matrix(paths.matrix),
-        baselines=[_parse_data(BaselineResult.from_json, _json(path), path) for path in paths.baseline_results()],
+        baselines=[_parse_data(BaselineResult.from_json, _load_json(path), path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
         planned_steps=sum(plan) if plan else _trainer_steps(pipeline, paths.pipeline),
     )
-    return _of_its_steps(chain_rounds(found) if found.rounds else found)
+    return _drop_unrecorded_exams(chain_rounds(run) if run.rounds else run)
 
 
-def _of_its_steps(run: RunFiles) -> RunFiles:
+def _drop_unrecorded_exams(run: RunFiles) -> RunFiles:
     """Drop exams of steps without a record: an exam is written before the record of its step, and a kill may come in between.
 
     The exam at an earlier end becomes one during the merge if the merge goes on from there; if it went back, it is dropped.
     """
-    done = len(run.records)
-    during = {step: found for step, found in run.during.items() if step <= done}
+    last_step = len(run.records)
+    during = {step: evaluation for step, evaluation in run.during.items() if step <= last_step}
     if run.after is None or run.finished:
         return replace(run, during=during)
-    step = run.after.step or (run.stored["steps"] if run.stored else done)
-    during |= {step: run.after} if 0 < step <= done else {}
+    step = run.after.step or (run.stored["steps"] if run.stored else last_step)
+    during |= {step: run.after} if 0 < step <= last_step else {}
     return replace(run, after=None, during=dict(sorted(during.items())))
 
 
@@ -188,15 +188,15 @@ def chain_rounds(run: RunFiles) -> RunFiles:
     during: dict[int, Evaluation] = {}
     alarms: dict[int, Alarms] = {}
     traces: dict[int, StepTraces] = {}
-    for one in run.rounds:
-        done = len(records)
-        records += [_shift_record(record, done) for record in one.records]
-        alarms |= {done + step: found for step, found in one.alarms.items()}
-        traces |= {done + step: found for step, found in one.traces.items()}
-        during |= {done + step: found for step, found in one.during.items()}
-        if one.after:
-            during[len(records)] = one.after
-    experts = [one.expert for one in run.rounds if one.expert]
+    for round_files in run.rounds:
+        offset = len(records)
+        records += [_shift_record(record, offset) for record in round_files.records]
+        alarms |= {offset + step: entry for step, entry in round_files.alarms.items()}
+        traces |= {offset + step: entry for step, entry in round_files.traces.items()}
+        during |= {offset + step: entry for step, entry in round_files.during.items()}
+        if round_files.after:
+            during[len(records)] = round_files.after
+    experts = [round_files.expert for round_files in run.rounds if round_files.expert]
     return replace(
         run,
         records=records,
@@ -208,19 +208,19 @@ def chain_rounds(run: RunFiles) -> RunFiles:
     )
 
 
-def _shift_record(record: StepRecord, done: int) -> StepRecord:
+def _shift_record(record: StepRecord, offset: int) -> StepRecord:
     """Return the record of a round as one of the whole merge, which had taken so many steps before the round."""
-    alarms = tuple(replace(alarm, since=done + alarm.since) for alarm in record.alarms)
-    return replace(record, step=done + record.step, alarms=alarms)
+    alarms = tuple(replace(alarm, since=offset + alarm.since) for alarm in record.alarms)
+    return replace(record, step=offset + record.step, alarms=alarms)
 
 
 def _steps_of_rounds(path: Path) -> list[int]:
     """Return the steps of each round; empty for a merge of one round."""
-    data = _json(path)
+    data = _load_json(path)
     if data is None:
         return []
     try:
-        return [int(one["config"]["trainer"]["steps"]) for one in data["rounds"]]
+        return [int(entry["config"]["trainer"]["steps"]) for entry in data["rounds"]]
     except (KeyError, TypeError, ValueError) as error:
         raise _make_damaged_error(path, f"{type(error).__name__}: {error}") from None
 
@@ -247,7 +247,7 @@ def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
     return steps
 
 
-def _json(path: Path) -> Any:
+def _load_json(path: Path) -> Any:
     """Return the parsed file; None if there is none."""
     if not path.exists():
         return None
@@ -261,7 +261,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     """Empty if there is none."""
     if not path.exists():
         return {}
-    return _check_shape(ManifestShape, _json(path), path)
+    return _check_shape(ManifestShape, _load_json(path), path)
 
 
 def _check_shape(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any]:
@@ -269,18 +269,18 @@ def _check_shape(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any
     try:
         shape.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
+        detail = error.errors()[0]
         raise _make_damaged_error(
-            path, f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg'].lower()}"
+            path, f"{'.'.join(map(str, detail['loc'])) or 'the file'}: {detail['msg'].lower()}"
         ) from None
-    found: dict[str, Any] = data
-    return found
+    mapping: dict[str, Any] = data
+    return mapping
 
 
 def _read_stored(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    data = _json(path)
+    data = _load_json(path)
     missing = [key for key in STORED if key not in data] if isinstance(data, dict) else STORED
     if missing:
         raise _make_damaged_error(path, f"no {', '.join(missing)}")
@@ -295,12 +295,12 @@ def _read_records(path: Path) -> list[StepRecord]:
 
 
 def _read_evaluation(path: Path) -> Evaluation | None:
-    data = _json(path)
+    data = _load_json(path)
     return None if data is None else _parse_data(Evaluation.from_json, data, path)
 
 
 def _read_matrix(path: Path) -> dict[str, Evaluation]:
-    data = _json(path)
+    data = _load_json(path)
     if data is None:
         return {}
     _check_format(data, path)
@@ -323,15 +323,15 @@ def _parse_data(read: Callable[[Any], T], data: Any, path: Path) -> T:
 
 
 def _check_format(data: Any, path: Path) -> None:
-    found = data.get("format") if isinstance(data, Mapping) else None
-    if found != FORMAT:
-        raise _make_damaged_error(path, f"format {found!r:.60}")
+    version = data.get("format") if isinstance(data, Mapping) else None
+    if version != FORMAT:
+        raise _make_damaged_error(path, f"format {version!r:.60}")
 
 
-def _make_damaged_error(path: Path, found: str) -> RunDirError:
+def _make_damaged_error(path: Path, problem: str) -> RunDirError:
     return RunDirError.at(
         path,
-        found=found,
+        found=problem,
         wanted="the file as this version of opd wrote it",
         fix="move it away: the report then leaves out what it held",
     )

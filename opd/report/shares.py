@@ -19,12 +19,12 @@ def domain_shares(
     counts = [
         [_count_tokens(record) if of == "token" else _count_samples(record) for record in part] for part in points
     ]
-    found: dict[str, list[float | None]] = {name: [] for name in domains}
+    shares: dict[str, list[float | None]] = {name: [] for name in domains}
     for part in counts:
-        whole = sum(sum(one.values()) for one in part)
-        for name, values in found.items():
-            values.append(sum(one.get(name, 0) for one in part) / whole if whole else None)
-    return found
+        total = sum(sum(step_counts.values()) for step_counts in part)
+        for name, values in shares.items():
+            values.append(sum(step_counts.get(name, 0) for step_counts in part) / total if total else None)
+    return shares
 
 
 def _count_samples(record: StepRecord) -> Mapping[str, int]:

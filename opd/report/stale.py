@@ -11,7 +11,7 @@ from opd.records.scores import Evaluation
 from opd.report.run import RunFiles
 from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 
 def describe_unfinished(run: RunFiles) -> str | None:
@@ -19,26 +19,26 @@ def describe_unfinished(run: RunFiles) -> str | None:
     if run.finished:
         return None
     steps, _ = count_steps_and_tokens(run.records)
-    done = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
+    progress = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
     if steps and steps == run.planned_steps:
-        done += ", the model or its exam is missing"
+        progress += ", the model or its exam is missing"
     # The records have the accuracies of exams whose files are gone.
     measured = [*run.during, *(record.step for record in run.records if record.accuracy)]
     if not measured:
-        return f"{done}; there has been no evaluation yet"
-    return f"{done}; what stands under “merged” is the last evaluation so far, after step {max(measured)}"
+        return f"{progress}; there has been no evaluation yet"
+    return f"{progress}; what stands under “merged” is the last evaluation so far, after step {max(measured)}"
 
 
-def stale_baseline(one: BaselineResult, run: RunFiles) -> str | None:
+def stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
     """Return the reason why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
     steps, tokens = count_steps_and_tokens(run.records)
-    if one.token_share is None or not steps:
+    if baseline.token_share is None or not steps:
         return None
-    if one.merge_steps is None:
+    if baseline.merge_steps is None:
         return "an older release measured it and did not record beside how many steps"
-    if (one.merge_steps, one.merge_tokens) == (steps, tokens):
+    if (baseline.merge_steps, baseline.merge_tokens) == (steps, tokens):
         return None
-    return other_budget((one.merge_steps, one.merge_tokens or 0), (steps, tokens))
+    return other_budget((baseline.merge_steps, baseline.merge_tokens or 0), (steps, tokens))
 
 
 def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
@@ -56,9 +56,9 @@ def stale_matrix(run: RunFiles) -> str | None:
         return None
     if not merged.weights:
         return "an older release measured it and did not record of which weights"
-    asked = {digest for found in run.matrix.values() for digest in found.weights.values()}
-    taught = {digest for found in (run.before, run.expert) if found for digest in found.weights.values()}
-    if not taught <= asked:
+    matrix_digests = {digest for evaluation in run.matrix.values() for digest in evaluation.weights.values()}
+    run_digests = {digest for evaluation in (run.before, run.expert) if evaluation for digest in evaluation.weights.values()}
+    if not run_digests <= matrix_digests:
         return "student or experts were other models than the merge's"
     if run.finished and run.after and _same_model(merged, run.after):
         return None
@@ -67,25 +67,25 @@ def stale_matrix(run: RunFiles) -> str | None:
     return f"“merged” was measured at step {merged.step} of {run.planned_steps or steps}"
 
 
-def _same_model(one: Evaluation, other: Evaluation) -> bool:
+def _same_model(exam: Evaluation, reference: Evaluation) -> bool:
     """Return True if both are of one model. An older release's exam names no model: it counts as one of the model beside it."""
-    common = one.weights.keys() & other.weights.keys()
-    return all(one.weights[domain] == other.weights[domain] for domain in common)
+    common = exam.weights.keys() & reference.weights.keys()
+    return all(exam.weights[domain] == reference.weights[domain] for domain in common)
 
 
-def _resume_command(one: BaselineResult, run: RunFiles) -> str:
-    share = "" if one.token_share in (None, 1.0) else f" --share {one.token_share:g}"
-    seed = "" if one.seed == run.pipeline.get("seed", 0) else f" --seed {one.seed}"
-    return f"opd baseline {as_typed(run.root)} --method {one.method}{share}{seed}"
+def _baseline_command(baseline: BaselineResult, run: RunFiles) -> str:
+    share = "" if baseline.token_share in (None, 1.0) else f" --share {baseline.token_share:g}"
+    seed = "" if baseline.seed == run.pipeline.get("seed", 0) else f" --seed {baseline.seed}"
+    return f"opd baseline {quote_for_shell(run.root)} --method {baseline.method}{share}{seed}"
 
 
 def stale_notices(run: RunFiles) -> list[str]:
     """Return a sentence for each result that is out of date, with the command that measures it again."""
-    found = {_resume_command(one, run): (one.label, why) for one in run.baselines if (why := stale_baseline(one, run))}
-    lines = [f"{label}: {why}; `{command}` measures it again" for command, (label, why) in found.items()]
-    if why := stale_matrix(run):
+    outdated = {_baseline_command(baseline, run): (baseline.label, reason) for baseline in run.baselines if (reason := stale_baseline(baseline, run))}
+    lines = [f"{label}: {reason}; `{command}` measures it again" for command, (label, reason) in outdated.items()]
+    if reason := stale_matrix(run):
         lines.append(
-            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {why}; `opd evaluate --matrix {as_typed(run.root)}` "
+            f"{RunPaths(run.root).matrix.relative_to(run.root)}: {reason}; `opd evaluate --matrix {quote_for_shell(run.root)}` "
             "measures it again"
         )
     return lines

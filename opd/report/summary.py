@@ -8,7 +8,7 @@ from typing import Any
 
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
-from opd.records.step import StepRecord, mean_length, select_domain, token_mean
+from opd.records.step import StepRecord, compute_mean_length, select_domain, compute_token_mean
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answer_stats, latest_exam, success_by_length
@@ -21,7 +21,7 @@ from opd.report.shares import domain_shares
 from opd.report.stale import describe_unfinished, stale_baseline, stale_notices
 from opd.run.lineage import LINEAGE, format_events
 from opd.run.metrics import count_trained_tokens
-from opd.run.paths import EXAMS
+from opd.run.paths import MERGE_EVALUATIONS
 
 POINTS = 60
 """Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
@@ -114,7 +114,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
     """
     before, expert, after = _read_accuracies(run)
-    report = _finished_report(run, before, expert, after) if run.finished else _so_far(run, before, expert, after)
+    report = _finished_report(run, before, expert, after) if run.finished else _partial_report(run, before, expert, after)
     _add_regressions(report)
     merged = latest_exam(run)
     if run.before and merged and (run.expert or run.without_teachers):
@@ -125,12 +125,12 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
-        report |= {"episodes": found} if (found := episode_rows(run.records)) else {}
-        report |= {"guard": seen} if (seen := guard_report(list(_thin_out(run.records, POINTS)))) else {}
+        report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
+        report |= {"guard": guard} if (guard := guard_report(list(_thin_out(run.records, POINTS)))) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     if points := _evaluation_curve(run):
         report["evaluations"] = points
-    lengths = {name: found for name in EXAMS if (found := getattr(run, name))}
+    lengths = {name: result for name in MERGE_EVALUATIONS if (result := getattr(run, name))}
     if lengths:
         report["answers"] = answer_stats(lengths)
     report |= success_by_length(run)
@@ -145,10 +145,10 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["stale"] = outdated
     if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
-    return report | _of_manifest(run.manifest)
+    return report | _manifest_fields(run.manifest)
 
 
-def _of_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
     past = format_events(manifest.get(LINEAGE, ()))
     return ({LINEAGE: past} if past else {}) | {key: manifest[key] for key in ("command", "models") if key in manifest}
 
@@ -160,31 +160,31 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
     start); the means of both, of the first with its interval, and of after - before. `domains` is empty while the round
     goes on.
     """
-    one = run.rounds[index]
-    found: dict[str, Any] = {
+    round_files = run.rounds[index]
+    summary: dict[str, Any] = {
         "round": index + 1,
-        "finished": one.finished,
-        "steps": len(one.records),
-        "response_tokens": sum(record.response_tokens for record in one.records),
-        "wall_s": one.stored["wall_s"] if one.stored else None,
+        "finished": round_files.finished,
+        "steps": len(round_files.records),
+        "response_tokens": sum(record.response_tokens for record in round_files.records),
+        "wall_s": round_files.stored["wall_s"] if round_files.stored else None,
     }
     start, before, expert, after = (
-        e.accuracy if e else {} for e in (run.before, one.before, one.expert, one.after if one.finished else None)
+        e.accuracy if e else {} for e in (run.before, round_files.before, round_files.expert, round_files.after if round_files.finished else None)
     )
-    own = _summarise_gains(before, expert, after, _known_clear(one.before, one.expert))
+    own = _summarise_gains(before, expert, after, _clear_domains_of(round_files.before, round_files.expert))
     among = {d: value for d, value in after.items() if d in start}
-    whole = _summarise_gains(start, expert, among, _known_clear(run.before, one.expert))
+    cumulative = _summarise_gains(start, expert, among, _clear_domains_of(run.before, round_files.expert))
     for domain, values in own["domains"].items():
         values["headroom_in_round"] = values["headroom"]
-        values["headroom"] = whole["domains"].get(domain, {}).get("headroom")
+        values["headroom"] = cumulative["domains"].get(domain, {}).get("headroom")
     interval = None
-    if run.before and one.expert and one.after:
-        interval = _accuracy_pair(_mean_interval(run.before, one.expert, one.after.scores))
+    if run.before and round_files.expert and round_files.after:
+        interval = _accuracy_pair(_mean_interval(run.before, round_files.expert, round_files.after.scores))
     gains = [values["after"] - values["before"] for values in own["domains"].values()]
-    return found | {
+    return summary | {
         "domains": own["domains"],
         "mean_gain": fmean(gains) if gains else None,
-        "mean_headroom": whole["mean_headroom"],
+        "mean_headroom": cumulative["mean_headroom"],
         "mean_headroom_interval": interval,
         "mean_headroom_in_round": own["mean_headroom"],
     }
@@ -204,7 +204,7 @@ def _finished_report(
     }
 
 
-def _so_far(
+def _partial_report(
     run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
 ) -> dict[str, Any]:
     return build_report(
@@ -218,10 +218,10 @@ def _so_far(
 
 
 def _domains_with_headroom(run: RunFiles) -> frozenset[str] | None:
-    return _known_clear(run.before, run.expert)
+    return _clear_domains_of(run.before, run.expert)
 
 
-def _known_clear(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
+def _clear_domains_of(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
     """`clear_domains`, or None without one of the evaluations."""
     return clear_domains(before.scores, expert.scores) if before and expert else None
 
@@ -231,14 +231,14 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
     run that goes on is the last evaluation so far."""
     stored = run.stored["domains"] if run.stored else {}
 
-    def known(name: str, evaluation: Evaluation | None) -> dict[str, float]:
+    def read_accuracy(name: str, evaluation: Evaluation | None) -> dict[str, float]:
         if evaluation:
             return evaluation.accuracy
         return {domain: values[name] for domain, values in stored.items()}
 
-    before, expert = known("before", run.before), known("expert", run.expert)
+    before, expert = read_accuracy("before", run.before), read_accuracy("expert", run.expert)
     if run.finished:
-        after = known("after", run.after)
+        after = read_accuracy("after", run.after)
     else:
         after = next((point["accuracy"] for point in reversed(_evaluation_curve(run)) if point["step"]), {})
     compared = before if run.without_teachers else expert
@@ -255,8 +255,8 @@ def estimate_of(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
-def _accuracy_pair(found: Estimate | None) -> list[float] | None:
-    return None if found is None else [found.low, found.high]
+def _accuracy_pair(estimate: Estimate | None) -> list[float] | None:
+    return None if estimate is None else [estimate.low, estimate.high]
 
 
 def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation | None, after: Evaluation) -> None:
@@ -295,29 +295,29 @@ def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     for part in points:
         total += sum(map(count_trained_tokens, part))
         tokens.append(total)
-    found: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
+    curves: dict[str, Any] = {"step": [part[-1].step for part in points], "tokens": tokens}
     for key in PER_TOKEN:
-        found[key] = {name: [token_mean(select_domain(part, name), key) for part in points] for name in domains}
-    found["length"] = {name: [mean_length(part, name) for part in points] for name in domains}
-    found |= {f"{of}_share": domain_shares(points, domains, of) for of in ("sample", "token")}
-    found["positions"] = _position_curves(points)
-    found["truncated"] = [_truncated_share(part) for part in points]
-    found["tokens_per_s"] = [_mean_rate(part) for part in points]
-    return found | reward_curves(points, domains) | episode_curves(points)
+        curves[key] = {name: [compute_token_mean(select_domain(part, name), key) for part in points] for name in domains}
+    curves["length"] = {name: [compute_mean_length(part, name) for part in points] for name in domains}
+    curves |= {f"{of}_share": domain_shares(points, domains, of) for of in ("sample", "token")}
+    curves["positions"] = _position_curves(points)
+    curves["truncated"] = [_truncated_share(part) for part in points]
+    curves["tokens_per_s"] = [_mean_rate(part) for part in points]
+    return curves | reward_curves(points, domains) | episode_curves(points)
 
 
-def _thin_out(records: Sequence[StepRecord], most: int) -> Iterable[Sequence[StepRecord]]:
-    width = -(-len(records) // most)
+def _thin_out(records: Sequence[StepRecord], max_groups: int) -> Iterable[Sequence[StepRecord]]:
+    width = -(-len(records) // max_groups)
     return (records[start : start + width] for start in range(0, len(records), width))
 
 
 def _position_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
     """Place in the response, as the records name it -> curve of the loss. Empty for runs of older releases."""
     stats = [[record.positions for record in part] for part in points]
-    places = {place for part in stats for record in part for place in record}
+    positions = {position for part in stats for record in part for position in record}
     return {
-        place: [token_mean([record[place] for record in part if place in record], "loss") for part in stats]
-        for place in sorted(places, key=lambda place: int(place.split("-")[0]))
+        position: [compute_token_mean([record[position] for record in part if position in record], "loss") for part in stats]
+        for position in sorted(positions, key=lambda position: int(position.split("-")[0]))
     }
 
 
@@ -338,29 +338,29 @@ def _evaluation_curve(run: RunFiles) -> list[dict[str, Any]]:
     for record in run.records:
         tokens[record.step] = tokens[max(tokens)] + count_trained_tokens(record)
     last = max(tokens)
-    found: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
-    found |= {r.step: (r.accuracy, None) for r in run.records if r.accuracy}
-    found |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
+    by_step: dict[int, tuple[Mapping[str, float], Evaluation | None]] = {}
+    by_step |= {r.step: (r.accuracy, None) for r in run.records if r.accuracy}
+    by_step |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
-        found[0] = (run.before.accuracy, run.before)
+        by_step[0] = (run.before.accuracy, run.before)
     if run.after and last:  # without metrics.jsonl its step is not known
-        found[last] = (run.after.accuracy, run.after)
+        by_step[last] = (run.after.accuracy, run.after)
     return [
         {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_gain(run, accuracy, evaluation)}
-        for step, (accuracy, evaluation) in sorted(found.items())
+        for step, (accuracy, evaluation) in sorted(by_step.items())
     ]
 
 
 def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation | None) -> dict[str, Any]:
     before = run.before.accuracy if run.before else {}
     expert = run.expert.accuracy if run.expert else {}
-    known = {d: value for d, value in accuracy.items() if d in before and d in expert}
-    found: dict[str, Any] = {
-        "mean_headroom": _summarise_gains(before, expert, known, _domains_with_headroom(run))["mean_headroom"]
+    comparable = {d: value for d, value in accuracy.items() if d in before and d in expert}
+    summary: dict[str, Any] = {
+        "mean_headroom": _summarise_gains(before, expert, comparable, _domains_with_headroom(run))["mean_headroom"]
     }
     if scores and scores is not run.before and run.before and run.expert:
-        found["mean_headroom_interval"] = _accuracy_pair(mean_interval(run, scores.scores))
-    return found
+        summary["mean_headroom_interval"] = _accuracy_pair(mean_interval(run, scores.scores))
+    return summary
 
 
 def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
@@ -375,16 +375,16 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
         for d, score in scores.items()
         if d in before.scores and d in expert.scores
     ]
-    known = [share for share in shares if share is not None]
-    return mean_estimate(known) if known else None
+    clear_shares = [share for share in shares if share is not None]
+    return mean_estimate(clear_shares) if clear_shares else None
 
 
 def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
     """Group results that differ in nothing but the seed."""
     groups: dict[tuple[str, str, float], list[BaselineResult]] = {}
-    for one in baselines:
-        share = -1.0 if one.token_share is None else one.token_share
-        groups.setdefault((one.method, one.label, share), []).append(one)
+    for result in baselines:
+        share = -1.0 if result.token_share is None else result.token_share
+        groups.setdefault((result.method, result.label, share), []).append(result)
     return [groups[key] for key in sorted(groups)]
 
 
@@ -394,16 +394,16 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
     before, expert, _ = _read_accuracies(run)
     gains = [
         _summarise_gains(
-            before, expert, {d: s.accuracy for d, s in one.scores.items() if d in before}, _domains_with_headroom(run)
+            before, expert, {d: s.accuracy for d, s in result.scores.items() if d in before}, _domains_with_headroom(run)
         )
-        for one in group
+        for result in group
     ]
     shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]
     interval = [min(shares), max(shares)] if len(shares) > 1 else None
     if len(group) == 1 and run.before and run.expert:
         interval = _accuracy_pair(mean_interval(run, group[0].scores))
     domains = sorted({d for g in gains for d in g["domains"]})
-    tokens = [one.tokens for one in group if one.tokens is not None]
+    tokens = [result.tokens for result in group if result.tokens is not None]
     worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]
     return {
         "method": group[0].method,
@@ -415,5 +415,5 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
         "worst_headroom": fmean(worst) if worst else None,
         "interval": interval,
         "accuracy": {d: fmean(g["domains"][d]["after"] for g in gains if d in g["domains"]) for d in domains},
-        "stale": next((why for one in group if (why := stale_baseline(one, run))), None),
+        "stale": next((reason for result in group if (reason := stale_baseline(result, run))), None),
     }

@@ -7,26 +7,26 @@ from statistics import fmean
 from typing import Any
 
 from opd.report.exams import moves_label
-from opd.text import or_dash
+from opd.text import format_or_dash
 
 
 def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
     """Return domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
     domains = report["domains"]
     rows = [
-        (n, f"{d['before']:.2f}", or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", share_text(d["headroom"]))
+        (n, f"{d['before']:.2f}", format_or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", share_text(d["headroom"]))
         for n, d in domains.items()
     ]
     if domains:
-        means = [or_dash(_mean([d[key] for d in domains.values()]), ".2f") for key in ("before", "expert", "after")]
+        means = [format_or_dash(_mean([d[key] for d in domains.values()]), ".2f") for key in ("before", "expert", "after")]
         rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
     return rows
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     """None where a value is missing, as every expert's is in a run without teachers."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if len(known) == len(values) else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if len(numbers) == len(values) else None
 
 
 def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -12,7 +12,7 @@ from opd.report.gate import Gate
 from opd.report.run import read_run
 from opd.report.summary import full_report
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 
 def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
     """
     run = read_run(root)
     report = full_report(run)
-    if gate and gate.asked:
+    if gate and gate.has_thresholds:
         if not run.finished or not report["domains"]:
             raise RunDirError.at(
                 root,
@@ -31,12 +31,12 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 wanted="a finished merge, for --min-headroom and --max-regression to judge",
                 fix="give a domain an `eval`"
                 if run.finished
-                else f"finish it with `opd merge --resume {as_typed(root)}`",
+                else f"finish it with `opd merge --resume {quote_for_shell(root)}`",
             )
         report["gate"] = gate.verdict(report)
     from opd.report.page import render_page  # imports matplotlib, which what was refused above needs not
 
-    page = output or RunPaths(root).page
+    page = output or RunPaths(root).report_page
     atomic_write_text(page, render_page(report, run))
     if run.finished:
         atomic_write_text(page.with_suffix(".json"), json.dumps(report, indent=2))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CREDIT = "credit"
 """Directory of a checkpoint in which the credit's state lies."""
-NOTHING = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
+NO_STATS = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
 
 
 class RewardStream:
@@ -38,7 +38,7 @@ class RewardStream:
         self._verified = verified
         self._credit = credit
         self._failures: list[Failure] = []
-        self._asked = RewardStep(weight=0.0, advantages={})
+        self._step_work = RewardStep(weight=0.0, advantages={})
         self._readings: Mapping[str, float] = {}
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
@@ -47,40 +47,40 @@ class RewardStream:
         # earned by then: if only those counted that had earned something, the others' mean would be too high.
         rewards = {
             rollout.sample_id: None if rollout.stop_reason in BROKEN else rollout.reward or 0.0
-            for rollout, _ in self._taking_part(judged.rollouts)
+            for rollout, _ in self._select_segments(judged.rollouts)
         }
         paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in judged.rollouts)
         return replace(judged, rollouts=tuple(paid))
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
-        taking_part = [rollout for rollout, _ in self._taking_part(rollouts)]
+        taking_part = [rollout for rollout, _ in self._select_segments(rollouts)]
         assigned = self._credit.assign(step, taking_part)
         every = self._config.compare_every
         self._readings = assigned.readings
-        self._asked = RewardStep(
+        self._step_work = RewardStep(
             weight=self._config.weight_at(step) if assigned.warm else 0.0,
             advantages=penalise_turns(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
             compare=assigned.warm and every > 0 and step % every == 0,
             waits=not assigned.warm,
         )
-        return self._asked
+        return self._step_work
 
     def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
         failures, self._failures = self._failures, []
         sums = trained.domains if trained else {}
-        total = sum(sums.values(), NOTHING)
+        total = sum(sums.values(), NO_STATS)
         rewards: dict[str, dict[str, float]] = defaultdict(dict)
-        for rollout, domain in self._taking_part(rollouts):
+        for rollout, domain in self._select_segments(rollouts):
             if rollout.reward is not None:
                 rewards[domain][rollout.episode] = rollout.reward
         return RewardRecord(
-            weight=self._asked.weight,
+            weight=self._step_work.weight,
             loss=trained.loss if trained else 0.0,
             masked=total.masked / max(1, total.tokens),
             domains={
-                domain: _of_domain(
+                domain: _summarise_domain(
                     list(rewards[domain].values()),
-                    sums.get(domain, NOTHING),
+                    sums.get(domain, NO_STATS),
                     [failure.error for failure in failures if failure.domain == domain],
                 )
                 for domain in sorted({*rewards, *sums})
@@ -92,7 +92,7 @@ class RewardStream:
     def load(self, checkpoint: Path) -> None:
         self._credit.load(checkpoint / CREDIT)
 
-    def _taking_part(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
+    def _select_segments(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
         """Return segment and domain of the episodes that began in one of the domains, whatever domain the segment itself has."""
         began: dict[str, str] = {}
         for rollout in rollouts:
@@ -105,17 +105,17 @@ def penalise_turns(
 ) -> Mapping[str, Floats]:
     """Set the advantage to `-penalty` for each token of a turn that the guard blocked and that rewards count against. The
     baseline does not change: an episode's reward is what it earned."""
-    found = dict(advantages)
+    penalised = dict(advantages)
     for rollout in rollouts:
         spans = [span for span in rollout.spans if span.trained]
-        if rollout.sample_id in found and any(span.origin == "blocked" for span in spans):
+        if rollout.sample_id in penalised and any(span.origin == "blocked" for span in spans):
             # [N] over the trained tokens, as advantages are.
             blocked_N = np.repeat([span.origin == "blocked" for span in spans], [span.length for span in spans])
-            found[rollout.sample_id] = np.where(blocked_N, np.float32(-penalty), found[rollout.sample_id])
-    return found
+            penalised[rollout.sample_id] = np.where(blocked_N, np.float32(-penalty), penalised[rollout.sample_id])
+    return penalised
 
 
-def _of_domain(rewards: Sequence[float], sums: PolicyStats, errors: Sequence[str]) -> DomainReward:
+def _summarise_domain(rewards: Sequence[float], sums: PolicyStats, errors: Sequence[str]) -> DomainReward:
     return DomainReward(
         episodes=len(rewards),
         reward=fmean(rewards) if rewards else 0.0,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from opd.interfaces import Decoder, Verifier
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.rollouts.decoding import end_ids, written_text
-from opd.text import one_line
+from opd.text import to_one_line
 
 MAX_ERROR = 300
 """Characters that are kept of what a verifier raised."""
@@ -40,9 +40,9 @@ class VerifiedRewards:
         """Keep the settings: `verifiers` by domain; `stop_token_ids` end a response."""
         self._verifiers = verifiers
         self._tokenizer = tokenizer
-        self._ends = end_ids(tokenizer, stop_token_ids)
+        self._end_ids = end_ids(tokenizer, stop_token_ids)
         self._timeout_s = timeout_s
-        self._thread = _Thread()
+        self._thread = _VerifierThread()
 
     def add_rewards(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, list[Failure]]:
         """Return the batch with rewards, and the responses that could not be judged; `prompts` are those of the step."""
@@ -59,7 +59,7 @@ class VerifiedRewards:
 
     def _score_rollout(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
         verifier = self._verifiers[rollout.domain]
-        text = written_text(self._tokenizer, rollout.response_ids, self._ends)
+        text = written_text(self._tokenizer, rollout.response_ids, self._end_ids)
 
         def judge() -> float:
             # A row that a verifier must not judge may run code: what was read at the start is only a part of them.
@@ -70,19 +70,19 @@ class VerifiedRewards:
 
         try:
             return replace(rollout, reward=self._thread.call(judge, self._timeout_s))
-        except Late:
+        except VerifierTimeout:
             error = f"not back after {self._timeout_s:g} s (objective.reward.timeout_s)"
         except (Exception, SystemExit) as raised:  # noqa: BLE001 a verifier may be anybody's code
-            error = one_line(traceback.format_exception_only(raised)[-1], MAX_ERROR)
+            error = to_one_line(traceback.format_exception_only(raised)[-1], MAX_ERROR)
         failures.append(Failure(rollout.domain, error))
         return replace(rollout, reward=0.0)
 
 
-class Late(Exception):
+class VerifierTimeout(Exception):
     """The call was not back in time."""
 
 
-class _Thread:
+class _VerifierThread:
     """Runs calls one after the other. A call that hangs keeps its thread, which ends with the process; the next call gets a
     new one."""
 
@@ -102,7 +102,7 @@ class _Thread:
             if future.done():  # its own
                 raise
             self._calls = None
-            raise Late from None
+            raise VerifierTimeout from None
 
 
 def _run_with_deadline(calls: queue.SimpleQueue[tuple[Future[float], Callable[[], float]]]) -> None:

@@ -24,9 +24,9 @@ def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
     transformers, `key` the pipeline's key with the size."""
     text = config.get_text_config(decoder=True)
     for name in DIVIDED:
-        found = getattr(text, name, None)
-        if isinstance(found, int) and found % size:
-            return _make_error(name, found, f"a multiple of {key} {size}", key)
+        part_size = getattr(text, name, None)
+        if isinstance(part_size, int) and part_size % size:
+            return _make_error(name, part_size, f"a multiple of {key} {size}", key)
     heads = getattr(text, "num_key_value_heads", None)
     # Fewer heads than processes: some hold the same one.
     if isinstance(heads, int) and heads and max(heads, size) % min(heads, size):
@@ -34,7 +34,7 @@ def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
     return None
 
 
-def _make_error(name: str, found: int, wanted: str, key: str) -> Refusal:
+def _make_error(name: str, part_size: int, requirement: str, key: str) -> Refusal:
     return Refusal(
-        name, found=str(found), wanted=f"{wanted}, so that its processes can divide them", fix=f"change {key}"
+        name, found=str(part_size), wanted=f"{requirement}, so that its processes can divide them", fix=f"change {key}"
     )

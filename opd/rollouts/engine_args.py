@@ -94,19 +94,19 @@ REFUSED: dict[str, str] = (
 """Argument -> what is wanted, with the reason."""
 
 
-def refused_argument(given: Mapping[str, Any], cpu: bool) -> Refusal | None:
+def find_refused_argument(arguments: Mapping[str, Any], cpu: bool) -> Refusal | None:
     """Return the first of these arguments that cannot be handed to an engine, and why; None if all can."""
-    known = engine_arguments()
-    for name, value in given.items():
+    vllm_arguments = engine_arguments()
+    for name, value in arguments.items():
         if name in OURS:
-            wanted, fix = f"{OURS[name]}, which says this", "remove it here"
+            requirement, fix = f"{OURS[name]}, which says this", "remove it here"
         elif name in REFUSED:
-            wanted, fix = REFUSED[name], "remove it"
+            requirement, fix = REFUSED[name], "remove it"
         elif cpu and name in CPU_ONLY:
-            wanted, fix = CPU_ONLY[name], "remove it, or give the engine a GPU: cluster.rollout_gpus"
-        elif known and name not in known:
-            wanted, fix = "an argument of vLLM's EngineArgs", did_you_mean(name, known, "remove it")
+            requirement, fix = CPU_ONLY[name], "remove it, or give the engine a GPU: cluster.rollout_gpus"
+        elif vllm_arguments and name not in vllm_arguments:
+            requirement, fix = "an argument of vLLM's EngineArgs", did_you_mean(name, vllm_arguments, "remove it")
         else:
             continue
-        return Refusal(name, found=str(value), wanted=wanted, fix=fix)
+        return Refusal(name, found=str(value), wanted=requirement, fix=fix)
     return None

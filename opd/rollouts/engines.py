@@ -41,14 +41,14 @@ class Engines:
         answers = [worker.submit(VLLMWorker.logprobs, probe) for worker in self._workers]
         cluster.wait_for_all(answers, timeout_s=self._start_timeout_s)
 
-    def load(self, model_dir: Path, again: Weights | None = None, base: Path | None = None) -> None:
+    def load(self, model_dir: Path, restart_weights: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
         # Before the call: a worker that dies in it is restarted with the new weights.
         self._hold_files(lambda: nullcontext(model_dir), base)
         self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
         # From here on `model_dir` may go away, so a restart makes a directory of its own.
-        if again:
-            self._hold_files(again, base)
+        if restart_weights:
+            self._hold_files(restart_weights, base)
 
     def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
         """Have workers that are restarted from now on load these weights; with `base`, those that the directory lacks come
@@ -82,7 +82,7 @@ class Engines:
         """Return the answers in the order of the requests; `shares` has the places of each worker's requests, and `submit` sends
         them to the worker of an index."""
         answers = dict(zip(chain(*shares), chain(*self._call(submit)), strict=True))
-        return [answers[place] for place in range(len(answers))]
+        return [answers[position] for position in range(len(answers))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
         """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
@@ -109,7 +109,7 @@ class Engines:
         restarted.add(index)
         self._restarted.append(worker_name(index))
         # Programs that its agents started do not end with the worker.
-        leftovers.end_abandoned()
+        leftovers.end_abandoned_processes()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])
         return index

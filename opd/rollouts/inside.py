@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opd.models.buckets import Bucket
-from opd.rollouts.processes import take_names_away
+from opd.rollouts.processes import unlink_shared_memory
 from opd.rollouts.repairs import drop_expert_kernels, repack_output_head, rotate_every_head
 
 EXTENSION = "opd.rollouts.inside.Inside"
@@ -33,7 +33,7 @@ class Inside:
         vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not
         notice, and wait for ever with all its strength. Without Linux there is only vLLM's way.
         """
-        take_names_away()
+        unlink_shared_memory()
         if owner is None or not sys.platform.startswith("linux"):
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -26,18 +26,18 @@ def own_files() -> Iterator[None]:
     """Have engines that start in this context put their files into this process's own folder."""
     from vllm.utils import network_utils
 
-    folder, before, theirs = own_folder(), os.environ.get(SOCKETS), network_utils.tempfile
+    folder, old_sockets, vllm_tempfile = own_folder(), os.environ.get(SOCKETS), network_utils.tempfile
     os.environ[SOCKETS] = folder
     # There is no setting for the other file. Python's own temporary directory stays: torch has its compiled code there.
     network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
     try:
         yield
     finally:
-        network_utils.tempfile = theirs
-        if before is None:
+        network_utils.tempfile = vllm_tempfile
+        if old_sockets is None:
             del os.environ[SOCKETS]
         else:
-            os.environ[SOCKETS] = before
+            os.environ[SOCKETS] = old_sockets
 
 
 def own_folder() -> str:
@@ -48,7 +48,7 @@ def own_folder() -> str:
 @cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """Return this process's folder, which lives as long as it does."""
-    leftovers.remove_directories()  # of workers that were killed on a node where no driver comes by
+    leftovers.delete_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(
         prefix=leftovers.directory_prefix(),

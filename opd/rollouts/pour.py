@@ -38,8 +38,8 @@ def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: 
     """
     alive = list(workers)
     # One worker gets what is sent wherever it is.
-    nodes = _ask_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
-    line = BucketLine(machines_of(nodes, stream.node), timeout_s)
+    nodes = _call_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
+    line = BucketLine(group_by_machine(nodes, stream.node), timeout_s)
     line.begin(stream)
     if not line.alive:
         return
@@ -51,38 +51,38 @@ def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: 
 
 
 @dataclass(slots=True)
-class MachineLine:
+class LineMachine:
     """A place in the line."""
 
     node: str
     """Ray's id."""
     workers: list[Engine]
     """The engines there that live. Without any, nothing is passed on from there: the machine may be dead."""
-    beside: list[Engine] = field(default_factory=list)
+    local_workers: list[Engine] = field(default_factory=list)
     """Engines on the trainer's machine. They take what the first machine takes, and need nobody to send it."""
 
     @property
     def alive(self) -> list[Engine]:
-        return [*self.workers, *self.beside]
+        return [*self.workers, *self.local_workers]
 
     def forget(self, worker: Engine) -> None:
         """Drop a worker that is dead."""
-        for workers in (self.workers, self.beside):
+        for workers in (self.workers, self.local_workers):
             if worker in workers:
                 workers.remove(worker)
 
 
-def machines_of(nodes: Mapping[Engine, str], source: str | None) -> list[MachineLine]:
+def group_by_machine(nodes: Mapping[Engine, str], source: str | None) -> list[LineMachine]:
     """Return the machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it
     is known."""
-    found: dict[str, list[Engine]] = {}
+    engines_by_node: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
-        found.setdefault(node, []).append(worker)
+        engines_by_node.setdefault(node, []).append(worker)
     # Where all engines are on the trainer's machine, that machine is the line.
-    beside = found.pop(source, []) if source is not None and len(found) > 1 else []
-    machines = [MachineLine(node, workers) for node, workers in found.items()]
-    if beside:
-        machines[0].beside = beside
+    local_workers = engines_by_node.pop(source, []) if source is not None and len(engines_by_node) > 1 else []
+    machines = [LineMachine(node, workers) for node, workers in engines_by_node.items()]
+    if local_workers:
+        machines[0].local_workers = local_workers
     return machines
 
 
@@ -95,10 +95,10 @@ class _Bucket:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _BucketTransfer:
     """A bucket on its way into one machine."""
 
-    place: int
+    machine_index: int
     bucket: _Bucket
     copy: Any | None
     """Handle to the machine's own copy, for the next one; None where nobody waits for it."""
@@ -108,7 +108,7 @@ class _Asked:
 class BucketLine:
     """The machines in the order in which a bucket reaches them."""
 
-    def __init__(self, machines: Sequence[MachineLine], timeout_s: float) -> None:
+    def __init__(self, machines: Sequence[LineMachine], timeout_s: float) -> None:
         self._machines = machines
         self._timeout_s = timeout_s
         self._buckets: deque[_Bucket | None] = deque()
@@ -121,7 +121,7 @@ class BucketLine:
     def begin(self, stream: WeightStream) -> None:
         """Have all workers expect the stream."""
         alive = self.alive
-        begun = _ask_all(
+        begun = _call_all(
             alive,
             lambda worker: worker.submit(VLLMWorker.begin_stream, stream.model_dir, whole=stream.whole),
             self._timeout_s,
@@ -133,45 +133,45 @@ class BucketLine:
     def advance_buckets(self, handle: Any) -> None:
         """Move the line on by one bucket: the first machine takes this one, and each other machine that which the machine
         before it took last."""
-        self._step(_Bucket(handle))
+        self._shift_buckets(_Bucket(handle))
 
     def finish_line(self) -> None:
         """Move the buckets that are under way to the end of the line, since no other comes."""
         for _ in range(len(self._machines) - 1):
-            self._step(None)
+            self._shift_buckets(None)
 
-    def _step(self, bucket: _Bucket | None) -> None:
+    def _shift_buckets(self, bucket: _Bucket | None) -> None:
         # Machine i takes the i-th bucket of the deque: a new one in front moves each of the others on by one machine.
         self._buckets.appendleft(bucket)
-        asked = [
-            self._send_bucket(place, one, self._machines[place].alive)
-            for place, one in enumerate(self._buckets)
-            if one is not None
+        transfers = [
+            self._send_bucket(index, bucket_of_machine, self._machines[index].alive)
+            for index, bucket_of_machine in enumerate(self._buckets)
+            if bucket_of_machine is not None
         ]
-        for each in asked:
-            self._wait(each)
+        for transfer in transfers:
+            self._wait_for_transfer(transfer)
         if len(self._buckets) == len(self._machines):
             self._buckets.pop()  # all have it
 
-    def _send_bucket(self, place: int, bucket: _Bucket, workers: Sequence[Engine]) -> _Asked:
+    def _send_bucket(self, index: int, bucket: _Bucket, workers: Sequence[Engine]) -> _BucketTransfer:
         """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
-        machine, behind = self._machines[place], self._machines[place + 1 :]
+        machine, behind = self._machines[index], self._machines[index + 1 :]
         handle, copy = bucket.handles[-1], None
         # A machine on which all engines died may be dead itself, so it keeps no copy for others.
-        if machine.workers and any(other.alive for other in behind):
+        if machine.workers and any(later_machine.alive for later_machine in behind):
             copy = cluster.copy_on(machine.node, handle)
         taking = [(worker, worker.submit(VLLMWorker.take_bucket, handle)) for worker in workers]
-        return _Asked(place, bucket, copy, taking)
+        return _BucketTransfer(index, bucket, copy, taking)
 
-    def _wait(self, asked: _Asked) -> None:
+    def _wait_for_transfer(self, transfer: _BucketTransfer) -> None:
         """Wait for workers that take a bucket. Raises: LostValue if it is lost with all machines that had it."""
         missing: list[Engine] = []
-        for worker, pending in asked.taking:
+        for worker, pending in transfer.taking:
             try:
                 pending.wait_for_result(timeout_s=self._timeout_s)
             except LostValue:  # it did not begin, and can be asked again
                 missing.append(worker)
-                if len(asked.bucket.handles) == 1:
+                if len(transfer.bucket.handles) == 1:
                     raise
             except WorkerDied as error:
                 if error.worker is not worker:
@@ -179,23 +179,23 @@ class BucketLine:
                 self._drop_worker(worker)
         if missing:
             # The newest copy is lost with its machine: take the one before.
-            asked.bucket.handles.pop()
-            self._wait(self._send_bucket(asked.place, asked.bucket, missing))
-        elif asked.copy is not None and self._machines[asked.place].workers:
-            asked.bucket.handles.append(asked.copy)
+            transfer.bucket.handles.pop()
+            self._wait_for_transfer(self._send_bucket(transfer.machine_index, transfer.bucket, missing))
+        elif transfer.copy is not None and self._machines[transfer.machine_index].workers:
+            transfer.bucket.handles.append(transfer.copy)
 
     def _drop_worker(self, worker: Engine) -> None:
         for machine in self._machines:
             machine.forget(worker)
 
 
-def _ask_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], timeout_s: float) -> dict[Engine, R]:
+def _call_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], timeout_s: float) -> dict[Engine, R]:
     """Call workers and return the answers of those that do not die."""
-    found: dict[Engine, R] = {}
+    answers: dict[Engine, R] = {}
     for worker, pending in [(worker, ask(worker)) for worker in workers]:
         try:
-            found[worker] = pending.wait_for_result(timeout_s=timeout_s)
+            answers[worker] = pending.wait_for_result(timeout_s=timeout_s)
         except WorkerDied as error:
             if error.worker is not worker:
                 raise
-    return found
+    return answers

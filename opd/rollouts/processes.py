@@ -80,11 +80,11 @@ def bind_processes(llm: Any) -> None:
     # By "parent" Linux means the thread that started them.
     owner = os.getpid() if threading.current_thread() is threading.main_thread() else None
     llm.collective_rpc("opd_bind", args=(owner,))
-    take_names_away()
-    threading.Thread(target=_end_with, args=(executor, children), daemon=True, name="engine's processes").start()
+    unlink_shared_memory()
+    threading.Thread(target=_exit_with_child, args=(executor, children), daemon=True, name="engine's processes").start()
 
 
-def take_names_away() -> None:
+def unlink_shared_memory() -> None:
     """Unlink the shared memory that this process has mapped: it then goes with the last process that has it.
 
     vLLM unlinks it when an engine is stopped, and leaves it in the machine's memory when one is killed. All processes have
@@ -97,11 +97,11 @@ def take_names_away() -> None:
             Path(name).unlink(missing_ok=True)
 
 
-def _end_with(executor: Any, children: list[Any]) -> None:
-    gone = wait([child.sentinel for child in children])
+def _exit_with_child(executor: Any, children: list[Any]) -> None:
+    ended = wait([child.sentinel for child in children])
     if getattr(executor, "shutting_down", False) and not executor.is_failed:
         return  # the engine was stopped on purpose
-    dead = next(child for child in children if child.sentinel == gone[0])
+    dead = next(child for child in children if child.sentinel == ended[0])
     dead.join(1.0)  # its status comes a moment after its end
     print(f"{dead.name}, a process of the engine, ended with status {dead.exitcode}", file=sys.stderr, flush=True)
     # At once, because the main thread may wait for the dead process for ever.

@@ -51,7 +51,7 @@ def rotate_every_head(model: Any) -> None:
 
     def repaired(module: Any, kernel: Any) -> Any:
         def forward(positions: Any, query: Any, key: Any = None, **more: Any) -> Any:
-            return (module.forward_native if query.ndim == 3 else kernel)(positions, query, key, **more)
+            return (module.forward_native if query.ndim == 3 else kernel)(positions, query, key, **options)
 
         return forward
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from opd.errors import RunError
-from opd.records.token_ids import unknown_id
+from opd.records.token_ids import find_unknown_id
 from opd.records.types import Origin, Prompt, Rollout, Span
 from opd.rollouts.worker import Generated
 
 
 def sample_ids(prompts: Sequence[Prompt], step: int) -> list[str]:
     """Return an id for each prompt's response, also where a prompt comes several times."""
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     ids = []
     for prompt in prompts:
-        seen[prompt.id] = seen.get(prompt.id, 0) + 1
-        repeat = f"#{seen[prompt.id]}" if seen[prompt.id] > 1 else ""
+        counts[prompt.id] = counts.get(prompt.id, 0) + 1
+        repeat = f"#{counts[prompt.id]}" if counts[prompt.id] > 1 else ""
         ids.append(group_id(step, prompt) + repeat)
     return ids
 
@@ -35,7 +35,7 @@ def seed_of(seed: int, sample_id: str) -> int:
 
 def refuse_unknown(sample_id: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Refuse a token id that the tokenizer does not know, before it gets into the target log. Raises: RunError."""
-    wrong = unknown_id(token_ids, vocab_size)
+    wrong = find_unknown_id(token_ids, vocab_size)
     if wrong is not None:
         raise RunError(
             f"sample {sample_id}: the rollout engine wrote token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"

@@ -40,7 +40,7 @@ and params.json where a directory has them beside Hugging Face's files, as Mistr
 class Refusal:
     """A reason for which vLLM cannot serve a model."""
 
-    where: str
+    key: str
     """Keys of config.json."""
     found: str
     wanted: str
@@ -63,12 +63,12 @@ def find_refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refus
             lambda: _gated_delta(text, dtype),
             lambda: _head_size(text),
         ]
-    return next((found for check in checks if (found := check()) is not None), None)
+    return next((refusal for check in checks if (refusal := check()) is not None), None)
 
 
 def _explain_unknown(architecture: str, text: Any) -> Refusal | None:
-    known = _served_architectures()
-    if not known or architecture in known or _falls_back(architecture, text):
+    served = _served_architectures()
+    if not served or architecture in served or _falls_back(architecture, text):
         return None
     return Refusal(
         "architectures",
@@ -84,9 +84,9 @@ def _falls_back(architecture: str, text: Any) -> bool:
         return False
     import transformers
 
-    known = getattr(transformers, architecture, None)
-    recurrent = known is not None and getattr(known, "_is_stateful", False)
-    return known is not None and not recurrent and bool(known.is_backend_compatible())
+    model_class = getattr(transformers, architecture, None)
+    recurrent = model_class is not None and getattr(model_class, "_is_stateful", False)
+    return model_class is not None and not recurrent and bool(model_class.is_backend_compatible())
 
 
 def _without_torchvision(text: Any) -> Refusal | None:
@@ -166,24 +166,24 @@ def _head_size(text: Any) -> Refusal | None:
 def _served_architectures() -> frozenset[str]:
     """Return all architectures in the tables of vLLM's registry for models that write text."""
     tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
-    found: set[str] = set()
+    architectures: set[str] = set()
     for node in ast.walk(_parse_vllm_file(REGISTRY)):
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
             continue
         if any(isinstance(target, ast.Name) and target.id in tables for target in node.targets):
-            found |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
-    return frozenset(found)
+            architectures |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return frozenset(architectures)
 
 
 @cache
 def engine_arguments() -> frozenset[str]:
     """Return the names of all arguments that an engine takes; empty without vLLM."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(_parse_vllm_file(ENGINE_ARGUMENTS)):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = [part.target for part in node.body if isinstance(part, ast.AnnAssign)]
-            found |= {field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_")}
-    return frozenset(found)
+            names |= {field.id for field in fields if isinstance(field, ast.Name) and not field.id.startswith("_")}
+    return frozenset(names)
 
 
 @cache
@@ -198,6 +198,6 @@ def _supported_sizes(file: str) -> tuple[int, ...]:
 def _parse_vllm_file(file: str) -> ast.Module:
     """Return the syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
     spec = importlib.util.find_spec("vllm")
-    places = [Path(place) / file for place in (spec.submodule_search_locations or ()) if spec] if spec else []
-    text = next((place.read_text(encoding="utf-8") for place in places if place.is_file()), "")
+    paths = [Path(path) / file for path in (spec.submodule_search_locations or ()) if spec] if spec else []
+    text = next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
     return ast.parse(text)

@@ -53,7 +53,7 @@ def reset_prefix_cache(llm: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingWeights:
     """Weights on their way into an engine."""
 
     swap: StreamedSwap

@@ -10,7 +10,7 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.interfaces import Decoder
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Completion, Prompt, Quarantined, RolloutBatch
+from opd.records.types import Completion, Prompt, QuarantinedPrompt, RolloutBatch
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.engines import Engines, worker_name
@@ -143,7 +143,7 @@ class VLLMRolloutEngine(Engines):
         """Play one episode for each prompt. Raises: RunError if too many of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
-            self._in_step(p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
+            self._make_step_request(p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain))
             for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
             if _fits_context(p, room)
         ]
@@ -158,13 +158,13 @@ class VLLMRolloutEngine(Engines):
             )
             for domain in dict.fromkeys(request.prompt.domain for request in requests)
         }
-        for domain, found in stats.items():
-            refuse_many_broken(domain, found, self._spec.episodes[domain].max_broken)
+        for domain, domain_stats in stats.items():
+            refuse_many_broken(domain, domain_stats, self._spec.episodes[domain].max_broken)
         refused = [_refuse_prompt(p, room) for p in prompts if not _fits_context(p, room)]
-        refused += [_is_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
+        refused += [_quarantine_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
 
-    def _in_step(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
+    def _make_step_request(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
         """Make the request for an episode of training: what is done about drift depends on the step."""
         request, drift = self._make_episode_request(prompt, sample), self._spec.drift.get(prompt.domain)
         if drift is None or not isinstance(request.options, EpisodeOptions):
@@ -203,8 +203,8 @@ class VLLMRolloutEngine(Engines):
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
-        asked = [(p, i) for p in prompts for i in range(n)]
-        played = iter(self._exam_episodes(asked, temperature))
+        drawn_prompts = [(p, i) for p in prompts for i in range(n)]
+        played = iter(self._exam_episodes(drawn_prompts, temperature))
         requests = [
             GenerateRequest(
                 token_ids=p.token_ids,
@@ -213,7 +213,7 @@ class VLLMRolloutEngine(Engines):
                 # Greedy decoding draws nothing.
                 seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
-            for p, i in asked
+            for p, i in drawn_prompts
             if _fits_context(p, room) and p.domain not in self._spec.episodes
         ]
         answers = iter(self._generate(requests, n))
@@ -221,17 +221,17 @@ class VLLMRolloutEngine(Engines):
             _episode_completion(p, next(played) if _fits_context(p, room) else None)
             if p.domain in self._spec.episodes
             else self._make_completion(p, next(answers) if _fits_context(p, room) else None)
-            for p, _ in asked
+            for p, _ in drawn_prompts
         ]
 
-    def _exam_episodes(self, asked: Sequence[tuple[Prompt, int]], temperature: float) -> list[EpisodeResult]:
+    def _exam_episodes(self, drawn_prompts: Sequence[tuple[Prompt, int]], temperature: float) -> list[EpisodeResult]:
         """Play the evaluation's episodes of those prompts whose domain has them, and that fit."""
         room, limit = self._spec.engine.max_model_len, self._spec.max_answer_tokens
         requests = [
             self._make_episode_request(
                 p, EpisodeKey(sample_id=f"answer/{p.id}#{i}", group=p.id, step=0, domain=p.domain)
             )
-            for p, i in asked
+            for p, i in drawn_prompts
             if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
         # An exam has a limit of its own for what is written at a time.
@@ -262,10 +262,10 @@ def _fits_context(prompt: Prompt, room: int) -> bool:
     return 0 < len(prompt.token_ids) < room
 
 
-def _refuse_prompt(prompt: Prompt, room: int) -> Quarantined:
+def _refuse_prompt(prompt: Prompt, room: int) -> QuarantinedPrompt:
     num = len(prompt.token_ids)
     reason = f"{num} tokens, rollout.max_model_len is {room}: no room for a response" if num else "no tokens"
-    return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
+    return QuarantinedPrompt(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
 
 
 def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Completion:
@@ -279,7 +279,7 @@ def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Complet
     )
 
 
-def _is_unplayed(prompt: Prompt, result: EpisodeResult) -> Quarantined:
+def _quarantine_unplayed(prompt: Prompt, result: EpisodeResult) -> QuarantinedPrompt:
     """Return the quarantine record of an episode in which the policy took no turn."""
     reason = f"the episode ended before the first turn ({result.stop_reason}) {result.error}".strip()
-    return Quarantined(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
+    return QuarantinedPrompt(prompt_id=prompt.id, domain=prompt.domain, reason=reason)

@@ -34,7 +34,7 @@ from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, drop_service_port, explain_failed_start
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import HF_FORMAT
-from opd.rollouts.swap import Incoming, StreamedSwap, reset_prefix_cache, swap_weights
+from opd.rollouts.swap import IncomingWeights, StreamedSwap, reset_prefix_cache, swap_weights
 
 _shapes: dict[bytes, dict[str, Any]] = {}
 """Text of a model's config -> `model_shape`."""
@@ -98,7 +98,7 @@ class VLLMWorker:
         self._asleep = False
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
-        self._stream: Incoming | None = None
+        self._stream: IncomingWeights | None = None
         """Weights that are coming in."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
@@ -119,15 +119,15 @@ class VLLMWorker:
     ) -> list[EpisodeResult]:
         """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
         loaded once. Raises: RunError; ModelError if the chat template cannot append."""
-        found: dict[int, EpisodeResult] = {}
+        results: dict[int, EpisodeResult] = {}
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
         # None is one of them: episodes that nobody guides are a batch of their own.
         for guide in dict.fromkeys(guides):
-            places = [place for place, other in enumerate(guides) if other == guide]
+            places = [index for index, other in enumerate(guides) if other == guide]
             expert = None if guide is None else self._engine_with_weights(guide)
-            guided = [requests[place] for place in places]
-            found |= zip(places, self._play_with_expert(guided, temperature, policy_version, expert), strict=True)
-        return [found[place] for place in range(len(requests))]
+            guided = [requests[index] for index in places]
+            results |= zip(places, self._play_with_expert(guided, temperature, policy_version, expert), strict=True)
+        return [results[index] for index in range(len(requests))]
 
     def _engine_with_weights(self, model_dir: Path) -> VLLMWorker:
         """Return the engine beside the student's, with these weights and empty caches: what it writes must not depend on what
@@ -165,10 +165,10 @@ class VLLMWorker:
         context = self._options.max_model_len
         sampling = Sampling(params=params, read=_read_output, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
-        beside = None if expert is None else engine.add_engine(expert._llm.llm_engine)
+        expert_engine = None if expert is None else engine.add_engine(expert._llm.llm_engine)
 
         results = engine.drive(
-            lambda: play_episodes(requests, engine, self._dialogues, context, policy_version, beside)
+            lambda: play_episodes(requests, engine, self._dialogues, context, policy_version, expert_engine)
         )
         self._sleep_engine()
         return results
@@ -214,7 +214,7 @@ class VLLMWorker:
             self.load(model_dir)
         self._wake_engine()
         self._base = None  # until all weights are there
-        self._stream = Incoming(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
+        self._stream = IncomingWeights(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Take some of the weights."""
@@ -225,11 +225,11 @@ class VLLMWorker:
         """Hold the weights that came, caches reset; nothing if none are coming. Raises: as `load`."""
         if self._stream is None:
             return
-        done, self._stream = self._stream, None
-        done.swap.finish_swap()
-        if done.base is None:
+        stream, self._stream = self._stream, None
+        stream.swap.finish_swap()
+        if stream.base is None:
             cut_vocabulary(self._llm, self._options.vocab_size)
-        self._base = done.base
+        self._base = stream.base
 
     def _load_all(self, model_dir: Path) -> None:
         shape = model_shape(model_dir)
@@ -321,7 +321,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
 
 
 def start_engine(options: EngineOptions, **more: Any) -> Any:
-    """Start a `vllm.LLM` that is scheduled in this process; `more` goes to it as it is and comes before what is set here.
+    """Start a `vllm.LLM` that is scheduled in this process; `overrides` goes to it as it is and comes before what is set here.
 
     Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
     words and the model directory's generation config are off.
@@ -334,8 +334,8 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
 
     is_cpu = current_platform.is_cpu()
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
-    settings = _engine_settings(options) | on_cpu | more
-    with leftovers.own_children(), own_files(), explain_failed_start(options.tensor_parallel_size):
+    settings = _engine_settings(options) | on_cpu | overrides
+    with leftovers.mark_children_as_owned(), own_files(), explain_failed_start(options.tensor_parallel_size):
         # Ours are last: no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
@@ -343,7 +343,7 @@ def start_engine(options: EngineOptions, **more: Any) -> Any:
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
         llm.collective_rpc("opd_use_norm_kernels")
-    if more.get("runner") != "pooling":  # that one has no head
+    if overrides.get("runner") != "pooling":  # that one has no head
         cut_vocabulary(llm, options.vocab_size)
     return llm
 

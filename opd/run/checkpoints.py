@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # it needs pydantic, which those who only list checkpoints do
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
-FALL_BACK = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
+FALL_BACK_FIX = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
 LATEST, LATEST_VALID = "latest", "latest-valid"
 SUPERSEDED_PREFIX = "superseded-"
 """Before the name of a checkpoint that a resume went back behind."""
@@ -73,27 +73,27 @@ class CheckpointSource(Protocol):
 class CompanionSaver:
     """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
 
-    def __init__(self, trainer: CheckpointSource, other: CheckpointSource, directory: str) -> None:
+    def __init__(self, trainer: CheckpointSource, companion: CheckpointSource, directory: str) -> None:
         self._trainer = trainer
-        self._other = other
+        self._companion = companion
         self._directory = directory
 
     def begin_save(self, path: Path) -> None:
         """Let both copy their states. Raises: StorageError."""
-        own = path / self._directory
-        with raise_storage_errors(own):
-            own.mkdir()
+        directory = path / self._directory
+        with raise_storage_errors(directory):
+            directory.mkdir()
         self._trainer.begin_save(path)
-        self._other.begin_save(own)
+        self._companion.begin_save(directory)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
         """Return the files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
         deadline = time.monotonic() + wait_s
         files = self._trainer.saved(wait_s)
-        others = None if files is None else self._other.saved(max(0.0, deadline - time.monotonic()))
-        if files is None or others is None:
+        companion_files = None if files is None else self._companion.saved(max(0.0, deadline - time.monotonic()))
+        if files is None or companion_files is None:
             return None
-        return [*files, *(replace(file, name=f"{self._directory}/{file.name}") for file in others)]
+        return [*files, *(replace(file, name=f"{self._directory}/{file.name}") for file in companion_files)]
 
 
 class CheckpointStore:
@@ -114,8 +114,8 @@ class CheckpointStore:
         self._keep = keep
         self._facts = {"world_size": world_size, "identity": dict(identity)}
         self._timeout_s = timeout_s
-        self._writing: _OpenCheckpoint | None = None
-        self._committed: SavedCheckpoint | None = None
+        self._open_checkpoint: _OpenCheckpoint | None = None
+        self._saved_checkpoint: SavedCheckpoint | None = None
 
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
         """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files.
@@ -137,57 +137,57 @@ class CheckpointStore:
             _delete_partial(temporary)
             raise
         facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
-        self._writing = _OpenCheckpoint(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
+        self._open_checkpoint = _OpenCheckpoint(step, policy_version, temporary, time.monotonic() + self._timeout_s, facts)
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
         """Implements `opd.interfaces.Checkpoints.committed`."""
         self._commit_files(wait)
-        saved, self._committed = self._committed, None
+        saved, self._saved_checkpoint = self._saved_checkpoint, None
         return saved
 
     def _commit_files(self, wait: bool) -> None:
-        writing = self._writing
-        if writing is None:
+        checkpoint = self._open_checkpoint
+        if checkpoint is None:
             return
-        left_s = max(0.0, writing.deadline - time.monotonic())
+        left_s = max(0.0, checkpoint.deadline - time.monotonic())
         try:
             files = self._trainer.saved(left_s if wait else 0.0)
             if files is None:
                 if wait or not left_s:
                     raise RunError(
-                        f"{step_name(writing.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
+                        f"{step_name(checkpoint.step)}: the trainer took longer than {self._timeout_s:.0f} s to write it "
                         "(cluster.phase_timeout_s)"
                     )
                 return
-            self._writing = None
+            self._open_checkpoint = None
             written = {file.name: {"blake3": file.blake3, "bytes": file.size} for file in files}
             size = sum(file.size for file in files)
             manifest = {
                 "format": FORMAT,
-                "step": writing.step,
-                "policy_version": writing.policy_version,
+                "step": checkpoint.step,
+                "policy_version": checkpoint.policy_version,
                 **self._facts,
-                "files": {**written, **writing.carried},
+                "files": {**written, **checkpoint.carried},
             }
-            with raise_storage_errors(writing.path):
-                (writing.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
-                replace_dir(writing.path, self._root / step_name(writing.step))
+            with raise_storage_errors(checkpoint.path):
+                (checkpoint.path / MANIFEST).write_text(json.dumps(manifest, indent=2))
+                replace_dir(checkpoint.path, self._root / step_name(checkpoint.step))
         except RunError:
-            self._writing = None
-            _delete_partial(writing.path)
+            self._open_checkpoint = None
+            _delete_partial(checkpoint.path)
             raise
-        self._committed = SavedCheckpoint(step=writing.step, background_s=max(f.seconds for f in files), size=size)
-        self._drop_old(writing.step)
+        self._saved_checkpoint = SavedCheckpoint(step=checkpoint.step, background_s=max(f.seconds for f in files), size=size)
+        self._delete_old(checkpoint.step)
 
-    def _drop_old(self, newest: int) -> None:
+    def _delete_old(self, newest: int) -> None:
         steps = [step for step in list_checkpoint_steps(self._root) if step <= newest]
         every = self._keep.keep_every
         for step in steps[: -self._keep.keep]:
             if not every or step % every:
                 shutil.rmtree(self._root / step_name(step))
         for path in self._root.glob(f"{SUPERSEDED_PREFIX}step-*"):
-            passed = parse_step_name(path.name.removeprefix(SUPERSEDED_PREFIX))
-            if passed is not None and passed <= newest:
+            superseded_step = parse_step_name(path.name.removeprefix(SUPERSEDED_PREFIX))
+            if superseded_step is not None and superseded_step <= newest:
                 shutil.rmtree(path)
 
 
@@ -202,31 +202,31 @@ def list_checkpoint_steps(root: Path) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def choose_checkpoint(root: Path, wanted: str, say: Callable[[str], None]) -> Checkpoint | None:
+def choose_checkpoint(root: Path, selection: str, say: Callable[[str], None]) -> Checkpoint | None:
     """Choose the checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has no checkpoint at all.
 
     `say` gets a sentence about each damaged one that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
     """
     steps = list_checkpoint_steps(root)
-    if wanted not in (LATEST, LATEST_VALID):
-        if not wanted.isdigit() or int(wanted) not in steps:
+    if selection not in (LATEST, LATEST_VALID):
+        if not selection.isdigit() or int(selection) not in steps:
             raise RunDirError.at(
-                f"--resume-from {wanted}",
+                f"--resume-from {selection}",
                 found="checkpoints of steps " + ", ".join(map(str, steps)) if steps else f"no checkpoint in {root}",
                 wanted=f"{LATEST}, {LATEST_VALID} or the step of a checkpoint",
                 fix="name one of these steps, or leave the option out",
             )
-        return verify_checkpoint(root / step_name(int(wanted)))
+        return verify_checkpoint(root / step_name(int(selection)))
     if not steps:
         return None
-    if wanted == LATEST:
+    if selection == LATEST:
         return verify_checkpoint(root / step_name(steps[-1]))
     for step in reversed(steps):
         try:
             return verify_checkpoint(root / step_name(step))
         except DamagedCheckpoint as error:
-            where, found, *_ = str(error).split("\n")
-            say(f"{step_name(step)} is passed over: {where}: {found.removeprefix('  found:').strip()}")
+            file, problem, *_ = str(error).split("\n")
+            say(f"{step_name(step)} is passed over: {file}: {problem.removeprefix('  found:').strip()}")
     raise RunDirError.at(
         root,
         found=f"{len(steps)} checkpoints, every one of them damaged",
@@ -262,8 +262,8 @@ def verify_checkpoint(path: Path) -> Checkpoint:
     except RunDirError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-        raise DamagedCheckpoint.at(manifest, found=found, wanted="a checkpoint's manifest", fix=FALL_BACK) from None
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+        raise DamagedCheckpoint.at(manifest, found=problem, wanted="a checkpoint's manifest", fix=FALL_BACK_FIX) from None
     for name, (digest, size) in files.items():
         _verify_file(path / name, digest, size)
     return checkpoint
@@ -271,17 +271,17 @@ def verify_checkpoint(path: Path) -> Checkpoint:
 
 def _verify_file(path: Path, digest: str, size: int) -> None:
     if not path.is_file():
-        raise DamagedCheckpoint.at(path, found="no such file", wanted=f"a file of {size} bytes", fix=FALL_BACK)
-    actual = path.stat().st_size
-    if actual != size:
-        raise DamagedCheckpoint.at(path, found=f"{actual} bytes", wanted=f"{size} bytes", fix=FALL_BACK)
+        raise DamagedCheckpoint.at(path, found="no such file", wanted=f"a file of {size} bytes", fix=FALL_BACK_FIX)
+    actual_size = path.stat().st_size
+    if actual_size != size:
+        raise DamagedCheckpoint.at(path, found=f"{actual_size} bytes", wanted=f"{size} bytes", fix=FALL_BACK_FIX)
     try:
-        found = blake3_file(path)
+        actual_digest = blake3_file(path)
     except OSError as error:  # a bad sector, or a file that the account may not read
         unread = error.strerror or str(error)
-        raise DamagedCheckpoint.at(path, found=unread, wanted="a file that can be read", fix=FALL_BACK) from None
-    if found != digest:
-        raise DamagedCheckpoint.at(path, found=f"BLAKE3 {found[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK)
+        raise DamagedCheckpoint.at(path, found=unread, wanted="a file that can be read", fix=FALL_BACK_FIX) from None
+    if actual_digest != digest:
+        raise DamagedCheckpoint.at(path, found=f"BLAKE3 {actual_digest[:16]}", wanted=f"BLAKE3 {digest[:16]}", fix=FALL_BACK_FIX)
 
 
 def set_newer_aside(root: Path, step: int) -> list[str]:

@@ -19,7 +19,7 @@ _MOST_KEYS = 6
 """Changed keys that a sentence names."""
 
 
-def events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
+def list_events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
     """Return the events that the weights of this step have behind them."""
     events = manifest.get(LINEAGE, ())
     return [e for e in events if (e["step"] <= step if e["event"] == BRANCHED else e["after_step"] < step)]
@@ -40,18 +40,18 @@ def list_commands(manifest: Mapping[str, Any]) -> list[str]:
 
 def _format_branch(event: Mapping[str, Any]) -> str:
     changed = [
-        f"{key} {_format_value(before)} → {_format_value(now)}" for key, (before, now) in event["changed"].items()
+        f"{key} {_format_value(old)} → {_format_value(now)}" for key, (before, now) in event["changed"].items()
     ]
-    more = f" and {len(changed) - _MOST_KEYS} more keys" if len(changed) > _MOST_KEYS else ""
-    what = f"changed: {', '.join(changed[:_MOST_KEYS])}{more}" if changed else "nothing changed"
-    return f"branched from step {event['step']} of {Path(event['run']).name}, with weights and optimiser; {what}"
+    remainder = f" and {len(changed) - _MOST_KEYS} more keys" if len(changed) > _MOST_KEYS else ""
+    summary = f"changed: {', '.join(changed[:_MOST_KEYS])}{remainder}" if changed else "nothing changed"
+    return f"branched from step {event['step']} of {Path(event['run']).name}, with weights and optimiser; {summary}"
 
 
 def _format_extension(event: Mapping[str, Any]) -> str:
-    before, now = event["steps"]
+    old_steps, new_steps = event["steps"]
     kind = event["lr_scheduler_type"]
-    rates = "" if kind == "constant" else f"; up to there the {kind} decay was that of {before} steps"
-    return f"extended after step {event['after_step']} from {before} to {now} steps{rates}"
+    rates = "" if kind == "constant" else f"; up to there the {kind} decay was that of {old_steps} steps"
+    return f"extended after step {event['after_step']} from {old_steps} to {new_steps} steps{rates}"
 
 
 def _format_value(value: Any) -> str:

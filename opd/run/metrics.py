@@ -58,10 +58,10 @@ def count_trained_tokens(record: StepRecord) -> int:
 class PhaseClock:
     """Seconds per phase since the last `take_seconds`."""
 
-    def __init__(self, tell: Callable[[str], None] = lambda phase: None) -> None:
-        """`tell` gets the name of each phase that begins."""
+    def __init__(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+        """`on_phase` gets the name of each phase that begins."""
         self._seconds: dict[str, float] = {}
-        self._on_phase = tell
+        self._on_phase = on_phase
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:

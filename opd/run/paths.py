@@ -25,7 +25,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-EXAMS = ("before", "expert", "after")
+MERGE_EVALUATIONS = ("before", "expert", "after")
 """Evaluations of a finished merge: the student as it started, each domain's expert, and the merged model."""
 
 _STEP = re.compile(r"step-(\d{6,})")
@@ -91,7 +91,7 @@ class RunPaths:
         return self.root / "targets"
 
     @property
-    def judged(self) -> Path:
+    def judge_answers(self) -> Path:
         """The answers of the guard's judge in this run."""
         return self.root / "judged.jsonl"
 
@@ -113,7 +113,7 @@ class RunPaths:
         return self.root / "report.json"
 
     @property
-    def page(self) -> Path:
+    def report_page(self) -> Path:
         return self.root / "report.html"
 
     @property
@@ -149,10 +149,10 @@ class RunPaths:
         return self.root / "evaluation"
 
     def evaluation_file(self, name: str) -> Path:
-        """Return the file of an evaluation: one of `EXAMS`, or the `step_name` of an evaluation on the way."""
+        """Return the file of an evaluation: one of `MERGE_EVALUATIONS`, or the `step_name` of an evaluation on the way."""
         return self.evaluation / f"{name}.json"
 
-    def exams_by_step(self) -> dict[int, Path]:
+    def evaluations_by_step(self) -> dict[int, Path]:
         """Return step -> file of the evaluations on the way, in order."""
         return _list_by_step(self.evaluation)
 
@@ -226,11 +226,11 @@ class RunPaths:
         return RunPaths(self.root / f"round-{number}")
 
     @property
-    def whole(self) -> Path:
+    def merge_root(self) -> Path:
         """The run directory that a user knows: for a round, that of the whole merge; else `root` itself."""
         all_rounds = RunPaths(self.root.absolute().parent)
-        inside = _ROUND.fullmatch(self.root.name) and all_rounds.rounds.is_file()
-        return self.root.parent if inside else self.root
+        is_round = _ROUND.fullmatch(self.root.name) and all_rounds.rounds.is_file()
+        return self.root.parent if is_round else self.root
 
 
 @dataclass(frozen=True, slots=True)

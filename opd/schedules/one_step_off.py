@@ -19,7 +19,7 @@ from typing import ClassVar
 
 from opd.cluster import BackgroundCall
 from opd.records.types import Prompt, RolloutBatch
-from opd.schedules.spec import ScheduleSpec, Writer
+from opd.schedules.spec import ScheduleSpec, TimedWriter
 
 
 class OneStepOff:
@@ -31,7 +31,7 @@ class OneStepOff:
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness
         self._spec = spec
-        self._writer = Writer(spec.engine)
+        self._writer = TimedWriter(spec.engine)
         self._writing: tuple[int, BackgroundCall[RolloutBatch]] | None = None
         self._written: dict[int, RolloutBatch] = {}
 
@@ -44,7 +44,7 @@ class OneStepOff:
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts)
 
-    def rest(self) -> None:
+    def sleep_engines(self) -> None:
         """Do nothing: with this schedule engines never sleep."""
 
     def begin_next(self, step: int, policy_version: int) -> None:

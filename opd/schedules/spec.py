@@ -25,7 +25,7 @@ class ScheduleSpec:
     """True if the engine gives memory back once it has written or answered."""
 
 
-class Writer:
+class TimedWriter:
     """Has the engine write a step's responses, one step at a time, and counts the seconds."""
 
     def __init__(self, engine: RolloutEngine) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from opd.records.types import Prompt, RolloutBatch
-from opd.schedules.spec import ScheduleSpec, Writer
+from opd.schedules.spec import ScheduleSpec, TimedWriter
 
 
 class SyncSchedule:
@@ -17,14 +17,14 @@ class SyncSchedule:
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness
-        self._writer = Writer(spec.engine)
+        self._writer = TimedWriter(spec.engine)
         self._engine = spec.engine if spec.sleeps else None
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Have the responses of this step written now."""
         return self._writer.write(step, policy_version, prompts)
 
-    def rest(self) -> None:
+    def sleep_engines(self) -> None:
         """Put the engine to sleep: the push before has woken it, and after an empty `answer` it sleeps."""
         if self._engine is not None:
             self._engine.answer(())

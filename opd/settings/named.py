@@ -17,54 +17,54 @@ from opd import ROOT
 from opd.errors import ConfigError
 
 
-def is_place(name: Any) -> bool:
+def is_import_name(name: Any) -> bool:
     """Return True if this is written as `module:name`."""
     return isinstance(name, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
-def import_object(place: str) -> Any:
+def import_object(import_name: str) -> Any:
     """Import the object that `module:name` names."""
-    module, _, name = place.partition(":")
+    module, _, name = import_name.partition(":")
     return getattr(import_module(module), name)
 
 
-def import_user_object(place: str, where: str, wanted: str) -> Any:
+def import_user_object(import_name: str, key: str, expected: str) -> Any:
     """Import the object that a user's `module:name` names. The current directory is searched last, after Python's own path.
 
     `key` and `expected` go into the error. Raises: ConfigError if it cannot be imported, or cannot be called.
     """
-    module, _, name = place.partition(":")
-    found = getattr(_users_module(module, where), name, None)
-    if not callable(found):
+    module, _, name = import_name.partition(":")
+    imported = getattr(_import_user_module(module, key), name, None)
+    if not callable(imported):
         raise ConfigError.at(
-            where,
-            found=f"no `{name}` in {module}" if found is None else f"`{name}` is a {type(found).__name__}",
-            wanted=wanted,
+            key,
+            found=f"no `{name}` in {module}" if imported is None else f"`{name}` is a {type(imported).__name__}",
+            wanted=expected,
             fix="correct the name after the colon",
         )
-    return found
+    return imported
 
 
-def _users_module(module: str, where: str) -> ModuleType:
+def _import_user_module(module: str, key: str) -> ModuleType:
     # The current directory is last: no file in it may stand in for an installed module, nor for one of ours that is imported later.
     sys.path += [entry for entry in (ROOT, str(Path.cwd())) if entry not in sys.path]
     fix = f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py"
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        found = f"no module `{error.name}`"
+        problem = f"no module `{error.name}`"
         # The missing module may be one that the user's module imports: then the error has another name.
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            found, fix = f"{found}, which {module} imports", f"install {error.name}, or correct the import in {module}"
+            problem, fix = f"{problem}, which {module} imports", f"install {error.name}, or correct the import in {module}"
     except SyntaxError as error:
-        found = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
+        problem = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
         fix = "correct that line"
     except Exception as error:  # noqa: BLE001 importing runs code that is not ours
-        found = traceback.format_exception_only(error)[-1].strip()
+        problem = traceback.format_exception_only(error)[-1].strip()
         fix = f"correct the module; `python -c 'import {module}'` shows where it raises this"
     raise ConfigError.at(
-        where,
-        found=found,
+        key,
+        found=problem,
         wanted=f"a module {module} that Python can import",
         fix=fix,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable
 
-ELSEWHERE = {
+FOREIGN_KEYS = {
     "learning_rate": "trainer.lr",
     "weight_decay_rate": "trainer.weight_decay",
     "max_steps": "trainer.steps",
@@ -64,33 +64,33 @@ NO_KEY = {
 """Name in other tools -> the way out, where we have no such key."""
 
 
-def find_nearest(word: str, known: Iterable[str]) -> str | None:
+def find_nearest(word: str, candidates: Iterable[str]) -> str | None:
     """Return the known name that is most like `word`; None if none is."""
-    names = {name.casefold(): name for name in reversed(list(known))}
+    names = {name.casefold(): name for name in reversed(list(candidates))}
     near = difflib.get_close_matches(word.casefold(), names, n=1)
     return names[near[0]] if near else None
 
 
-def did_you_mean(word: str, known: Iterable[str], otherwise: str) -> str:
+def did_you_mean(word: str, candidates: Iterable[str], otherwise: str) -> str:
     """Return the `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
-    near = find_nearest(word, known)
+    near = find_nearest(word, candidates)
     return f"did you mean `{near}`?" if near else otherwise
 
 
-def of_key(key: str, known: Collection[str]) -> str:
+def suggest_key(key: str, keys: Collection[str]) -> str:
     """Return the `fix` of an error about an unknown key of a section that has the keys `keys`."""
-    theirs = {name: path.rpartition(".")[2] for name, path in ELSEWHERE.items()}
-    for name in known:
-        if name == theirs.get(key) or theirs.get(name) == key:
+    foreign_names = {name: path.rpartition(".")[2] for name, path in FOREIGN_KEYS.items()}
+    for name in keys:
+        if name == foreign_names.get(key) or foreign_names.get(name) == key:
             return f"did you mean `{name}`?"
-    return did_you_mean(key, known, NO_KEY.get(key, "remove the key"))
+    return did_you_mean(key, keys, NO_KEY.get(key, "remove the key"))
 
 
-def of_key_elsewhere(key: str, everywhere: Iterable[str]) -> str | None:
+def suggest_key_elsewhere(key: str, all_keys: Iterable[str]) -> str | None:
     """Return the `fix` of an error about a key that has its place in another section; None if no section has it.
 
     `all_keys` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
     """
-    named = ELSEWHERE.get(key)
-    places = [path for path in everywhere if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]
-    return f"did you mean `{named if named in places else places[0]}`?" if places else None
+    named = FOREIGN_KEYS.get(key)
+    paths = [path for path in all_keys if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]
+    return f"did you mean `{named if named in paths else paths[0]}`?" if paths else None

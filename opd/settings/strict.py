@@ -9,14 +9,14 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.settings.near import of_key
-from opd.text import with_home
+from opd.settings.near import suggest_key
+from opd.text import expand_home
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
-UserPath = Annotated[Path, AfterValidator(lambda path: Path(with_home(str(path))))]
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(expand_home(str(path))))]
 """A path as a user writes it: `~` is the home directory, as in a shell, which reads no YAML."""
-PathOrName = Annotated[str, AfterValidator(with_home)]
+PathOrName = Annotated[str, AfterValidator(expand_home)]
 """The same for what may be a name instead."""
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
@@ -39,16 +39,16 @@ class Strict(BaseModel):
         # pydantic's own `extra_forbidden` cannot suggest the nearest key; here the class knows its keys.
         if isinstance(data, Mapping):
             data = {key: value for key, value in data.items() if key not in cls.GONE or value != cls.GONE[key]}
-            known = list(cls.model_fields)
+            keys = list(cls.model_fields)
             for key in data:
-                if key not in known:
+                if key not in keys:
                     raise PydanticCustomError(
                         "unknown_key",
                         "{hint}",
                         {
                             "key": str(key),
-                            "hint": of_key(str(key), known),
-                            "known": ", ".join(known),
+                            "hint": suggest_key(str(key), keys),
+                            "known": ", ".join(keys),
                         },
                     )
         return data

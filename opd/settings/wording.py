@@ -81,12 +81,12 @@ def describe_wanted(error: ErrorDetails) -> str:
     if kind in WANTED:
         return WANTED[kind]
     if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return words.format(f"{context[name]:g}" if isinstance(context[name], float) else context[name])
+        name, template = _BOUNDS[kind]
+        return template.format(f"{context[name]:g}" if isinstance(context[name], float) else context[name])
     if kind == "string_pattern_mismatch":
         return FORMS.get(context["pattern"], f"text that the regular expression {context['pattern']} matches")
     if kind in ("literal_error", "enum"):
-        return _one_of(error["input"], str(context["expected"]))
+        return _describe_choices(error["input"], str(context["expected"]))
     return re.sub(r"^(Value error|Assertion failed), |^Input should be (a valid )?", "", error["msg"])
 
 
@@ -102,19 +102,19 @@ def describe_alternatives(errors: Sequence[ErrorDetails]) -> str:
     return " or ".join(dict.fromkeys(describe_wanted(error) for error in errors))
 
 
-def leads_to(data: Any, key: int | str) -> bool:
+def has_key(data: Any, key: int | str) -> bool:
     """Return True if the value is a mapping with this key, or a list with this index."""
     if isinstance(data, Mapping):
         return key in data
     return isinstance(data, list | tuple) and isinstance(key, int) and key < len(data)
 
 
-def _one_of(found: Any, expected: str) -> str:
+def _describe_choices(value: Any, expected: str) -> str:
     """Return what is wanted of `value`, with the nearest choice. `expected` is pydantic's list: 'a', 'b' or 'c'."""
     names = re.findall(r"'([^']*)'", expected)
     if not names or ", ".join(map(repr, names)) != expected.replace(" or ", ", "):
         return expected  # numbers, true and false are listed without quotes
     if len(names) == 1:
         return names[0]
-    near = find_nearest(found, names) if isinstance(found, str) else None
+    near = find_nearest(value, names) if isinstance(value, str) else None
     return (f"did you mean `{near}`? " if near else "") + f"one of: {', '.join(names)}"

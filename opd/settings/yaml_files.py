@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from opd.errors import ConfigError
-from opd.settings.near import find_nearest, of_key_elsewhere
-from opd.settings.wording import describe_alternatives, describe_wanted, leads_to
+from opd.settings.near import find_nearest, suggest_key_elsewhere
+from opd.settings.wording import describe_alternatives, describe_wanted, has_key
 
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`."""
@@ -31,14 +31,14 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        seen: set[Any] = set()
+        keys: set[Any] = set()
         for key_node, _ in node.value:
             key = MERGE if key_node.tag == MERGE else self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.constructor.ConstructorError(None, None, f"key {key} is no name", key_node.start_mark)
-            if key in seen:
+            if key in keys:
                 raise yaml.constructor.ConstructorError(None, None, f"key `{key}` is given twice", key_node.start_mark)
-            seen.add(key)
+            keys.add(key)
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -46,8 +46,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (KeyError, IndexError, AttributeError, ValueError, OverflowError) as error:
-            why = f": {error}" if isinstance(error, ValueError) else ""
-            problem = f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}{why}"
+            reason = f": {error}" if isinstance(error, ValueError) else ""
+            problem = f"{node.value!r:.60} is no {node.tag.rpartition(':')[2]}{reason}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
@@ -55,10 +55,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         replaced itself."""
         own = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
         merged: dict[Any, Any] = {}
-        for key_node, given in node.value:
+        for key_node, value_node in node.value:
             if key_node.tag != MERGE:
                 continue
-            for source in given.value if isinstance(given, yaml.SequenceNode) else [given]:
+            for source in value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]:
                 if not isinstance(source, yaml.MappingNode):
                     raise yaml.constructor.ConstructorError(None, None, "`<<` merges mappings alone", source.start_mark)
                 self.flatten_mapping(source)
@@ -77,11 +77,11 @@ def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document, of bounded size. Raises: ValueError, yaml.YAMLError."""
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{len(text):,} characters, at most {MAX_YAML_BYTES:,} are read")
-    _bound_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
+    _refuse_too_many_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
     return yaml.load(text, Loader=_UniqueKeyLoader)
 
 
-def _bound_nodes(events: Iterable[yaml.Event]) -> None:
+def _refuse_too_many_nodes(events: Iterable[yaml.Event]) -> None:
     """Count the values that a file would have once its aliases are resolved, and refuse too many. Raises: ValueError.
 
     The parser's events are counted, which resolves nothing yet: there are no more events than characters.
@@ -91,9 +91,9 @@ def _bound_nodes(events: Iterable[yaml.Event]) -> None:
     total = 0
     for event in events:
         if isinstance(event, yaml.CollectionEndEvent):
-            anchor, before = open_nodes.pop()
+            anchor, start = open_nodes.pop()
             if anchor is not None:
-                sizes[anchor] = total - before
+                sizes[anchor] = total - start
         elif isinstance(event, yaml.NodeEvent):
             if isinstance(event, yaml.AliasEvent):
                 if event.anchor in {anchor for anchor, _ in open_nodes}:
@@ -129,12 +129,12 @@ def load_yaml(path: Path) -> dict[str, Any]:
             fix="check the path; it is relative to the current directory",
         ) from None
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or too much
-        place, found = _yaml_problem(error)
+        position, problem = _locate_yaml_problem(error)
         raise ConfigError.at(
-            f"{path}{place}",
-            found=found,
+            f"{path}{position}",
+            found=problem,
             wanted="one YAML mapping",
-            fix="correct that line" if place else "correct the file",
+            fix="correct that line" if position else "correct the file",
         ) from None
     if not isinstance(data, dict):
         raise ConfigError.at(
@@ -146,7 +146,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
-def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) -> ConfigError:
+def no_such_yaml_error(path: Path, shipped: Iterable[str], kind: str, otherwise: str) -> ConfigError:
     """Return the error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
     names = {name: name for name in shipped}
     files = {file.stem: str(file) for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
@@ -154,12 +154,12 @@ def no_such_yaml(path: Path, shipped: Iterable[str], what: str, otherwise: str) 
     return ConfigError.at(
         path,
         found="no such file",
-        wanted=f"a YAML file, or {what}: {', '.join(names)}",
+        wanted=f"a YAML file, or {kind}: {', '.join(names)}",
         fix=otherwise if near is None else f"did you mean `{(names | files)[near]}`? {otherwise}",
     )
 
 
-def _yaml_problem(error: Exception) -> tuple[str, str]:
+def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
     """Return the line and column of an error, empty if it has none, and what was found there."""
     if isinstance(error, OSError):
         return "", error.strerror or str(error)
@@ -205,7 +205,7 @@ def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any
             node[keys[-1]] = parse_yaml(text)
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError.at(
-                f"--set {item}", found=_yaml_problem(error)[1], wanted="a YAML value", fix="quote the value"
+                f"--set {item}", found=_locate_yaml_problem(error)[1], wanted="a YAML value", fix="quote the value"
             ) from None
     return data
 
@@ -235,7 +235,7 @@ def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
     for part in error["loc"]:
         if str(part).startswith("~") or part == "[key]":
             continue
-        if leads_to(data, part):
+        if has_key(data, part):
             data = data[part]
         elif _TAG.match(str(part)) and error["type"] != "missing":
             continue
@@ -243,7 +243,7 @@ def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
     return keys
 
 
-def found_in(error: ErrorDetails) -> str:
+def describe_found(error: ErrorDetails) -> str:
     """Return the value that the user gave, as messages show it."""
     return str(error.get("ctx", {}).get("found", "nothing" if error["type"] == "missing" else repr(error["input"])))
 
@@ -251,18 +251,18 @@ def found_in(error: ErrorDetails) -> str:
 def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
     """Return the first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
     error = errors.errors()[0]
-    where = ".".join([*above, *keys_of(error, data)])
-    told = {"wanted": describe_wanted(error), "found": found_in(error), "where": where}
-    return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **told})
+    key = ".".join([*above, *keys_of(error, data)])
+    moved_context = {"wanted": describe_wanted(error), "found": describe_found(error), "where": key}
+    return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **moved_context})
 
 
-def every_key(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
+def iterate_keys(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
     """Yield all keys of a file, written from the top with dots; a name that the user chooses is NAME."""
     for name, field in model.model_fields.items():
         yield above + name
         for section, keyed in _find_sections(field.annotation):
             if section not in within:
-                yield from every_key(section, f"{above}{name}.{'NAME.' if keyed else ''}", (*within, section))
+                yield from iterate_keys(section, f"{above}{name}.{'NAME.' if keyed else ''}", (*within, section))
 
 
 def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
@@ -282,20 +282,20 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
     if isinstance(context.get("error"), ConfigError):  # the code that found it has worded it already
         return ConfigError(f"{source}: {context['error']}")
     if error["type"] == "unknown_key":
-        where = ".".join([*keys, context["key"]])
+        key = ".".join([*keys, context["key"]])
         hint = error["msg"] if error["msg"] != "remove the key" else None
         return ConfigError.at(
-            f"{source}: {where}",
+            f"{source}: {key}",
             found="an unknown key",
             wanted=f"one of: {context['known']}",
-            fix=hint or of_key_elsewhere(context["key"], every_key(model)) or "remove the key",
+            fix=hint or suggest_key_elsewhere(context["key"], iterate_keys(model)) or "remove the key",
         )
-    where = ".".join(keys) or "the file as a whole"
-    same = [other for other in errors if other["type"] != "missing" and keys_of(other, data) == keys]
-    in_union = len(same) > 1 and error["input"] is same[1]["input"]
+    key = ".".join(keys) or "the file as a whole"
+    same_key_errors = [candidate for candidate in errors if candidate["type"] != "missing" and keys_of(candidate, data) == keys]
+    in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(
-        f"{source}: {where}",
-        found=found_in(error),
-        wanted=describe_alternatives(same) if in_union else describe_wanted(error),
+        f"{source}: {key}",
+        found=describe_found(error),
+        wanted=describe_alternatives(same_key_errors) if in_union else describe_wanted(error),
         fix="`opd pipelines schema` lists every key with its type",
     )

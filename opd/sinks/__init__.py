@@ -41,10 +41,10 @@ def refuse_missing(config: LoggingConfig) -> None:
 
 
 @contextmanager
-def open_sinks(config: LoggingConfig, run_dir: Path, done: int) -> Iterator[list[Sink]]:
+def open_sinks(config: LoggingConfig, run_dir: Path, last_step: int) -> Iterator[list[Sink]]:
     """Open the sinks that the pipeline asks for; they are closed however the run ends."""
     with ExitStack() as stack:
-        yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, done)) for key in _enabled_sinks(config)]
+        yield [stack.enter_context(SINKS[key](getattr(config, key), run_dir, last_step)) for key in _enabled_sinks(config)]
 
 
 def _enabled_sinks(config: LoggingConfig) -> list[str]:

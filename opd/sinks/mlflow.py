@@ -23,12 +23,12 @@ class MLflowSink:
     numbers are in metrics.jsonl too, and not worth a merge.
     """
 
-    def __init__(self, uri: str, run_dir: Path, done: int) -> None:
+    def __init__(self, uri: str, run_dir: Path, last_step: int) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException
 
-        self._metric, self._refused = Metric, MlflowException
+        self._metric, self._store_error = Metric, MlflowException
         self._client = MlflowClient(tracking_uri=uri)
         try:
             self._id = load_or_create_id(RunPaths(run_dir).mlflow_id, lambda: self._create_run(run_dir.name))
@@ -36,7 +36,7 @@ class MLflowSink:
             history = self._client.get_metric_history(self._id, "step/loss")
         except MlflowException as error:
             raise RunError(f"logging.mlflow: {uri}: {error}") from error
-        self._sent = max((metric.step for metric in history), default=0)
+        self._last_sent_step = max((metric.step for metric in history), default=0)
 
     def _create_run(self, name: str) -> str:
         experiment_record = self._client.get_experiment_by_name(EXPERIMENT)
@@ -48,16 +48,16 @@ class MLflowSink:
     def step(self, record: StepRecord) -> None:
         """Log the step, unless the store has it already: MLflow would keep both."""
         step = record.step
-        if step <= self._sent:
+        if step <= self._last_sent_step:
             return
         now = int(1000 * time.time())
         metrics = [self._metric(name, value, now, step) for name, value in flatten_record(record).items()]
         try:
             self._client.log_batch(self._id, metrics=metrics)
-        except self._refused as error:
+        except self._store_error as error:
             warnings.warn(f"logging.mlflow: step {step} was not taken: {error}", stacklevel=2)
             return
-        self._sent = step
+        self._last_sent_step = step
 
     def __enter__(self) -> MLflowSink:
         return self

@@ -7,7 +7,7 @@ from statistics import fmean
 from opd.records.rewards import RewardRecord
 from opd.records.step import StepRecord
 
-OF_THE_STEP = (
+STEP_KEYS = (
     "loss",
     "grad_norm",
     "lr",
@@ -23,7 +23,7 @@ OF_THE_STEP = (
 def flatten_record(record: StepRecord) -> dict[str, float]:
     """Return name -> number: `step/loss` and so on, `phase_s/PHASE`, `utilisation/ROLE`, `token_age/AGE`, `accuracy/DOMAIN`, and
     `KEY/DOMAIN` for a domain's numbers; with rewards also what `_flatten_reward` says."""
-    values_by_name = {f"step/{key}": float(getattr(record, key)) for key in OF_THE_STEP}
+    values_by_name = {f"step/{key}": float(getattr(record, key)) for key in STEP_KEYS}
     values_by_name["step/quarantined"] = float(sum(record.quarantined.values()))
     values_by_name |= {f"phase_s/{phase}": seconds for phase, seconds in record.phase_s.items()}
     values_by_name |= {f"utilisation/{role}": share for role, share in record.utilisation.items()}
@@ -45,8 +45,8 @@ def _flatten_reward(record: RewardRecord) -> dict[str, float]:
         "step/reward_weight": record.weight,
         "step/masked": record.masked,
     }
-    compared = ("cosine", "divergence_norm", "policy_norm")
-    values_by_name |= {f"step/{key}": value for key in compared if (value := getattr(record, key)) is not None}
+    gradient_keys = ("cosine", "divergence_norm", "policy_norm")
+    values_by_name |= {f"step/{key}": value for key in gradient_keys if (value := getattr(record, key)) is not None}
     for domain, values in record.domains.items():
         values_by_name |= {f"reward/{domain}": values.reward} if values.episodes else {}
         values_by_name |= (

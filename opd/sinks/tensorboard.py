@@ -14,12 +14,12 @@ from opd.sinks.scalars import flatten_record
 class TensorBoardSink:
     """Every start opens a new event file, which tells TensorBoard to forget the steps after `last_step`."""
 
-    def __init__(self, wanted: bool, run_dir: Path, done: int) -> None:
+    def __init__(self, enabled: bool, run_dir: Path, last_step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard import SummaryWriter
 
         self._summary = Summary
-        self._writer: Any = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=done + 1)
+        self._writer: Any = SummaryWriter(str(RunPaths(run_dir).tensorboard), purge_step=last_step + 1)
 
     def step(self, record: StepRecord) -> None:
         """Write the step to disk before returning, so that a killed run shows it.

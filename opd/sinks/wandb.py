@@ -19,7 +19,7 @@ class WandbSink:
     Raises: RunError if the service refuses or cannot be reached at the start; after that it is sent to in the background.
     """
 
-    def __init__(self, project: str, run_dir: Path, done: int) -> None:
+    def __init__(self, project: str, run_dir: Path, last_step: int) -> None:
         import wandb
 
         try:

@@ -31,16 +31,16 @@ from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.run.paths import parse_step_name, step_name
 from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from opd.stream.written import (
     UNREADABLE,
     WrittenRollouts,
-    batch_of,
-    beside_rollouts,
-    facts_of,
+    read_batch,
+    manifest_entries,
+    describe_file,
     files_of,
-    read_whole,
-    refuse_other_question,
+    read_verified,
+    refuse_other_request,
     request_digest,
 )
 
@@ -86,15 +86,15 @@ class ArrowTargetLog:
 
         def write(name: str, raw: memoryview) -> None:
             (temporary / name).write_bytes(raw)
-            files[name] = facts_of(raw)
+            files[name] = describe_file(raw)
 
-        asked = request_digest(FORMAT, step, policy_version, prompts)
+        request = request_digest(FORMAT, step, policy_version, prompts)
 
         def finish() -> None:
             with _write_directory(temporary):
                 for name, raw in files_of(batch, ROLLOUTS).items():
                     write(name, raw)
-                manifest = {**asked, "files": files, **_step_facts(batch, targets)}
+                manifest = {**request, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
                 # The rename makes the step whole: a process that is killed before leaves it out of the log.
                 replace_dir(temporary, final)
@@ -121,15 +121,15 @@ class ArrowTargetLog:
                 return self._read(step, policy_version, prompts)
             except (*UNREADABLE, StreamError) as error:
                 self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
-        self._drop_steps(lambda logged: logged >= step)
+        self._delete_steps(lambda logged: logged >= step)
         # The weights before this step wrote the responses of the next one.
-        self._written.drop_steps(lambda written: written > step + 1)
+        self._written.delete_steps(lambda written: written > step + 1)
         return None
 
     def prune(self, step: int) -> None:
         """Drop the steps up to `step`, which a checkpoint holds now."""
-        self._drop_steps(lambda logged: logged <= step)
-        self._written.drop_steps(lambda written: written <= step)
+        self._delete_steps(lambda logged: logged <= step)
+        self._written.delete_steps(lambda written: written <= step)
 
     def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Implements `TargetLog.keep_written`."""
@@ -150,13 +150,13 @@ class ArrowTargetLog:
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
         """Read and verify a step. Raises: ValueError and others if anything was changed, or belongs to another request."""
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
-        refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
-        raw = {name: read_whole(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
+        refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+        raw = {name: read_verified(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
         # What is left in `raw` are the teachers' parts, in the order in which they were written.
         stored = {ROLLOUTS: raw.pop(ROLLOUTS)}
-        batch = batch_of(stored, ROLLOUTS, manifest, self._vocab_size)
+        batch = read_batch(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {
-            domain: {name: Expected(**expected) for name, expected in part.items()}
+            domain: {name: ExpectedRow(**expected) for name, expected in part.items()}
             for domain, part in manifest["teachers"].items()
         }
         heads = self._teachers.heads()
@@ -166,12 +166,12 @@ class ArrowTargetLog:
             raise ValueError(f"no teacher has the output head {unknown[0][:16]}")
         targets = TargetStream(
             (cluster.put_object(part) for part in raw.values()),
-            Asked(
+            TeacherRequest(
                 rollouts=batch.rollouts,
                 teachers=teachers,
                 kind=tuple(manifest["kind"]),
                 max_quarantined=1.0,  # it passed when it was written
-                who="target log",
+                sender="target log",
             ),
             heads={key: heads[key] for key in keys},
         )
@@ -181,7 +181,7 @@ class ArrowTargetLog:
     def _step_path(self, step: int) -> Path:
         return self._root / step_name(step)
 
-    def _drop_steps(self, unwanted: Callable[[int], bool]) -> None:
+    def _delete_steps(self, unwanted: Callable[[int], bool]) -> None:
         for path in self._root.glob("step-*"):
             step = parse_step_name(path.name)
             if step is not None and unwanted(step):
@@ -203,11 +203,11 @@ def _write_directory(temporary: Path) -> Iterator[None]:
 def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
     """Return the entries of the manifest that are neither in rollouts nor in parts."""
     return {
-        "kind": targets.asked.kind,
+        "kind": targets.request.kind,
         "teachers": {
-            domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.asked.teachers.items()
+            domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.request.teachers.items()
         },
-        **beside_rollouts(batch),
+        **manifest_entries(batch),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args
 import pyarrow as pa
 
 from opd.errors import RunError
-from opd.records.token_ids import unknown_id
+from opd.records.token_ids import find_unknown_id
 from opd.records.types import Origin, Rollout, SegmentOrigin, Span, StopReason
 
 VERSION = "3"
@@ -59,7 +59,7 @@ class RolloutError(RunError):
     """Rollouts that another release wrote, that were damaged, or that contradict themselves."""
 
 
-def values_of(rollout: Rollout) -> dict[str, Any]:
+def rollout_values(rollout: Rollout) -> dict[str, Any]:
     """Return column -> value."""
     values = {name: getattr(rollout, name) for name in SCHEMA.names}
     for name in ("group", "episode"):
@@ -74,8 +74,8 @@ def values_of(rollout: Rollout) -> dict[str, Any]:
     return values
 
 
-def rollout_of(values: Mapping[str, Any]) -> Rollout:
-    """Make the rollout of `values_of`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
+def build_rollout(values: Mapping[str, Any]) -> Rollout:
+    """Make the rollout of `rollout_values`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
     sample_id = values["sample_id"]
     rollout = Rollout(
         sample_id=sample_id,
@@ -108,12 +108,12 @@ def _read_spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
     """Raises: RolloutError for an origin that does not exist."""
     if values["spans"] is None:
         return _usual_spans(len(values["response_ids"]), values["policy_version"])
-    found = []
+    spans = []
     for span in values["spans"]:
         if not 0 <= span["origin"] < len(ORIGINS):
             raise RolloutError(f"rollout {values['sample_id']}: a span of origin {span['origin']}")
-        found.append(Span(**span | {"origin": ORIGINS[span["origin"]]}))
-    return tuple(found)
+        spans.append(Span(**span | {"origin": ORIGINS[span["origin"]]}))
+    return tuple(spans)
 
 
 def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
@@ -129,10 +129,10 @@ def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
         return f"stop reason {rollout.stop_reason!r}, wanted one of {get_args(StopReason)}"
     if rollout.reward is not None and not math.isfinite(rollout.reward):
         return f"reward {rollout.reward}, wanted a finite number or none"
-    return _odd_place(rollout)
+    return _find_segment_contradiction(rollout)
 
 
-def _odd_place(rollout: Rollout) -> str:
+def _find_segment_contradiction(rollout: Rollout) -> str:
     """Describe a contradiction in a segment's place in its episode, empty if there is none."""
     if rollout.origin not in get_args(SegmentOrigin):
         return f"segment origin {rollout.origin!r}, wanted one of {get_args(SegmentOrigin)}"
@@ -145,7 +145,7 @@ def _odd_place(rollout: Rollout) -> str:
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
     """Convert the rollouts to Arrow, in order."""
-    values = [values_of(rollout) for rollout in rollouts]
+    values = [rollout_values(rollout) for rollout in rollouts]
     return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
 
 
@@ -172,9 +172,9 @@ def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[
             raise RolloutError(f"rollouts: {error}") from None
         if missing:
             raise RolloutError(f"rollouts: column {missing} has missing values")
-        rollouts += [rollout_of(values) for values in batch.to_pylist()]
+        rollouts += [build_rollout(values) for values in batch.to_pylist()]
     for rollout in rollouts:
-        wrong = unknown_id((*rollout.prompt_ids, *rollout.response_ids), vocab_size)
+        wrong = find_unknown_id((*rollout.prompt_ids, *rollout.response_ids), vocab_size)
         if wrong is not None:
             raise RolloutError(
                 f"rollout {rollout.sample_id}: token id {wrong}, the tokenizer knows 0 to {vocab_size - 1}"

@@ -44,7 +44,7 @@ TEACHER: Columns = (("teacher", pa.string()), ("weight", pa.float32()))
 """Fields of an entry under every payload, after those that rollouts share."""
 
 
-def columns_of(answers: type[Answer]) -> pa.Schema:
+def stream_columns(answers: type[Answer]) -> pa.Schema:
     """Return all columns of a stream with such answers."""
 
     def required(columns: Columns) -> list[pa.Field]:
@@ -102,7 +102,7 @@ _PART_RECORD = TypeAdapter(PartRecord)
 def stream_schema(dtype: str, payload: str) -> pa.Schema:
     """Return the schema with this stream's metadata; `dtype` is the type of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
-    return columns_of(answer_class(payload)).with_metadata(
+    return stream_columns(answer_class(payload)).with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
@@ -172,7 +172,7 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
 def _row_values(row: TargetRow) -> dict[str, Any]:
     """Return the row's value in each column, and in each field of the dictionary column."""
     own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
-    return rollouts.values_of(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
+    return rollouts.rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
             if missing:
                 raise StreamError(f"target stream: column {missing} has missing values")
             _check_ids(batch, answers.TOKEN_IDS, vocab_size)
-            rows = tuple(_rows_of(batch, answers))
+            rows = tuple(_decode_rows(batch, answers))
     except rollouts.RolloutError as error:
         raise StreamError(f"target stream: {error}") from None
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
@@ -234,9 +234,9 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     payload = metadata.get("opd.payload", "")
     if payload not in PAYLOADS:
         raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
-    wanted = columns_of(answer_class(payload))
-    if not schema.equals(wanted):
-        raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {wanted.names}")
+    expected = stream_columns(answer_class(payload))
+    if not schema.equals(expected):
+        raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {expected.names}")
     return dtype, payload
 
 
@@ -248,10 +248,10 @@ def _read_batch(reader: pa.RecordBatchStreamReader) -> tuple[pa.RecordBatch, Par
     record = (metadata or {}).get(b"opd.part")
     if record is None:
         raise StreamError("target stream: it does not say which part of a step it is")
-    return batch, _part_record(record.decode())
+    return batch, _decode_part_record(record.decode())
 
 
-def _part_record(text: str) -> PartRecord:
+def _decode_part_record(text: str) -> PartRecord:
     """Decode the record. Raises: StreamError for a text that `write_stream` cannot have written."""
     try:
         return _PART_RECORD.validate_json(text, strict=True)
@@ -264,16 +264,16 @@ def _part_record(text: str) -> PartRecord:
 def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int | None) -> None:
     """Refuse an id out of range, which would be read past the end of a row of log-probs. Raises: StreamError."""
     for name in (*rollouts.TOKEN_IDS, *answered):
-        found = pc.min_max(batch.column(name).flatten()).as_py()
+        bounds = pc.min_max(batch.column(name).flatten()).as_py()
         # A column without a value has None for both.
-        beyond = name in answered and vocab_size is not None and (found["max"] or 0) >= vocab_size
-        if beyond or (found["min"] or 0) < 0:
+        beyond = name in answered and vocab_size is not None and (bounds["max"] or 0) >= vocab_size
+        if beyond or (bounds["min"] or 0) < 0:
             raise StreamError(
-                f"target stream: {name} from {found['min']} to {found['max']}, wanted 0 to {(vocab_size or 1 << 31) - 1}"
+                f"target stream: {name} from {bounds['min']} to {bounds['max']}, wanted 0 to {(vocab_size or 1 << 31) - 1}"
             )
 
 
-def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
+def _decode_rows(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
     """Yield the batch's rows. Raises: RolloutError for a rollout that contradicts itself."""
     columns = {name: batch.column(name) for name in batch.schema.names}
     shared = columns.pop(SHARED)
@@ -285,7 +285,7 @@ def _rows_of(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow
     for i, number in enumerate(numbers):
         values = entries[number] | {name: column[i] for name, column in lists.items()}
         yield TargetRow(
-            rollout=rollouts.rollout_of(values),
+            rollout=rollouts.build_rollout(values),
             teacher=values["teacher"],
             weight=values["weight"],
             answer=answers(**{name: values[name] for name in answered}),

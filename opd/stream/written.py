@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from opd.files import raise_storage_errors, replace_dir
 from opd.records.episodes import EpisodeStats
-from opd.records.types import Prompt, Quarantined, RolloutBatch
+from opd.records.types import Prompt, QuarantinedPrompt, RolloutBatch
 from opd.stream.rollouts import RolloutError, read_file, write_file
 
 MANIFEST = "written.json"
@@ -47,8 +47,8 @@ class WrittenRollouts:
         files = files_of(batch, ROLLOUTS)
         manifest = {
             **request_digest(FORMAT, step, policy_version, prompts),
-            **beside_rollouts(batch),
-            "files": {name: facts_of(raw) for name, raw in files.items()},
+            **manifest_entries(batch),
+            "files": {name: describe_file(raw) for name, raw in files.items()},
         }
         self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
 
@@ -59,9 +59,9 @@ class WrittenRollouts:
             return None
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            refuse_other_question(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
-            raw = {name: read_whole(path / name, facts) for name, facts in manifest["files"].items()}
-            return batch_of(raw, ROLLOUTS, manifest, self._vocab_size)
+            refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+            raw = {name: read_verified(path / name, facts) for name, facts in manifest["files"].items()}
+            return read_batch(raw, ROLLOUTS, manifest, self._vocab_size)
         except UNREADABLE as error:
             self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
             return None
@@ -75,7 +75,7 @@ class WrittenRollouts:
         if (directory / MANIFEST).exists():
             self._store_files(step, _whole_files(directory))
 
-    def drop_steps(self, unwanted: Callable[[int], bool]) -> None:
+    def delete_steps(self, unwanted: Callable[[int], bool]) -> None:
         """Delete the rollouts of the unwanted steps."""
         for path in self._root.glob("written-*"):
             number = path.name.removeprefix("written-")
@@ -110,7 +110,7 @@ def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
     return {rollouts: memoryview(write_file(batch.rollouts))}
 
 
-def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
+def manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
     """Return a manifest's entries about a batch, beside its files. Workers that were restarted are not stored."""
     return {
         "refused": [asdict(q) for q in batch.quarantined],
@@ -118,43 +118,43 @@ def beside_rollouts(batch: RolloutBatch) -> dict[str, Any]:
     }
 
 
-def batch_of(
+def read_batch(
     raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
 ) -> RolloutBatch:
-    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `beside_rollouts`.
+    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `manifest_entries`.
 
     Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
     """
     return RolloutBatch(
         rollouts=tuple(read_file(pa.py_buffer(raw[rollouts]), vocab_size)),
-        quarantined=tuple(Quarantined(**data) for data in manifest["refused"]),
+        quarantined=tuple(QuarantinedPrompt(**data) for data in manifest["refused"]),
         episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
     )
 
 
 def request_digest(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return the request that stored rollouts belong to: step, version, and a hash of the prompts' ids, domains and tokens."""
-    asked = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
-    return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(asked).hexdigest()}
+    encoded = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
+    return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(encoded).hexdigest()}
 
 
-def refuse_other_question(found: Mapping[str, Any], asked: Mapping[str, Any], where: str) -> None:
+def refuse_other_request(manifest: Mapping[str, Any], request: Mapping[str, Any], file_name: str) -> None:
     """Refuse files of another request. Raises: ValueError naming the key that differs; KeyError for one that is missing."""
-    for key, wanted in asked.items():
-        if found[key] != wanted:
-            raise ValueError(f"{where}: {key} is {found[key]}, wanted {wanted}")
+    for key, expected in request.items():
+        if manifest[key] != expected:
+            raise ValueError(f"{file_name}: {key} is {manifest[key]}, wanted {expected}")
 
 
-def facts_of(raw: memoryview) -> dict[str, Any]:
+def describe_file(raw: memoryview) -> dict[str, Any]:
     """Return a manifest's entry about a file."""
     return {"blake3": blake3(raw).hexdigest(), "bytes": raw.nbytes}
 
 
-def read_whole(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
+def read_verified(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
     """Read a file, and compare it with its entry in the manifest. Raises: ValueError if it differs; OSError."""
     data = path.read_bytes()
     if len(data) != facts["bytes"]:
         raise ValueError(f"{path.name}: {len(data)} bytes, wanted {facts['bytes']}")
-    if facts_of(memoryview(data)) != dict(facts):
+    if describe_file(memoryview(data)) != dict(facts):
         raise ValueError(f"{path.name}: its bytes were changed")
     return np.frombuffer(data, dtype=np.uint8)

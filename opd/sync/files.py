@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def stream_files(model_dir: Path, like: Path, nbytes: int) -> WeightStream:
+def stream_files(model_dir: Path, readable_dir: Path, nbytes: int) -> WeightStream:
     """Stream all weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes`.
 
-    A larger tensor gets a bucket of its own. `like` is a model of this shape that the engines can read. Taking buckets raises:
+    A larger tensor gets a bucket of its own. `readable_dir` is a model of this shape that the engines can read. Taking buckets raises:
     OSError; WorkerDied if Ray is gone.
     """
     handles: Iterator[Any] = (put_object(bucket) for bucket in split_into_buckets(_iterate_tensors(model_dir), nbytes))
     # Absolute, because workers start in another directory.
-    return WeightStream(model_dir=like.absolute(), whole=True, buckets=handles, node=list_nodes()[0].id)
+    return WeightStream(model_dir=readable_dir.absolute(), whole=True, buckets=handles, node=list_nodes()[0].id)
 
 
 def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
     """Put tensors into buckets in their order, as many as a bucket has room for."""
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if held and _total_bytes(held) + padded_bytes(tensor) > nbytes:
-            yield _write_bucket(held)
-            held = {}
-        held[name] = tensor
-    if held:
-        yield _write_bucket(held)
+        if pending and _total_bytes(pending) + padded_bytes(tensor) > nbytes:
+            yield _write_bucket(pending)
+            pending = {}
+        pending[name] = tensor
+    if pending:
+        yield _write_bucket(pending)
 
 
 def _write_bucket(tensors: dict[str, Tensor]) -> Bucket:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from opd.models.buckets import Kept
+from opd.models.buckets import KeptHandles
 from opd.rollouts.worker import can_swap, model_shape
 from opd.sync.files import stream_files
 from opd.sync.proof import ProvenSync
@@ -23,19 +23,19 @@ from opd.sync.proof import ProvenSync
 class NetworkSync(ProvenSync):
     """Trainer ranks and engines may be on any machines of the Ray cluster."""
 
-    def bring(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         send = partial(self._spec.trainer.stream_changed, self._spec.bucket)
-        if not self._spec.keeps:
+        if not self._spec.keeps_weights:
             self._spec.engine.receive(send)
             return
         # When an engine dies later, the trainer may be at work or have newer weights. So the buckets are kept in the object store.
         stream = send()
-        kept = replace(stream, buckets=Kept(stream.buckets))
-        self._spec.engine.receive(lambda: kept)
+        kept_stream = replace(stream, buckets=KeptHandles(stream.buckets))
+        self._spec.engine.receive(lambda: kept_stream)
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
-        shape = model_shape(like)
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
+        shape = model_shape(shape_of)
         if can_swap(shape, shape):
-            self._spec.engine.receive(partial(stream_files, model_dir, like, self._spec.bucket))
+            self._spec.engine.receive(partial(stream_files, model_dir, shape_of, self._spec.bucket))
         else:  # engines of this family restart with the files: its adapters can be streamed, its whole model cannot
-            super().hold(model_dir, like=like)
+            super().hold(model_dir, shape_of=shape_of)

@@ -19,27 +19,27 @@ class SharedMemorySync(ProvenSync):
 
     def __init__(self, spec: SyncSpec) -> None:
         super().__init__(spec)
-        self._kept = ExitStack()
+        self._kept_files = ExitStack()
         """Deletes the files of the last push when it is closed."""
         self._kept_nbytes = 0
         """Their bytes in shared memory."""
         self._on_disk = False
 
-    def bring(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         with ExitStack() as files:
             # The files go when this block ends, unless `pop_all` takes them over for later.
             directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
-            self.ask_trainer()  # its cores have nothing else to do while the engines load
+            self.begin_trainer_logprobs()  # its cores have nothing else to do while the engines load
             # An engine that restarts later reads the weights once more: from a new export, or from these files if they are kept.
-            again: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
-            if self._spec.keeps:
-                again = partial(_keep_files, directory)
-            self._spec.engine.load(directory, again=again, base=base)
-            if self._spec.keeps:
-                self._kept.close()
+            reload_files: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
+            if self._spec.keeps_weights:
+                reload_files = partial(_keep_files, directory)
+            self._spec.engine.load(directory, restart_weights=reload_files, base=base)
+            if self._spec.keeps_weights:
+                self._kept_files.close()
                 # They stay for engines that restart, and are not deleted at the end of this block.
-                self._kept = files.pop_all()
+                self._kept_files = files.pop_all()
                 self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 
     @contextmanager

@@ -49,43 +49,43 @@ def _read_object_calls(text: str) -> Iterator[ToolCall]:
             data = _read_pairs(text[begun.start() : end])
         inner = data.get("function")  # as OpenAI's API writes a call
         data = inner if isinstance(inner, Mapping) else data
-        given = next((data[key] for key in _ARGUMENTS if key in data), None)
-        if isinstance(given, str):
-            given, _ = _read_object(given, 0)
+        arguments = next((data[key] for key in _ARGUMENTS if key in data), None)
+        if isinstance(arguments, str):
+            arguments, _ = _read_object(arguments, 0)
         name = data.get("name")
-        rest = {key: value for key, value in data.items() if key not in ("name", "type", "id", *_ARGUMENTS)}
-        if found := given if isinstance(given, Mapping) else rest:
-            yield ToolCall(name=name if isinstance(name, str) else "", arguments=dict(found))
+        other_values = {key: value for key, value in data.items() if key not in ("name", "type", "id", *_ARGUMENTS)}
+        if call_arguments := arguments if isinstance(arguments, Mapping) else other_values:
+            yield ToolCall(name=name if isinstance(name, str) else "", arguments=dict(call_arguments))
 
 
 def _read_tagged_calls(text: str) -> Iterator[ToolCall]:
     """Yield the calls that are tags for functions and parameters, as Qwen3-Coder writes them."""
     for region in _split_regions(_FUNCTION, text):
-        given = {
+        arguments = {
             key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in _PARAMETER.findall(region.text)
         }
-        yield ToolCall(name=region.found[1].strip(), arguments=given)
+        yield ToolCall(name=region.match[1].strip(), arguments=arguments)
 
 
 def _read_named_calls(text: str) -> Iterator[ToolCall]:
     """Yield the calls that are a name after Mistral's mark, then arguments."""
-    for found in _NAMED.finditer(text):
-        yield ToolCall(name=found[1], arguments=_read_object(text, found.end())[0])
+    for match in _NAMED.finditer(text):
+        yield ToolCall(name=match[1], arguments=_read_object(text, match.end())[0])
 
 
 def _read_listed_calls(text: str) -> Iterator[ToolCall]:
     """Yield the calls in a Python list, those whose arguments are texts."""
     for region in _split_regions(_LISTED, text):
         if pairs := _read_pairs(region.text):
-            yield ToolCall(name=region.found[1], arguments=pairs)
+            yield ToolCall(name=region.match[1], arguments=pairs)
 
 
 class _Region:
     """A match, and the text from it up to the next one."""
 
-    def __init__(self, text: str, found: re.Match[str], end: int) -> None:
-        self.found, self.start = found, found.start()
-        self.text = text[found.start() : end]
+    def __init__(self, text: str, match: re.Match[str], end: int) -> None:
+        self.match, self.start = match, match.start()
+        self.text = text[match.start() : end]
 
 
 def _split_regions(pattern: re.Pattern[str], text: str) -> Iterator[_Region]:
@@ -97,27 +97,27 @@ def _split_regions(pattern: re.Pattern[str], text: str) -> Iterator[_Region]:
 def _read_object(text: str, start: int, marks: Sequence[int] = ()) -> tuple[Mapping[str, Any], int]:
     """Return the object that begins here, completed if the text, or its tag, ends before it does, and where it ends; empty if it
     cannot be made out. `marks` are the places of tags."""
-    found, end = _decode_object(text, start)
-    if not found and (place := bisect_left(marks, start)) < len(marks):
-        part = text[start : marks[place]]
-        found, end = _decode_object(part, 0)
+    data, end = _decode_object(text, start)
+    if not data and (index := bisect_left(marks, start)) < len(marks):
+        part = text[start : marks[index]]
+        data, end = _decode_object(part, 0)
         end += start
-    return found, end
+    return data, end
 
 
 def _decode_object(text: str, start: int) -> tuple[Mapping[str, Any], int]:
     try:
-        found, end = _LENIENT.raw_decode(text, start)
+        data, end = _LENIENT.raw_decode(text, start)
     except json.JSONDecodeError as error:
         if error.pos < len(text.rstrip()) and not error.msg.startswith("Unterminated"):
             return {}, start  # something else is wrong than that it ends too early
         try:
-            found, end = _LENIENT.decode(_complete_json(text[start:])), len(text)
+            data, end = _LENIENT.decode(_complete_json(text[start:])), len(text)
         except (ValueError, RecursionError):
             return {}, start
     except (ValueError, RecursionError):
         return {}, start
-    return (found, end) if isinstance(found, Mapping) else ({}, start)
+    return (data, end) if isinstance(data, Mapping) else ({}, start)
 
 
 def _complete_json(text: str) -> str:
@@ -133,17 +133,17 @@ def _complete_json(text: str) -> str:
             closing.append("}" if character == "{" else "]")
         elif character in "}]" and closing:
             closing.pop()
-    whole = text[:-1] if escaped else text
-    return whole.rstrip(", \n\t" if not quoted else "") + '"' * quoted + "".join(reversed(closing))
+    complete = text[:-1] if escaped else text
+    return complete.rstrip(", \n\t" if not quoted else "") + '"' * quoted + "".join(reversed(closing))
 
 
 def _read_pairs(text: str) -> dict[str, str]:
     """Return keys and the texts in quotes that follow them."""
-    found = {}
+    pairs = {}
     for key, double, single in _PAIR.findall(text):
         inside = double or single.replace("\\'", "'").replace('"', '\\"')
         try:
-            found[key] = str(_LENIENT.decode(f'"{inside}"'))
+            pairs[key] = str(_LENIENT.decode(f'"{inside}"'))
         except ValueError:
-            found[key] = double or single
-    return found
+            pairs[key] = double or single
+    return pairs

@@ -17,7 +17,7 @@ from opd.tool_formats.records import (
     OPEN,
     WrittenCalls,
     between_tags,
-    call_of,
+    parse_call,
     in_tags,
     parse_json,
 )
@@ -30,14 +30,14 @@ class Hermes:
 
     marks: tuple[str, ...] = (OPEN, CLOSE)
     begins, ends = BEGINS, CLOSE
-    told = f"""To call one, write a JSON object with its name and its arguments between tags; you may write several:
+    instructions = f"""To call one, write a JSON object with its name and its arguments between tags; you may write several:
 {OPEN}
 {{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}
 {CLOSE}"""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
-        found, around = between_tags(text)
-        return WrittenCalls(tuple(call_of(parse_json(inside, WHERE), WHERE) for inside in found), around)
+        insides, around = between_tags(text)
+        return WrittenCalls(tuple(parse_call(parse_json(inside, WHERE), WHERE) for inside in insides), around)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return in_tags([json.dumps({"name": call.name, "arguments": dict(call.arguments)}) for call in calls])

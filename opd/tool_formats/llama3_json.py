@@ -26,7 +26,7 @@ class Llama3Json:
 
     marks: tuple[str, ...] = (TAG,)
     begins, ends = _BEGUN, ""
-    told = """To call one, answer with a JSON object of its name and its arguments; you may write several, with "; " in between:
+    instructions = """To call one, answer with a JSON object of its name and its arguments; you may write several, with "; " in between:
 {"name": "NAME", "parameters": {"ARGUMENT": "VALUE"}}"""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
@@ -40,8 +40,8 @@ class Llama3Json:
             end = after
         if not calls and TAG in text:
             raise BadCall(f'wanted {{"name": ..., "parameters": {{...}}}} after {TAG}')
-        rest = text[end:]
-        around.append(rest if not calls or rest.strip() not in ("", ";") else "")
+        tail = text[end:]
+        around.append(tail if not calls or tail.strip() not in ("", ";") else "")
         return WrittenCalls(tuple(calls), "".join(around))
 
     def write(self, calls: Sequence[ToolCall]) -> str:
@@ -51,14 +51,14 @@ class Llama3Json:
 def _find_objects(text: str) -> Iterator[tuple[int, int, ToolCall]]:
     """Yield begin, end and content of each call. Raises: BadCall for one that was begun and is no JSON, or has no parameters."""
     uncounted, end = Uncounted(text), 0
-    while (found := _OBJECT.search(text, end)) is not None:
-        begin = found.start()
+    while (match := _OBJECT.search(text, end)) is not None:
+        begin = match.start()
         try:
             data, end = STRICT.raw_decode(uncounted, begin)
         except json.JSONDecodeError as error:
             if _BEGUN.match(text, begin):
-                where = json.JSONDecodeError(error.msg, text, error.pos)
-                raise BadCall(f"a call that is no JSON: {where}") from None
+                located_error = json.JSONDecodeError(error.msg, text, error.pos)
+                raise BadCall(f"a call that is no JSON: {located_error}") from None
             end = max(begin + 1, error.pos)
         except (ValueError, RecursionError) as error:
             raise BadCall(f"a call that is no JSON: {error}") from None

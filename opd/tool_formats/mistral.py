@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import BadCall, WrittenCalls, arguments_of, call_of, parse_json
+from opd.tool_formats.records import BadCall, WrittenCalls, arguments_of, parse_call, parse_json
 
 MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 WHERE = f"after {MARK}"
@@ -24,7 +24,7 @@ class Mistral:
 
     marks: tuple[str, ...] = (MARK, ARGS, ID)
     begins, ends = re.compile(re.escape(MARK)), ""
-    told = f"""To call them, end your answer with a list of calls:
+    instructions = f"""To call them, end your answer with a list of calls:
 {MARK}[{{"name": "NAME", "arguments": {{"ARGUMENT": "VALUE"}}}}]"""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
@@ -39,9 +39,9 @@ def _read_calls(part: str) -> list[ToolCall]:
     """Return the calls after one special token, one at least. Raises: BadCall."""
     if part[:1] in ("[", "{"):
         data = parse_json(part, WHERE)
-        found = [call_of(one, WHERE) for one in (data if isinstance(data, list) else [data])]
-        if found:
-            return found
+        calls = [parse_call(entry, WHERE) for entry in (data if isinstance(data, list) else [data])]
+        if calls:
+            return calls
     named = _NAMED.fullmatch(part)
     if named is None:
         raise BadCall(f"wanted NAME{ARGS}{{...}}, or a list of calls, {WHERE}")

@@ -26,7 +26,7 @@ class Pythonic:
     """One list. Text before or after it makes it unreadable, if it calls a tool that is there; other lists are text."""
 
     begins, ends = _BEGINS, ""
-    told = """To call them, answer with a Python list of calls and nothing else:
+    instructions = """To call them, answer with a Python list of calls and nothing else:
 [NAME(ARGUMENT="VALUE"), NAME(ARGUMENT="VALUE")]"""
 
     def __init__(self, *marks: str) -> None:

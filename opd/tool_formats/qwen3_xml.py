@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from opd.records.environments import Tool, ToolCall
-from opd.records.json_fields import strict_json
+from opd.records.json_fields import parse_strict_json
 from opd.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, WrittenCalls, between_tags, in_tags
 from opd.tool_formats.schema import fits_type, schema_properties, types_of
 
@@ -32,7 +32,7 @@ class Qwen3Xml:
 
     marks: tuple[str, ...] = (OPEN, CLOSE)
     begins, ends = BEGINS, CLOSE
-    told = f"""To call one, write its name and its arguments between tags; you may write several:
+    instructions = f"""To call one, write its name and its arguments between tags; you may write several:
 {OPEN}
 <function=NAME>
 <parameter=ARGUMENT>
@@ -42,10 +42,10 @@ VALUE
 {CLOSE}"""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
-        found, around = between_tags(text)
+        insides, around = between_tags(text)
         if "<function=" in around:
             raise BadCall(f"every <function=...> stands between {OPEN} and {CLOSE}")
-        return WrittenCalls(tuple(_call(inside, tools) for inside in found), around)
+        return WrittenCalls(tuple(_read_call(inside, tools) for inside in insides), around)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         return in_tags([_write_call(call) for call in calls])
@@ -57,18 +57,18 @@ def _write_call(call: ToolCall) -> str:
     return f"<function={call.name}>\n{inside}</function>"
 
 
-def _call(inside: str, tools: Sequence[Tool]) -> ToolCall:
+def _read_call(inside: str, tools: Sequence[Tool]) -> ToolCall:
     """Read a call. Raises: BadCall."""
-    found = _FUNCTION.fullmatch(inside)
-    if found is None:
+    match = _FUNCTION.fullmatch(inside)
+    if match is None:
         raise BadCall("wanted <function=NAME>...</function> between the tags")
-    name, body = found[1].strip(), found[2]
-    known = next((schema_properties(tool.parameters) for tool in tools if tool.name == name), {})
+    name, body = match[1].strip(), match[2]
+    properties = next((schema_properties(tool.parameters) for tool in tools if tool.name == name), {})
     arguments: dict[str, Any] = {}
     for key, text in _read_parameters(name, body):
         if key in arguments:
             raise BadCall(f"{name:.60}: the parameter {key!r:.60} is there twice")
-        arguments[key] = _read_value(text, known.get(key, {}))
+        arguments[key] = _read_value(text, properties.get(key, {}))
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -76,11 +76,11 @@ def _read_parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
     """Yield name and text of each parameter. Raises: BadCall for anything else in the function."""
     at, end = 0, len(body.rstrip())
     while at < end:
-        found = _PARAMETER.match(body, at)
-        if found is None:
+        match = _PARAMETER.match(body, at)
+        if match is None:
             raise BadCall(f"{name:.60}: wanted <parameter=ARGUMENT>...</parameter> and nothing else")
-        yield found[1].strip(), found[2].removeprefix("\n").removesuffix("\n")
-        at = found.end()
+        yield match[1].strip(), match[2].removeprefix("\n").removesuffix("\n")
+        at = match.end()
 
 
 def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
@@ -92,7 +92,7 @@ def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
     if not kinds or "string" in kinds:
         return text
     try:
-        value = _WORDS[word] if word in _WORDS else strict_json(text)
+        value = _WORDS[word] if word in _WORDS else parse_strict_json(text)
     except (ValueError, RecursionError):
         return text
     return value if any(fits_type(value, kind) for kind in kinds) else text

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from opd.records.environments import Tool, ToolCall
-from opd.records.json_fields import strict_json
-from opd.text import readable
+from opd.records.json_fields import parse_strict_json
+from opd.text import strip_control_characters
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 BEGINS = re.compile(re.escape(OPEN))
@@ -18,8 +18,8 @@ BEGINS = re.compile(re.escape(OPEN))
 class BadCall(Exception):
     """A call that cannot be made as it is written; the policy reads why, so words of its own in it have to be text."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(readable(why))
+    def __init__(self, reason: str) -> None:
+        super().__init__(strip_control_characters(reason))
 
 
 class Uncounted(str):
@@ -50,7 +50,7 @@ class ToolFormat(Protocol):
 
     marks: tuple[str, ...]
     """Texts that tell calls from other text; special tokens for some students."""
-    told: str
+    instructions: str
     """How a call is written, for a student whose chat template does not say it."""
     begins: re.Pattern[str]
     """Finds where a call begins."""
@@ -71,11 +71,11 @@ class ToolFormat(Protocol):
 
 def between_tags(text: str) -> tuple[list[str], str]:
     """Return what stands between `<tool_call>` and `</tool_call>`, and what stands around them. Raises: BadCall for half a pair."""
-    before, *parts = text.split(OPEN)
+    text_before, *parts = text.split(OPEN)
     pairs = [part.split(CLOSE) for part in parts]
-    if CLOSE in before or any(len(pair) != 2 for pair in pairs):
+    if CLOSE in text_before or any(len(pair) != 2 for pair in pairs):
         raise BadCall(f"every {OPEN} needs its {CLOSE}")
-    return [inside for inside, _ in pairs], before + "".join(after for _, after in pairs)
+    return [inside for inside, _ in pairs], text_before + "".join(after for _, after in pairs)
 
 
 def in_tags(insides: Sequence[str]) -> str:
@@ -83,18 +83,18 @@ def in_tags(insides: Sequence[str]) -> str:
     return "\n".join(f"{OPEN}\n{inside}\n{CLOSE}" for inside in insides)
 
 
-def parse_json(text: str, where: str) -> Any:
+def parse_json(text: str, location: str) -> Any:
     """Parse the JSON of a text. Raises: BadCall that says where the error stands."""
     try:
-        return strict_json(text)
+        return parse_strict_json(text)
     except (ValueError, RecursionError) as error:
-        raise BadCall(f"not JSON {where}: {error}") from None
+        raise BadCall(f"not JSON {location}: {error}") from None
 
 
-def call_of(data: Any, where: str) -> ToolCall:
+def parse_call(data: Any, location: str) -> ToolCall:
     """Read a call from a JSON object with `name` and `arguments`. Raises: BadCall if it is none."""
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
-        raise BadCall(f'wanted {{"name": ..., "arguments": {{...}}}} {where}')
+        raise BadCall(f'wanted {{"name": ..., "arguments": {{...}}}} {location}')
     return ToolCall(name=data["name"], arguments=arguments_of(data["name"], data.get("arguments", {})))
 
 

@@ -16,43 +16,43 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def problem_with(value: Any, schema: Mapping[str, Any], where: str) -> str:
+def problem_with(value: Any, schema: Mapping[str, Any], path: str) -> str:
     """Return why a value does not fit a JSON schema, empty if it does. Knows `type`, `enum`, `properties`, `required`,
     `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema, and these in a
     form that JSON schema does not know, are for the policy."""
     kind = schema.get("type")
     kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)
     if kinds and not any(fits_type(value, kind) for kind in kinds):
-        return f"{where} is {value!r:.60}, wanted {' or '.join(kinds)}"
+        return f"{path} is {value!r:.60}, wanted {' or '.join(kinds)}"
     choices = schema.get("enum")
     if isinstance(choices, list | tuple) and value not in choices:
-        return f"{where} is {value!r:.60}, wanted one of {', '.join(map(str, choices))}"
+        return f"{path} is {value!r:.60}, wanted one of {', '.join(map(str, choices))}"
     if isinstance(value, dict):
-        return _problem_inside(value, schema, where)
+        return _problem_inside(value, schema, path)
     if isinstance(value, list) and isinstance(schema.get("items"), Mapping):
-        problems = (problem_with(item, schema["items"], f"{where}[{i}]") for i, item in enumerate(value))
+        problems = (problem_with(item, schema["items"], f"{path}[{i}]") for i, item in enumerate(value))
         return next((problem for problem in problems if problem), "")
     return ""
 
 
-def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], where: str) -> str:
-    known = schema_properties(schema)
+def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str:
+    properties = schema_properties(schema)
     missing = [key for key in _collect_texts(schema.get("required")) if key not in value]
     if missing:
-        return f"{where} lacks {missing[0]}"
-    strange = [key for key in value if key not in known]
-    if strange and schema.get("additionalProperties", not known) is False:
-        return f"{where} has {strange[0]!r:.60}, which is none of {', '.join(known) or 'no arguments'}"
-    problems = (problem_with(value[key], known[key], f"{where}.{key}") for key in value if key in known)
+        return f"{path} lacks {missing[0]}"
+    strange = [key for key in value if key not in properties]
+    if strange and schema.get("additionalProperties", not properties) is False:
+        return f"{path} has {strange[0]!r:.60}, which is none of {', '.join(properties) or 'no arguments'}"
+    problems = (problem_with(value[key], properties[key], f"{path}.{key}") for key in value if key in properties)
     return next((problem for problem in problems if problem), "")
 
 
 def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """Return the schema of each property by name; a schema that is no object, such as `true`, takes anything."""
-    found = schema.get("properties")
-    if not isinstance(found, Mapping):
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
         return {}
-    return {name: inner if isinstance(inner, Mapping) else {} for name, inner in found.items()}
+    return {name: inner if isinstance(inner, Mapping) else {} for name, inner in properties.items()}
 
 
 def types_of(schema: Mapping[str, Any]) -> set[str]:
@@ -62,9 +62,9 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
         return {kind} if isinstance(kind, str) else set(_collect_texts(kind))
     if isinstance(choices, list | tuple):
         return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
-    others = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
-    inner = (one for given in others if isinstance(given, list | tuple) for one in given if isinstance(one, Mapping))
-    return {kind for one in inner for kind in types_of(one)}
+    alternatives = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
+    inner = (alternative for schemas in alternatives if isinstance(schemas, list | tuple) for alternative in schemas if isinstance(alternative, Mapping))
+    return {kind for alternative in inner for kind in types_of(alternative)}
 
 
 def fits_type(value: Any, kind: str) -> bool:

@@ -39,15 +39,15 @@ def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = ""
     """
     parts: list[tuple[str, bool]] = []
     begun = at = 0
-    made = call.search(text) if call is not None else None
+    begun_call = call.search(text) if call is not None else None
     to_the_end = False
     while (tag := _TAG.search(text, at)) is not None:
-        if call is not None and made is not None and made.start() < at:
-            made = call.search(text, at)
-        if made is not None and made.start() < tag.start() and end:
-            at = _find_end(text, end, made.end())
+        if call is not None and begun_call is not None and begun_call.start() < at:
+            begun_call = call.search(text, at)
+        if begun_call is not None and begun_call.start() < tag.start() and end:
+            at = _find_end(text, end, begun_call.end())
             continue
-        to_the_end = to_the_end or (made is not None and made.start() < tag.start())
+        to_the_end = to_the_end or (begun_call is not None and begun_call.start() < tag.start())
         if tag[0] not in _ENDS:
             parts = [(text[: tag.end()], True)]
             begun = at = tag.end()
@@ -63,5 +63,5 @@ def split_thoughts(text: str, call: re.Pattern[str] | None = None, end: str = ""
 
 def _find_end(text: str, end: str, start: int) -> int:
     """Return the place where the text goes on after `end`, the length of the text if that does not stand in it."""
-    found = text.find(end, start)
-    return len(text) if found == -1 else found + len(end)
+    index = text.find(end, start)
+    return len(text) if index == -1 else index + len(end)

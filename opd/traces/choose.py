@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from opd.records.types import Rollout, TurnStop
 
-Why = Literal["best", "worst", "longest", "first"]
+TraceReason = Literal["best", "worst", "longest", "first"]
 """Why an episode is shown: its reward is the highest or the lowest of its domain in the step, it has the most sampled tokens,
 or it is the first, which nobody picked."""
 
@@ -17,24 +17,24 @@ _OF_ONE_TURN = frozenset(get_args(TurnStop))
 
 def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
     """Return the segments of each episode in order, by episode id; responses of a single turn are left out."""
-    found: dict[str, list[Rollout]] = {}
+    episodes: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         if rollout.stop_reason not in _OF_ONE_TURN:
-            found.setdefault(rollout.episode, []).append(rollout)
-    return found
+            episodes.setdefault(rollout.episode, []).append(rollout)
+    return episodes
 
 
-def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[Why, ...]]:
+def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tuple[TraceReason, ...]]:
     """Choose the episodes to show: return why each is shown, by episode id; at most four episodes of a domain. Of several that
     fit, the first one is taken."""
     by_domain: dict[str, list[str]] = {}
     for name, segments in episodes.items():
         by_domain.setdefault(segments[0].domain, []).append(name)
-    found: dict[str, tuple[Why, ...]] = {}
+    reasons: dict[str, tuple[TraceReason, ...]] = {}
     for names in by_domain.values():
-        for why, name in _of_domain(names, episodes).items():
-            found[name] = (*found.get(name, ()), why)
-    return found
+        for reason, name in _pick_of_domain(names, episodes).items():
+            reasons[name] = (*reasons.get(name, ()), reason)
+    return reasons
 
 
 def watched_samples(rollouts: Iterable[Rollout]) -> frozenset[str]:
@@ -43,18 +43,18 @@ def watched_samples(rollouts: Iterable[Rollout]) -> frozenset[str]:
     return frozenset(rollout.sample_id for name in choose_episodes(episodes) for rollout in episodes[name])
 
 
-def _of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) -> dict[Why, str]:
+def _pick_of_domain(names: Sequence[str], episodes: Mapping[str, Sequence[Rollout]]) -> dict[TraceReason, str]:
     rewards = {name: reward for name in names if (reward := episodes[name][0].reward) is not None}
-    found: dict[Why, str] = {}
+    picks: dict[TraceReason, str] = {}
     if rewards:
         best = max(rewards, key=rewards.__getitem__)
         worst = min(rewards, key=rewards.__getitem__)
-        found["best"] = best
+        picks["best"] = best
         if rewards[worst] < rewards[best]:
-            found["worst"] = worst
-    found["longest"] = max(names, key=lambda name: sum(map(_count_sampled, episodes[name])))
-    found["first"] = names[0]
-    return found
+            picks["worst"] = worst
+    picks["longest"] = max(names, key=lambda name: sum(map(_count_sampled, episodes[name])))
+    picks["first"] = names[0]
+    return picks
 
 
 def _count_sampled(rollout: Rollout) -> int:

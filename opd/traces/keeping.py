@@ -7,7 +7,7 @@ from opd.interfaces import Decoder
 from opd.records.types import RolloutBatch, StepReport
 from opd.run.paths import RunPaths
 from opd.traces.choose import choose_episodes, episodes_of
-from opd.traces.making import guard_events, trace_of
+from opd.traces.making import guard_events, make_trace
 from opd.traces.record import StepTraces
 
 
@@ -29,16 +29,16 @@ class TraceFiles:
         """Store the chosen episodes of a step that is kept. Raises: StorageError."""
         if not (_is_kept_step(step) or step % self._every == 0 or step == self._last):
             return
-        episodes, seen = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
-        kept = [
-            trace_of(episodes[name], why, trained.token_losses, self._tokenizer, seen)
-            for name, why in choose_episodes(episodes).items()
+        episodes, events = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
+        traces = [
+            make_trace(episodes[name], reasons, trained.token_losses, self._tokenizer, events)
+            for name, reasons in choose_episodes(episodes).items()
         ]
-        if not kept:
+        if not traces:
             return
         with raise_storage_errors(self._paths.traces):
             self._paths.traces.mkdir(exist_ok=True)
-            StepTraces(step=step, episodes=tuple(kept)).save(self._paths.trace_file(step))
+            StepTraces(step=step, episodes=tuple(traces)).save(self._paths.trace_file(step))
             for older, file in self._paths.traces_by_step().items():
                 if older < step and not _is_kept_step(older):
                     file.unlink()

@@ -8,7 +8,7 @@ from opd.interfaces import Decoder
 from opd.records.episodes import EpisodeStats
 from opd.records.guard import GuardEvent
 from opd.records.types import Rollout, Span
-from opd.traces.choose import Why
+from opd.traces.choose import TraceReason
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 from opd.traces.texts import token_texts
 
@@ -25,28 +25,28 @@ Losses = Mapping[str, Sequence[float]]
 
 def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
     """Return the events that the guard saw in a step, of all domains."""
-    return [event for found in stats if found.guard is not None for event in found.guard.events]
+    return [event for stats_of_domain in stats if stats_of_domain.guard is not None for event in stats_of_domain.guard.events]
 
 
-def trace_of(
+def make_trace(
     segments: Sequence[Rollout],
-    why: tuple[Why, ...],
+    reasons: tuple[TraceReason, ...],
     losses: Losses,
     tokenizer: Decoder,
-    seen: Iterable[GuardEvent] = (),
+    events: Iterable[GuardEvent] = (),
 ) -> EpisodeTrace:
-    """Make the trace of one episode; segments without an entry in `losses` have none. `seen` is what the guard saw in the
+    """Make the trace of one episode; segments without an entry in `losses` have none. `events` is what the guard saw in the
     step."""
-    first = segments[0]
-    place = f"{first.episode}/"  # sub-agents have names of their own below it
+    first_segment = segments[0]
+    prefix = f"{first_segment.episode}/"  # sub-agents have names of their own below it
     return EpisodeTrace(
-        episode=first.episode,
-        domain=first.domain,
-        why=why,
-        stop_reason=first.stop_reason,
-        reward=first.reward,
+        episode=first_segment.episode,
+        domain=first_segment.domain,
+        why=reasons,
+        stop_reason=first_segment.stop_reason,
+        reward=first_segment.reward,
         segments=tuple(_make_segment(rollout, losses.get(rollout.sample_id, ()), tokenizer) for rollout in segments),
-        guard=tuple(event.describe for event in seen if f"{event.episode}/".startswith(place)),
+        guard=tuple(event.describe for event in events if f"{event.episode}/".startswith(prefix)),
     )
 
 

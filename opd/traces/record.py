@@ -12,7 +12,7 @@ from opd.errors import RunDirError
 from opd.files import atomic_write_text
 from opd.records.json_fields import check_types
 from opd.records.types import Origin, SegmentOrigin, StopReason
-from opd.traces.choose import Why
+from opd.traces.choose import TraceReason
 
 FORMAT = 1
 
@@ -66,7 +66,7 @@ class EpisodeTrace:
 
     episode: str
     domain: str
-    why: tuple[Why, ...]
+    why: tuple[TraceReason, ...]
     """Why it was kept; empty where all of a step are shown."""
     stop_reason: StopReason
     reward: float | None
@@ -82,7 +82,7 @@ class EpisodeTrace:
 
     def segment_kind(self, segment: SegmentTrace) -> str:
         """Return what one of its segments is, in words."""
-        if segment.origin == "main" and segment.sample_id in {other.next for other in self.segments}:
+        if segment.origin == "main" and segment.sample_id in {sibling.next for sibling in self.segments}:
             return "continuation without thoughts"
         forked = segment.parent is not None and segment.origin == "main"
         return "fork" if forked else segment.origin.replace("_", "-")
@@ -100,10 +100,10 @@ class EpisodeTrace:
     @property
     def tree(self) -> Iterator[tuple[int, SegmentTrace]]:
         """Every segment once, after its parent, with its depth: 0 for one whose parent is not here."""
-        known = {segment.sample_id for segment in self.segments}
+        ids = {segment.sample_id for segment in self.segments}
         children: dict[str | None, list[SegmentTrace]] = {}
         for segment in self.segments:
-            children.setdefault(segment.parent if segment.parent in known else None, []).append(segment)
+            children.setdefault(segment.parent if segment.parent in ids else None, []).append(segment)
         waiting = [(0, segment) for segment in reversed(children.get(None, []))]
         while waiting:
             depth, segment = waiting.pop()

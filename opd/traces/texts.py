@@ -17,13 +17,13 @@ def token_texts(ids: Sequence[int], tokenizer: Decoder) -> list[str]:
     may depend on the one before it, and that of a whole episode would be decoded once for each token.
     """
     texts: list[str] = []
-    before, at = 0, 0
+    start, at = 0, 0
     for end in range(1, len(ids) + 1):
-        known = tokenizer.decode(ids[before:at], skip_special_tokens=False)
-        found = tokenizer.decode(ids[before:end], skip_special_tokens=False)
-        if found.endswith(_NOT_WHOLE) and end < len(ids):
+        prefix = tokenizer.decode(ids[start:at], skip_special_tokens=False)
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        if text.endswith(_NOT_WHOLE) and end < len(ids):
             texts.append("")
             continue
-        texts.append(found[len(known) :])
-        before, at = at, end
+        texts.append(text[len(prefix) :])
+        start, at = at, end
     return texts

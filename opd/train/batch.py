@@ -54,13 +54,13 @@ def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
     by_sample: dict[str, list[TargetRow]] = defaultdict(list)
     for row in rows:
         by_sample[row.rollout.sample_id].append(row)
-    for sample_id, mine in by_sample.items():
-        names = [row.teacher for row in mine]
+    for sample_id, sample_rows in by_sample.items():
+        names = [row.teacher for row in sample_rows]
         # The weights travelled as float32, so they add up to 1 only about.
-        if len(set(names)) != len(names) or abs(sum(row.weight for row in mine) - 1) > 1e-4:
-            parts = ", ".join(f"{row.teacher} {row.weight:.3g}" for row in mine)
+        if len(set(names)) != len(names) or abs(sum(row.weight for row in sample_rows) - 1) > 1e-4:
+            parts = ", ".join(f"{row.teacher} {row.weight:.3g}" for row in sample_rows)
             raise RunError(f"sample {sample_id}: scored by {parts}; the weights of its teachers do not add up to 1")
-    return {i: tuple(sorted(mine, key=lambda row: row.teacher)) for i, mine in by_sample.items()}
+    return {i: tuple(sorted(sample_rows, key=lambda row: row.teacher)) for i, sample_rows in by_sample.items()}
 
 
 def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
@@ -73,18 +73,18 @@ def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
     sums: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     """Episode and domain -> sum and number."""
     totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    firsts = {sample_id: scored[0].rollout for sample_id, scored in samples.items()}
-    for sample_id, first in firsts.items():
-        pairs = zip(mixed_logprobs(samples[sample_id]), _trained_logprobs(first), strict=True)
+    rollouts = {sample_id: scored[0].rollout for sample_id, scored in samples.items()}
+    for sample_id, rollout in rollouts.items():
+        pairs = zip(mixed_logprobs(samples[sample_id]), _trained_logprobs(rollout), strict=True)
         ratios = [q - mu for q, mu in pairs]
-        mine, count = sums[first.episode, first.domain]
-        sums[first.episode, first.domain] = (mine + sum(ratios), count + len(ratios))
-        total, count = totals[first.domain]
-        totals[first.domain] = (total + sum(ratios), count + len(ratios))
+        episode_sum, count = sums[rollout.episode, rollout.domain]
+        sums[rollout.episode, rollout.domain] = (episode_sum + sum(ratios), count + len(ratios))
+        total, count = totals[rollout.domain]
+        totals[rollout.domain] = (total + sum(ratios), count + len(ratios))
     baselines = {}
-    for sample_id, first in firsts.items():
-        (mine, count), (total, number) = sums[first.episode, first.domain], totals[first.domain]
-        baselines[sample_id] = (total - mine) / (number - count) if number > count else 0.0
+    for sample_id, rollout in rollouts.items():
+        (episode_sum, count), (total, number) = sums[rollout.episode, rollout.domain], totals[rollout.domain]
+        baselines[sample_id] = (total - episode_sum) / (number - count) if number > count else 0.0
     return baselines
 
 
@@ -107,11 +107,11 @@ def micro_batch(
         packed=packed,
         predict_N=predict_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
-        place_N=torch.tensor([place for r in rollouts for place in r.trained], dtype=torch.long),
+        place_N=torch.tensor([position for r in rollouts for position in r.trained_positions], dtype=torch.long),
         turn_N=torch.tensor(
             [firsts.get(r.sample_id, 0) + turn for r in rollouts for turn in r.turns], dtype=torch.long
         ),
-        own_N=torch.tensor([own for r in rollouts for own in r.own], dtype=torch.bool),
+        own_N=torch.tensor([own for r in rollouts for own in r.sampled_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         row_lengths=tuple(r.num_trained for r in rollouts),
@@ -121,4 +121,4 @@ def micro_batch(
 
 def _trained_logprobs(rollout: Rollout) -> list[float]:
     """Return [N] the rollout engine's log-probs of the trained tokens."""
-    return [rollout.behaviour_logprobs[place] for place in rollout.trained]
+    return [rollout.behaviour_logprobs[position] for position in rollout.trained_positions]

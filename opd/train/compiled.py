@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from opd.machine.compiler import can_compile
-from opd.train.gathered import layers_of
+from opd.train.gathered import decoder_layers
 
-WRITTEN_OUT_UP_TO = 512
+EAGER_ATTENTION_TOKENS = 512
 """Tokens of a row up to which a CPU computes attention step by step, fused by torch.compile, in place of torch's own kernel: 298
 against 256 tokens/s with rows of 208 tokens, 270 against 247 with 336; longer ones were not timed. The memory for its scores
 grows with the square of the length."""
@@ -27,6 +27,6 @@ def compile_layers(lm: nn.Module) -> None:
     """Compile every layer, for all shapes at once. Without a C++ compiler layers stay as they are, with one warning."""
     if not can_compile("trainer.compile", "layers run"):
         return
-    for layer in layers_of(lm):
+    for layer in decoder_layers(lm):
         compiled: Any = torch.compile(layer.forward, dynamic=True)
         layer.forward = compiled

@@ -46,10 +46,10 @@ class DeepSpeedCritic(Ranks[CriticRank]):
             rank.submit(CriticRank.values, [[by_id[i] for i in ids] for ids in part])
             for rank, part in zip(self._ranks, self._plan, strict=True)
         ]
-        found: dict[str, Floats] = {}
+        values_by_sample: dict[str, Floats] = {}
         for answer in cluster.wait_for_all(pending, timeout_s=self._timeout_s):
-            found |= answer
-        return found
+            values_by_sample |= answer
+        return values_by_sample
 
     def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.
@@ -60,12 +60,12 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         weight = 1 / sum(len(part) for part in returns.values())
         pending = []
         for rank, part in zip(self._ranks, self._plan, strict=True):
-            mine = [i for ids in part for i in ids]
+            sample_ids = [i for ids in part for i in ids]
             work = UpdateWork(
                 step=step,
                 lr=self._rate.rate_at_step(step),
-                returns={i: returns[i] for i in mine},
-                values={i: values[i] for i in mine},
+                returns={i: returns[i] for i in sample_ids},
+                values={i: values[i] for i in sample_ids},
                 weight=weight,
             )
             pending.append(rank.submit(CriticRank.update, work))

@@ -13,7 +13,7 @@ import torch
 from opd.machine.devices import to_device
 from opd.records.types import Rollout
 from opd.train.load import load_share
-from opd.train.value import Critic, laid_out, state_indices, value_batch
+from opd.train.value import Critic, lay_out_rollouts, state_indices, value_batch
 from opd.train.zero import ModelOptions, ZeroEngine
 
 if TYPE_CHECKING:
@@ -68,19 +68,19 @@ class CriticRank(ZeroEngine):
         The rank keeps the micro-batches for the updates that follow; all ranks have the same number of them.
         """
         self._micro_batches = micro_batches
-        found: dict[str, Floats] = {}
+        values_by_sample: dict[str, Floats] = {}
         for rollouts in micro_batches:
-            packed = laid_out(rollouts, self._layout)
+            packed = lay_out_rollouts(rollouts, self._layout)
             state_N = state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
                 value_N = self._engine.module.values(*moved).float().cpu()
             sizes = [r.num_trained for r in rollouts]
             # `state_indices` has the states behind the last tokens at its end, one for each rollout.
-            *before, ends_B = value_N.split([*sizes, len(rollouts)])
-            for place, rollout in enumerate(rollouts):
-                found[rollout.sample_id] = torch.cat([before[place], ends_B[place : place + 1]]).numpy()
-        return found
+            *token_values, ends_B = value_N.split([*sizes, len(rollouts)])
+            for index, rollout in enumerate(rollouts):
+                values_by_sample[rollout.sample_id] = torch.cat([token_values[index], ends_B[index : index + 1]]).numpy()
+        return values_by_sample
 
     def update(self, work: UpdateWork) -> UpdateResult:
         """Take an optimiser step on all micro-batches. Raises: RunError on a non-finite gradient."""

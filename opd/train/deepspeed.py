@@ -73,30 +73,30 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         divergence and the policy gradient have a share each.
         Raises: RunError if a rank fails or the step is broken.
         """
-        whole = self._make_step_work(step, rollouts, stale, reward)
+        step_work = self._make_step_work(step, rollouts, stale, reward)
         skipped = StepReport(
-            step=step, loss=0.0, grad_norm=0.0, lr=whole.lr, logprob_gap=0.0, domains={}, skipped=True
+            step=step, loss=0.0, grad_norm=0.0, lr=step_work.lr, logprob_gap=0.0, domains={}, skipped=True
         )  # fmt: skip
-        if not whole.weights:
+        if not step_work.weights:
             targets.wait_for_parts()
             targets.wait_for_sinks()
             return skipped
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        self._begin(replace(whole, baselines=self._count_baselines(targets), start_rounds=rounds), plan, targets)
+        self._begin_step(replace(step_work, baselines=self._compute_baselines(targets), start_rounds=rounds), plan, targets)
         feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
-        scored_share = partial(_scored_share, rollouts, whole.weights)
+        scored_share = partial(_scored_share, rollouts, step_work.weights)
         trains = self._accumulate_all(feed, len(plan[0]), targets, scored_share)
         targets.wait_for_sinks()
         if not trains:
             return skipped
-        share = self._turns_share() if self._spec.weighs_turns else scored_share(targets.quarantined)
-        if whole.policy is not None and targets.quarantined:
+        share = self._sum_turn_weights() if self._spec.weighs_turns else scored_share(targets.quarantined)
+        if step_work.policy is not None and targets.quarantined:
             self._rescale_policy(
-                len(plan[0]), share, _scored_share(rollouts, whole.policy.weights, targets.quarantined)
+                len(plan[0]), share, _scored_share(rollouts, step_work.policy.weights, targets.quarantined)
             )
-        report = _make_step_report(step, whole.lr, self._call(TrainerRank.finish_step, share))
+        report = _make_step_report(step, step_work.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
         return replace(report, early_micro_batches=feed.early, waited_s=feed.waited_s, peak_bytes=feed.peak_bytes)
 
@@ -135,9 +135,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         The optimiser divides all gradients by `share`, that of the divergence, but the policy gradient needs its `own_share`:
         so the ranks add it a second time, times share / own_share - 1. Raises: RunError if a rank fails.
         """
-        more = share / own_share - 1 if own_share else 0.0
+        extra = share / own_share - 1 if own_share else 0.0
         for index in range(rounds):
-            self._call(TrainerRank.rescale_policy, index, more)
+            self._call(TrainerRank.rescale_policy, index, extra)
 
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
@@ -149,32 +149,32 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
         weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         lr = self._spec.rate.rate_at_step(step)
-        known: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched_samples(rollouts)}
-        known["first_turns"] = first_turns(rollouts)
-        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **known)
+        other_fields: dict[str, Any] = {"stale": stale, "policy": policy, "watched": watched_samples(rollouts)}
+        other_fields["first_turns"] = first_turns(rollouts)
+        return RankWork(step=step, lr=lr, micro_batches=(), weights=weights, **other_fields)
 
-    def _turns_share(self) -> float:
+    def _sum_turn_weights(self) -> float:
         """Return the sum of the step's token weights over all ranks, once turns have changed them and all are trained."""
-        return math.fsum(self._call(TrainerRank.weight_sum))
+        return math.fsum(self._call(TrainerRank.sum_weights))
 
-    def _count_baselines(self, targets: TargetStream) -> dict[str, float] | None:
+    def _compute_baselines(self, targets: TargetStream) -> dict[str, float] | None:
         """Return the baselines that the objective subtracts from its advantages, by sample id; None if it has none.
 
         Raises: as `TargetStream.take_part`.
         """
         return whole_step_baselines(targets) if self._objective.wants_baseline else None
 
-    def _begin(self, whole: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
-        """Send each rank its part of this step's work; `whole` is the work of all ranks, without micro-batches."""
+    def _begin_step(self, step_work: RankWork, plan: Sequence[Sequence[Sequence[str]]], targets: TargetStream) -> None:
+        """Send each rank its part of this step's work; `step_work` is the work of all ranks, without micro-batches."""
         for rank, part in zip(self._ranks, plan, strict=True):
-            rank.submit(TrainerRank.begin_step, whole.of(part), dict(targets.heads))
+            rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
 
     def _submit_micro_batch(
         self, index: int, left_out: frozenset[str], handles: Sequence[Sequence[Any]]
     ) -> list[Pending[None]]:
         """Have each rank train its micro-batch `index`, with the handles of the parts that came for it; returns at once."""
         return [
-            rank.submit(TrainerRank.accumulate, index, left_out, *own)
+            rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
             for rank, own in zip(self._ranks, handles, strict=True)
         ]
 
@@ -185,8 +185,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        asked = self._submit_to_all(TrainerRank.logprobs, token_ids)
-        return lambda: cluster.wait_for_all(asked, timeout_s=self._timeout_s)[0]
+        pending = self._submit_to_all(TrainerRank.logprobs, token_ids)
+        return lambda: cluster.wait_for_all(pending, timeout_s=self._timeout_s)[0]
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probs of `begin_logprobs`, once they are computed."""
@@ -196,22 +196,22 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._call(TrainerRank.export, path)
 
     def export_changed(self, path: Path) -> Path | None:
-        whole = self._call(TrainerRank.export, path, only_changed=True)
-        return None if all(whole) else self._spec.rank.model_dir
+        complete = self._call(TrainerRank.export, path, only_changed=True)
+        return None if all(complete) else self._spec.rank.model_dir
 
     def stream_changed(self, nbytes: int) -> WeightStream:
-        (whole, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
+        (complete, count), *_ = self._call(TrainerRank.begin_stream, nbytes)
         node = self._ranks[0].node_id().wait_for_result(timeout_s=self._timeout_s)
         model_dir = self._spec.rank.model_dir.absolute()
-        return WeightStream(model_dir=model_dir, whole=whole, buckets=self._iterate_buckets(count), node=node)
+        return WeightStream(model_dir=model_dir, whole=complete, buckets=self._iterate_buckets(count), node=node)
 
     def _iterate_buckets(self, count: int) -> Iterator[Any]:
         """Yield handles to a stream's buckets; the ranks gather the next one meanwhile. Raises: as `cluster.wait_for_all`."""
         gathering = self._submit_to_all(TrainerRank.gather_bucket)
-        for left in reversed(range(count)):
+        for remaining in reversed(range(count)):
             cluster.wait_for_all(gathering, timeout_s=self._timeout_s)
-            handle = self._ranks[0].submit(TrainerRank.gathered_bucket).handle
-            if left:
+            handle = self._ranks[0].submit(TrainerRank.take_bucket).handle
+            if remaining:
                 gathering = self._submit_to_all(TrainerRank.gather_bucket)
             yield handle
 
@@ -235,8 +235,8 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
     """Return the share of the trained tokens' weight that is on scored tokens, 0..1; exactly 1 if nothing was left out."""
     if not left_out:
         return 1.0
-    each = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
-    return sum(weight for i, weight in each.items() if i not in left_out) / sum(each.values())
+    weight_by_sample = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
+    return sum(weight for i, weight in weight_by_sample.items() if i not in left_out) / sum(weight_by_sample.values())
 
 
 def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:

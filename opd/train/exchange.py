@@ -24,19 +24,19 @@ def step_with_gradients_in_place(optimizer: Any) -> None:
     Else it copies all of them into one tensor. They lie side by side already, and the next step's gradients overwrite them.
     """
     assert callable(optimizer.flatten)
-    optimizer.flatten = partial(_one_tensor, copied=optimizer.flatten)
+    optimizer.flatten = partial(_join_adjacent, copied=optimizer.flatten)
 
 
-def _one_tensor(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+def _join_adjacent(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
     """Return [N] all numbers of some tensors, in order: a view if they lie side by side in one piece of memory, else `copied`."""
-    first = tensors[0]
-    memory, end = first.untyped_storage().data_ptr(), first.storage_offset()
+    first_tensor = tensors[0]
+    memory, end = first_tensor.untyped_storage().data_ptr(), first_tensor.storage_offset()
     for tensor in tensors:
-        beside = tensor.untyped_storage().data_ptr() == memory and tensor.storage_offset() == end
-        if not (beside and tensor.dtype == first.dtype and tensor.is_contiguous()):
+        is_adjacent = tensor.untyped_storage().data_ptr() == memory and tensor.storage_offset() == end
+        if not (is_adjacent and tensor.dtype == first_tensor.dtype and tensor.is_contiguous()):
             return copied(tensors)
         end += tensor.numel()
-    return first.as_strided((end - first.storage_offset(),), (1,))
+    return first_tensor.as_strided((end - first_tensor.storage_offset(),), (1,))
 
 
 def gather_small_weights_at_once(optimizer: Any) -> None:
@@ -75,9 +75,9 @@ def gather_in_place(
     """
     from torch import distributed
 
-    mine = distributed.get_rank(group)
+    rank = distributed.get_rank(group)
     parts = output_tensor.view(-1).chunk(distributed.get_world_size(group))
-    parts[mine].copy_(input_tensor.view(-1))
+    parts[rank].copy_(input_tensor.view(-1))
     # One rank has all of it already; gloo would copy it with one thread.
     senders = enumerate(parts) if len(parts) > 1 else ()
     works = [distributed.broadcast(part, group=group, async_op=True, group_src=i) for i, part in senders]

@@ -60,9 +60,9 @@ class FileTensors:
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
         for group in self.groups:
-            made = group.to_files(self.lm, {part: empty[part] for part in group.names})
+            file_tensors = group.to_files(self.lm, {part: empty[part] for part in group.names})
             # New tensors, because a view has the storage of the whole tensor.
-            yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in made.items()}
+            yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in file_tensors.items()}
 
     def gather_group(self, group: FileGroup) -> AbstractContextManager[None]:
         """Within, `group_tensors` may be called. All ranks enter the context together."""
@@ -96,9 +96,9 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
             with tensors.gather_group(group):
                 if files is not None and not failed:
                     with _note_failed_write(failed, files.path):
-                        whole = {name: tensor.cpu() for name, tensor in tensors.group_tensors(group).items()}
-                        files.write(whole)
-                        del whole  # else it is there while the next are gathered
+                        cpu_tensors = {name: tensor.cpu() for name, tensor in tensors.group_tensors(group).items()}
+                        files.write(cpu_tensors)
+                        del cpu_tensors  # else it is there while the next are gathered
         if files is not None and not failed:
             with _note_failed_write(failed, files.path):
                 files.finish()
@@ -131,27 +131,27 @@ class WeightSender:
             {name: padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
         ]
         room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
-        self._left = deque(_split_groups(tensors.groups, planned, room))
-        self._made: deque[Bucket | None] = deque()
+        self._pending_parts = deque(_split_groups(tensors.groups, planned, room))
+        self._ready_buckets: deque[Bucket | None] = deque()
         """Buckets that were gathered together with an earlier one, and are returned next."""
-        self.count = sum(len(part.buckets) for part in self._left)
+        self.count = sum(len(part.buckets) for part in self._pending_parts)
         """Number of buckets."""
 
-    def gather_bucket(self, *, mine: bool) -> Bucket | None:
-        """Return the next bucket on the rank whose `mine` is true, else None. All ranks call this together."""
-        if not self._made:
-            self._made.extend(self._gather_part(self._left.popleft(), mine))
-        return self._made.popleft()
+    def gather_bucket(self, *, sends: bool) -> Bucket | None:
+        """Return the next bucket on the rank whose `sends` is true, else None. All ranks call this together."""
+        if not self._ready_buckets:
+            self._ready_buckets.extend(self._gather_part(self._pending_parts.popleft(), sends))
+        return self._ready_buckets.popleft()
 
-    def _gather_part(self, part: _GatheredPart, mine: bool) -> list[Bucket | None]:
-        writers = [BucketWriter(sum(sizes.values())) for sizes in part.buckets] if mine else []
+    def _gather_part(self, part: _GatheredPart, sends: bool) -> list[Bucket | None]:
+        writers = [BucketWriter(sum(sizes.values())) for sizes in part.buckets] if sends else []
         for group in part.groups:
             with self._tensors.gather_group(group):
-                if mine:
+                if sends:
                     values = self._tensors.group_tensors(group)
                     for writer, sizes in zip(writers, part.buckets, strict=True):
                         writer.add({name: tensor for name, tensor in values.items() if name in sizes})
-        return [writer.finish_bucket() for writer in writers] if mine else [None] * len(part.buckets)
+        return [writer.finish_bucket() for writer in writers] if sends else [None] * len(part.buckets)
 
 
 @dataclass(slots=True)

@@ -26,9 +26,9 @@ class Feed:
         self._rounds = [[i for part in plan for i in part[index]] for index in range(len(plan[0]))]
         self._round_of = {i: index for index, ids in enumerate(self._rounds) for i in ids}
         self._queue_bytes = queue_bytes
-        self._new: list[StreamPart] = []
+        self._unsent_parts: list[StreamPart] = []
         self._untrained: list[StreamPart] = []
-        self._at_work = 0
+        self._running_rounds = 0
         """Rounds that were sent to the ranks and have not ended."""
         self.waited_s = 0.0
         """Seconds of waiting for a part while no round was running."""
@@ -46,29 +46,29 @@ class Feed:
         """
         every = index == len(self._rounds) - 1
         while every or not self._targets.has_samples(self._rounds[index]):
-            if self._nbytes() >= self._queue_bytes and finish_oldest():
+            if self._count_untrained_bytes() >= self._queue_bytes and finish_oldest():
                 continue
             began = time.monotonic()
             part = self._targets.take_part()
-            self.waited_s += 0.0 if self._at_work else time.monotonic() - began
+            self.waited_s += 0.0 if self._running_rounds else time.monotonic() - began
             if part is None:
                 break
-            self._new.append(part)
+            self._unsent_parts.append(part)
             self._untrained.append(part)
-            self.peak_bytes = max(self.peak_bytes, self._nbytes())
+            self.peak_bytes = max(self.peak_bytes, self._count_untrained_bytes())
         self.early += not self._targets.arrived
-        new, self._new = self._new, []
+        new, self._unsent_parts = self._unsent_parts, []
         handles: list[list[Any]] = [[] for _ in range(self._num_ranks)]
         for part in new:
             for rank, handle in split_part(part, self._rank_of.__getitem__).items():
                 handles[rank].append(handle)
-        self._at_work += 1
+        self._running_rounds += 1
         return handles
 
     def mark_trained(self, index: int) -> None:
         """Note that round `index` has ended, and all before it: parts without rows for a later round leave the budget."""
-        self._at_work -= 1
+        self._running_rounds -= 1
         self._untrained = [p for p in self._untrained if any(self._round_of.get(i, -1) > index for i in p.samples)]
 
-    def _nbytes(self) -> int:
+    def _count_untrained_bytes(self) -> int:
         return sum(part.nbytes for part in self._untrained)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from opd.config.sections import HELD_WHOLE
+from opd.config.sections import MAX_UNSHARDED
 from opd.models.weights import whole_shape
 
 
-def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
+def find_leaf_classes(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
     """Return the classes of layers whose weights are all gathered while any part of the layer runs.
 
     With one rank these are all layers that are trained: its weights are whole anyway, and hooks around every module inside cost
@@ -16,14 +16,14 @@ def gathered_together(lm: nn.Module, world_size: int, *, compiled: bool = False)
     whole; of other layers only those that must be, because all weights of such a layer are in memory at one time. If layers are
     compiled, it is all of them: a hook inside would split the compiled graph.
     """
-    layers = layers_of(lm)
+    layers = decoder_layers(lm)
     at_hand = world_size == 1 or all(_is_small(layer) for layer in layers)
     # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
     every = compiled or (at_hand and all(_is_trained(layer) for layer in layers))
     return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
 
 
-def layers_of(lm: nn.Module) -> list[nn.Module]:
+def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -35,7 +35,7 @@ def _is_trained(layer: nn.Module) -> bool:
 
 
 def _is_small(layer: nn.Module) -> bool:
-    return all(whole_shape(param).numel() <= HELD_WHOLE for param in layer.parameters())
+    return all(whole_shape(param).numel() <= MAX_UNSHARDED for param in layer.parameters())
 
 
 def _must_be_whole(layer: nn.Module) -> bool:

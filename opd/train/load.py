@@ -35,7 +35,7 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None
     config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
     attends = "eager" if eager_attention else fastest_attention(config)
-    with _tensor_readers(model_dir) as tensors, _one_after_the_other(), _cut_when_it_comes(cut, rows):
+    with _tensor_readers(model_dir) as tensors, _read_one_at_a_time(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends
         )
@@ -109,15 +109,15 @@ def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _one_after_the_other() -> Iterator[None]:
+def _read_one_at_a_time() -> Iterator[None]:
     """Within, transformers reads a tensor only when it is needed; else threads read all of them ahead."""
     key = "HF_DEACTIVATE_ASYNC_LOAD"
-    before = os.environ.get(key)
+    old_value = os.environ.get(key)
     os.environ[key] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[key]
         else:
-            os.environ[key] = before
+            os.environ[key] = old_value

@@ -101,18 +101,18 @@ class PlainWeight:
 def plain_weights(lm: Any) -> list[PlainWeight]:
     """Return every parameter of the model as if it had no adapters."""
     params = dict(lm.named_parameters())
-    found = []
+    weights = []
     for name, param in params.items():
         module, _, own = name.rpartition(_BASE)
         if not module:
-            found += [] if name.endswith((_A, _B)) else [PlainWeight(name, param)]
+            weights += [] if name.endswith((_A, _B)) else [PlainWeight(name, param)]
         elif own != "weight":
-            found.append(PlainWeight(f"{module}.{own}", param))
+            weights.append(PlainWeight(f"{module}.{own}", param))
         else:
             scaling = lm.get_submodule(module).scaling[_ADAPTER]
             update = Update(a_K_I=params[module + _A], b_O_K=params[module + _B], scaling=scaling)
-            found.append(PlainWeight(f"{module}.weight", param, update))
-    return found
+            weights.append(PlainWeight(f"{module}.weight", param, update))
+    return weights
 
 
 def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
@@ -128,7 +128,7 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
     parents = {_parent_module(module) for module in adapted}
     linear = adapted | {name for name, module in lm.named_modules() if isinstance(module, nn.Linear)}
     changed = [w for w in every if w.module in linear and _parent_module(w.module) in parents]
-    return changed if _is_apart(lm, changed, every) else every
+    return changed if _is_convertible_alone(lm, changed, every) else every
 
 
 def fold_adapters(lm: Any) -> None:
@@ -182,7 +182,7 @@ def _parent_module(module: str) -> str:
     return module.rpartition(".")[0]
 
 
-def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
+def _is_convertible_alone(lm: Any, subset: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
     """Return True if some weights and the rest, each converted to files alone, give the files of all; converts only shapes."""
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
@@ -190,9 +190,9 @@ def _is_apart(lm: Any, some: Sequence[PlainWeight], every: Sequence[PlainWeight]
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {name: tensor.shape for name, tensor in to_files(lm, state).items()}
 
-    chosen = {weight.name for weight in some}
-    ours, rest = files(some), files([weight for weight in every if weight.name not in chosen])
-    return not ours.keys() & rest.keys() and ours | rest == files(every)
+    chosen = {weight.name for weight in subset}
+    subset_files, other_files = files(subset), files([weight for weight in every if weight.name not in chosen])
+    return not subset_files.keys() & other_files.keys() and subset_files | other_files == files(every)
 
 
 def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
@@ -200,7 +200,7 @@ def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
     with matrices that no adapter can have. Raises: ConfigError."""
     linear = _linear_modules(lm)
     if targets == ALL_LINEAR:
-        without = _without_adapters(lm)
+        without = _unadaptable_modules(lm)
         if without or not linear:
             raise _make_module_error(
                 lm, f"{ALL_LINEAR}, which cannot be had for {without[0] if without else 'this model'}"
@@ -208,19 +208,19 @@ def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
         return
     names = [name for name, _ in lm.named_modules()]
     for target in targets:
-        found = [name for name in names if name == target or name.endswith(f".{target}")]
-        wrong = [name for name in found if name not in linear]
-        if not found or wrong:
+        matches = [name for name in names if name == target or name.endswith(f".{target}")]
+        wrong = [name for name in matches if name not in linear]
+        if not matches or wrong:
             raise _make_module_error(
                 lm, f"`{target}`, " + (f"which is also {wrong[0]}" if wrong else "which is no module")
             )
 
 
-def _make_module_error(lm: Any, found: str) -> ConfigError:
+def _make_module_error(lm: Any, problem: str) -> ConfigError:
     names = sorted({name.rpartition(".")[2] for name in _linear_modules(lm)})
     return ConfigError.at(
         "student.lora.targets",
-        found=found,
+        found=problem,
         wanted=f"linear modules of {type(lm).__name__}, not its output head and not its experts: "
         + (", ".join(names) or "it has none"),
         fix="name those to adapt, such as `targets: [q_proj, v_proj]`; what is not named stays as it is",
@@ -237,14 +237,14 @@ def _linear_modules(lm: Any) -> set[str]:
     }
 
 
-def _without_adapters(lm: Any) -> list[str]:
+def _unadaptable_modules(lm: Any) -> list[str]:
     """Return the names of modules and tensors that hold matrices and may have no adapter: experts in one tensor or in a list, and
     GPT-2's modules, whose weights are transposed."""
-    found = []
+    names = []
     for name, module in lm.named_modules():
         listed = isinstance(module, nn.Linear) and _EXPERTS.search(name)
         if listed or type(module).__name__ == "Conv1D":
-            found.append(name)
+            names.append(name)
         elif not isinstance(module, nn.Conv1d | nn.Conv2d):
-            found += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
-    return found
+            names += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
+    return names

@@ -19,20 +19,20 @@ def open_listener(address: str) -> socket.socket:
 
 
 def join_ranks(
-    address: str, port: int, rank: int, world_size: int, timeout: timedelta, door: socket.socket | None
+    address: str, port: int, rank: int, world_size: int, timeout: timedelta, server: socket.socket | None
 ) -> None:
-    """Join the other ranks at `address` and `port`; `door` is the socket that rank 0 listens on there, None on other ranks.
+    """Join the other ranks at `address` and `port`; `server` is the socket that rank 0 listens on there, None on other ranks.
 
     By itself torch would listen on every address of the machine, at a port that another process may have taken meanwhile.
     """
     from torch import distributed
 
     if distributed.is_initialized():  # by an engine before, in the same process: a process has one group
-        if door is not None:
-            door.close()
+        if server is not None:
+            server.close()
         return
-    gloo_towards(address)
-    listener: dict[str, Any] = {} if door is None else {"master_listen_fd": door.detach()}
+    set_gloo_device(address)
+    listener: dict[str, Any] = {} if server is None else {"master_listen_fd": server.detach()}
     store = distributed.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, **listener)
     cuda = torch.cuda.is_available()
     # As DeepSpeed would: a rank alone has no peer to reach.
@@ -42,18 +42,18 @@ def join_ranks(
     )
 
 
-def gloo_towards(address: str) -> None:
+def set_gloo_device(address: str) -> None:
     """Let gloo speak through the device that reaches `address`, unless the user named one.
 
     By itself it takes the address that the machine's own name stands for. Debian's hosts file has 127.0.1.1 there, which no
     other machine reaches; and elsewhere it is an address beyond loopback, where the ranks of one machine need not listen.
     """
-    device = os.environ.get(GLOO_DEVICE) or device_towards(address)
+    device = os.environ.get(GLOO_DEVICE) or find_network_device(address)
     if device:
         os.environ[GLOO_DEVICE] = device
 
 
-def device_towards(address: str) -> str:
+def find_network_device(address: str) -> str:
     """Return the name of the network device through which this machine reaches an address; empty if there is none.
 
     For one of the machine's own addresses it is the device that has it, such as loopback.
@@ -65,7 +65,7 @@ def device_towards(address: str) -> str:
             return ""
         own = probe.getsockname()[0]
     devices = psutil.net_if_addrs()
-    return next((name for name, has in devices.items() if any(one.address.partition("%")[0] == own for one in has)), "")
+    return next((name for name, has in devices.items() if any(entry.address.partition("%")[0] == own for entry in has)), "")
 
 
 def _address_family(address: str) -> socket.AddressFamily:

@@ -17,17 +17,17 @@ class RowSize:
     domain: str
     length: int
     """Prompt and response tokens; of a tree, those that are computed."""
-    others: tuple[str, ...] = ()
+    siblings: tuple[str, ...] = ()
     """The other samples of the tree, which stay beside this one."""
 
 
 def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
     """Return the rows of a step; with `share`, rows of a domain that begin alike are one entry, a tree."""
-    found = []
+    sizes = []
     for unit in packing_units(rollouts, share=share):
-        first, *others = unit.rollouts
-        found.append(RowSize(first.sample_id, first.domain, unit.size, tuple(r.sample_id for r in others)))
-    return found
+        rollout, *siblings = unit.rollouts
+        sizes.append(RowSize(rollout.sample_id, rollout.domain, unit.size, tuple(r.sample_id for r in siblings)))
+    return sizes
 
 
 def plan_micro_batches(
@@ -52,7 +52,7 @@ def plan_micro_batches(
     # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split_runs(share, num)) > most:
         num += max(1, num // 4)
-    return [[[i for row in part for i in (row.sample_id, *row.others)] for part in _split_runs(s, num)] for s in shares]
+    return [[[i for row in part for i in (row.sample_id, *row.siblings)] for part in _split_runs(s, num)] for s in shares]
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:
@@ -63,9 +63,9 @@ def _split_runs(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
     """Cut into `num` consecutive runs of about equal tokens."""
     total = sum(row.length for row in rows)
     parts: list[list[RowSize]] = [[] for _ in range(num)]
-    done = 0
+    tokens_before = 0
     for row in rows:
         # The middle of a row decides to which part it belongs, so a long last row does not open a part of its own.
-        parts[min(num - 1, int((done + row.length / 2) * num / total))].append(row)
-        done += row.length
+        parts[min(num - 1, int((tokens_before + row.length / 2) * num / total))].append(row)
+        tokens_before += row.length
     return parts

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.losses.chunked import RewardedStats
-from opd.records.rewards import Compared, PolicyStats, RewardStep
+from opd.records.rewards import GradientSums, PolicyStats, RewardStep
 from opd.records.sums import add_to_sums
 from opd.records.types import Rollout
 from opd.train.batch import MicroBatch
@@ -37,13 +37,13 @@ class PolicyWork:
     compare: bool = False
     """Compute the gradients of policy and divergence one after the other, so as to compare them."""
 
-    def of(self, sample_ids: Sequence[str]) -> PolicyWork:
+    def select_samples(self, sample_ids: Sequence[str]) -> PolicyWork:
         """Return the part of these samples."""
-        mine = [i for i in sample_ids if i in self.weights]
+        weighted_ids = [i for i in sample_ids if i in self.weights]
         return replace(
             self,
-            weights={i: self.weights[i] for i in mine},
-            advantages={i: self.advantages[i] for i in mine},
+            weights={i: self.weights[i] for i in weighted_ids},
+            advantages={i: self.advantages[i] for i in weighted_ids},
         )
 
     def token_advantages(self, batch: MicroBatch, sample_ids: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ class RankPolicy:
     weight: float
     """The weights of its tokens; those of all ranks add up to 1 if every row was scored."""
     domains: Mapping[str, PolicyStats]
-    compared: Compared | None = None
+    compared: GradientSums | None = None
 
 
 class PolicyTotals:
@@ -114,25 +114,25 @@ class GradientComparison:
     """Separates the policy gradient from the divergence's gradient, of which a rank accumulates only the sum."""
 
     def __init__(self) -> None:
-        self._before: Sequence[Tensor] = ()
+        self._gradients_before: Sequence[Tensor] = ()
         self._policy: list[Tensor] = []
 
-    def begin(self, before: Sequence[Tensor]) -> None:
+    def begin(self, gradients: Sequence[Tensor]) -> None:
         """Keep the rank's shard of the sum, by parameter: a backward pass of the policy gradient alone follows."""
-        self._before = before
+        self._gradients_before = gradients
 
-    def note_after_pass(self, after: Sequence[Tensor]) -> None:
+    def note_after_pass(self, gradients: Sequence[Tensor]) -> None:
         """Add the change that this pass made, from the rank's shard of the sum after it."""
-        added = [new - old for new, old in zip(after, self._before, strict=True)]
+        added = [new - old for new, old in zip(gradients, self._gradients_before, strict=True)]
         self._policy = [old + new for old, new in zip(self._policy, added, strict=True)] if self._policy else added
-        self._before = ()
+        self._gradients_before = ()
 
-    def compare_gradients(self, both: Sequence[Tensor], share: float) -> Compared:
-        """Compare the two once all passes are done; `both` is the sum, which the optimiser divides by `share`."""
+    def compare_gradients(self, gradients: Sequence[Tensor], share: float) -> GradientSums:
+        """Compare the two once all passes are done; `gradients` is the sum, which the optimiser divides by `share`."""
         divergence_sq = policy_sq = dot = 0.0
-        for whole, policy in zip(both, self._policy, strict=True):
-            rest, own = (whole - policy).double() / share, policy.double() / share
-            divergence_sq += float(rest.square().sum())
+        for total, policy in zip(gradients, self._policy, strict=True):
+            divergence, own = (total - policy).double() / share, policy.double() / share
+            divergence_sq += float(divergence.square().sum())
             policy_sq += float(own.square().sum())
-            dot += float((rest * own).sum())
-        return Compared(divergence_sq=divergence_sq, policy_sq=policy_sq, dot=dot)
+            dot += float((divergence * own).sum())
+        return GradientSums(divergence_sq=divergence_sq, policy_sq=policy_sq, dot=dot)

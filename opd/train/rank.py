@@ -59,18 +59,18 @@ class RankWork:
     start_rounds: frozenset[int] = frozenset()
     """Micro-batches for which all ranks ask the start student."""
 
-    def of(self, part: Sequence[Sequence[str]]) -> RankWork:
+    def select_micro_batches(self, part: Sequence[Sequence[str]]) -> RankWork:
         """Return one rank's part of the whole step's work: these micro-batches, and the entries of their samples."""
-        mine = [i for ids in part for i in ids]
+        sample_ids = [i for ids in part for i in ids]
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            weights={i: self.weights[i] for i in mine},
-            baselines=self.baselines and {i: self.baselines[i] for i in mine if i in self.baselines},
-            stale=self.stale.intersection(mine),
-            first_turns={i: self.first_turns[i] for i in mine if i in self.first_turns},
-            watched=self.watched.intersection(mine),
-            policy=self.policy and self.policy.of(mine),
+            weights={i: self.weights[i] for i in sample_ids},
+            baselines=self.baselines and {i: self.baselines[i] for i in sample_ids if i in self.baselines},
+            stale=self.stale.intersection(sample_ids),
+            first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
+            watched=self.watched.intersection(sample_ids),
+            policy=self.policy and self.policy.select_samples(sample_ids),
         )
 
 
@@ -122,7 +122,7 @@ class TrainerRank(ZeroEngine):
         """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
-    def accumulate(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
         """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
 
         `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
@@ -134,7 +134,7 @@ class TrainerRank(ZeroEngine):
         step.keep_rows(parts)
         ids = [i for i in step.work.micro_batches[index] if i not in left_out]
         if index in step.work.start_rounds:
-            self._ask_start(ids)
+            self._score_by_start(ids)
         batch = step.micro_batch(ids, self._layout)
         # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
@@ -150,20 +150,20 @@ class TrainerRank(ZeroEngine):
         last = index == len(step.work.micro_batches) - 1 and not (work and left_out)
         rewarded = work.token_advantages(batch, ids) if work else ()
         if work and work.compare:
-            inputs = self._divergence_alone(*inputs)
+            inputs = self._add_divergence_gradients(*inputs)
         loss, stats = self.model(*inputs, *self._scaled_advantages(rewarded))
         self.add_gradients(loss, last=last)
         if work and work.compare:
             step.comparison.note_after_pass(self.local_gradients())
-        stale = frozenset(place for place, i in enumerate(ids) if i in step.work.stale)
+        stale = frozenset(row for row, i in enumerate(ids) if i in step.work.stale)
         stats = to_device(stats, torch.device("cpu"))
         step.totals.add(batch, weight_N, stats, stale)
-        step.totals.keep_token_losses(batch, stats, {place: i for place, i in enumerate(ids) if i in step.work.watched})
+        step.totals.keep_token_losses(batch, stats, {row: i for row, i in enumerate(ids) if i in step.work.watched})
         if rewarded:
             step.policy_totals.add(batch, rewarded[1], stats)
 
-    def rescale_policy(self, index: int, more: float) -> None:
-        """Add the policy gradient of the step's micro-batch `index` a second time, times `more`.
+    def rescale_policy(self, index: int, factor: float) -> None:
+        """Add the policy gradient of the step's micro-batch `index` a second time, times `factor`.
 
         All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale_policy` for the reason.
         """
@@ -171,26 +171,26 @@ class TrainerRank(ZeroEngine):
         work = step.work.policy
         assert work is not None
         rollouts = step.rewarded[index]
-        batch = micro_batch([_without_scores(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
+        batch = micro_batch([_make_unscored_sample(rollout) for rollout in rollouts], step.dtype, layout=self._layout)
         advantage_N, weight_N = work.token_advantages(batch, [rollout.sample_id for rollout in rollouts])
         nothing_N = torch.zeros(len(weight_N), device=self._device)
         if work.compare:
             step.comparison.begin(self.local_gradients())
         loss, _ = self.model(
-            to_device(batch, self._device), {}, nothing_N, *self._scaled_advantages((advantage_N, weight_N * more))
+            to_device(batch, self._device), {}, nothing_N, *self._scaled_advantages((advantage_N, weight_N * factor))
         )
         self.add_gradients(loss, last=index == len(step.work.micro_batches) - 1)
         if work.compare:
             step.comparison.note_after_pass(self.local_gradients())
 
-    def _ask_start(self, ids: Sequence[str]) -> None:
+    def _score_by_start(self, ids: Sequence[str]) -> None:
         """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
         start, step = self._options.start, self._step
         assert start is not None
-        step.add(
+        step.add_rows(
             start.score_rollouts(self._engine.module, step.select_rollouts(ids), self._layout, step.dtype, self._device)
         )
-        self._give_back()
+        self._trim_memory()
 
     def _scaled_advantages(self, rewarded: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Move the result of `PolicyWork.token_advantages` to this device, and scale its weights to those of the loss."""
@@ -201,7 +201,7 @@ class TrainerRank(ZeroEngine):
         weight = self._step.work.policy.weight * self._options.world_size
         return advantage_N.to(self._device), (weight_N * weight).to(self._device)
 
-    def _divergence_alone(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
+    def _add_divergence_gradients(self, batch: MicroBatch, heads: Mapping[str, Head], weight_N: Tensor) -> tuple[Any, ...]:
         """Add the gradients of the divergence alone. Returns the inputs of a second pass, in which its weights are 0."""
         loss, _ = self.model(batch, heads, weight_N)
         self.add_gradients(loss, last=False)
@@ -221,7 +221,7 @@ class TrainerRank(ZeroEngine):
             value_N = stats.kl_N.cpu()
         return turn_factors(batch, weights, value_N)
 
-    def weight_sum(self) -> float:
+    def sum_weights(self) -> float:
         """Return the sum of the weights of this rank's tokens of the step."""
         return self._step.totals.weight
 
@@ -278,10 +278,10 @@ class TrainerRank(ZeroEngine):
         return tensors.complete, self._sending.count
 
     def gather_bucket(self) -> None:
-        """Gather the next bucket, which rank 0 keeps for `gathered_bucket`."""
-        self._gathered = self._sending.gather_bucket(mine=self._rank == 0)
+        """Gather the next bucket, which rank 0 keeps for `take_bucket`."""
+        self._gathered = self._sending.gather_bucket(sends=self._rank == 0)
 
-    def gathered_bucket(self) -> Bucket:
+    def take_bucket(self) -> Bucket:
         """Return the bucket that rank 0 gathered, and drop it. The only method that is called on one rank alone."""
         bucket, self._gathered = self._gathered, None
         assert bucket is not None
@@ -307,13 +307,13 @@ def _load_student(options: RankOptions) -> Student:
     if options.lora is not None:
         add_adapters(lm, options.lora)
     loss = options.objective
-    known: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    loss_options: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
     if loss.reward is not None:
-        known["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
-    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **known)
+        loss_options["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
+    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
 
 
-def _without_scores(rollout: Rollout) -> Scored:
+def _make_unscored_sample(rollout: Rollout) -> Scored:
     """Return the sample with one row without scores: its tokens take part in the policy gradient alone."""
     return (TargetRow(rollout=rollout, teacher="", answer=Unscored()),)
 
@@ -335,7 +335,7 @@ class _StepInput:
         self.comparison = GradientComparison()
         self.rewarded: list[tuple[Rollout, ...]] = []
         """Per micro-batch that was trained, its rollouts that have an advantage."""
-        self._mine = {sample_id for ids in work.micro_batches for sample_id in ids}
+        self._sample_ids = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
         """Type of the hidden states in the parts that came."""
@@ -347,13 +347,13 @@ class _StepInput:
         for part in parts:
             stream = read_stream(pa.py_buffer(part), self._vocab_size)
             self.dtype = getattr(torch, stream.dtype)
-            self.add(stream.rows)
+            self.add_rows(stream.rows)
 
-    def add(self, rows: Iterable[TargetRow]) -> None:
+    def add_rows(self, rows: Iterable[TargetRow]) -> None:
         """Keep these rows until their micro-batch is trained."""
         for row in rows:
             sample_id = row.rollout.sample_id
-            assert sample_id in self._mine, f"{sample_id} is of another rank"
+            assert sample_id in self._sample_ids, f"{sample_id} is of another rank"
             self._rows[sample_id].append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:

@@ -69,7 +69,7 @@ class Ranks(Generic[E]):
         """Start the ranks; returns at once. `role` names them in errors, such as `trainer`."""
         self._cls = engine
         self._ranks_spec = spec
-        self._who = f"{options.name} {options.model_dir}"
+        self._model_label = f"{options.name} {options.model_dir}"
         self._timeout_s = options.timeout_s
         options = replace(options, model_dir=options.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size, spec.roles)
@@ -88,7 +88,7 @@ class Ranks(Generic[E]):
         rank_0 = self._ranks[0]
         # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
         address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
-        meeting = rank_0.submit(self._cls.meeting_point, address).wait_for_result(timeout_s=timeout_s)
+        meeting = rank_0.submit(self._cls.open_meeting_point, address).wait_for_result(timeout_s=timeout_s)
         return self._submit_to_all(self._cls.start, *meeting)
 
     def wait_ready(self) -> None:
@@ -97,7 +97,7 @@ class Ranks(Generic[E]):
         Raises: RunError past the deadline, or if rows influence each other in every layout.
         """
         cluster.wait_for_all(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
-        self.layout = prove_layout(self._layout_error, self._who, share=self._ranks_spec.share_prompts)
+        self.layout = prove_layout(self._layout_error, self._model_label, share=self._ranks_spec.share_prompts)
         self._call(self._cls.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:

@@ -31,6 +31,6 @@ class LearningRate:
             return self.peak
         steps = next((steps for last, steps in self.shorter if step <= last), self.steps)
         end = steps if self.floor else steps + 1
-        done = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
-        shape = 1 - done if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        progress = (step - self.warmup_steps) / max(1, end - self.warmup_steps)
+        shape = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (self.floor + (1 - self.floor) * shape)

@@ -39,8 +39,8 @@ class StartTeacher:
         self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]
     ) -> frozenset[int]:
         """Return the micro-batches that have a sample of these domains on any rank: all ranks run the forward pass, or none."""
-        asked = {r.sample_id for r in rollouts if r.domain in self.weights}
-        return frozenset(index for part in plan for index, ids in enumerate(part) if asked.intersection(ids))
+        own_ids = {r.sample_id for r in rollouts if r.domain in self.weights}
+        return frozenset(index for part in plan for index, ids in enumerate(part) if own_ids.intersection(ids))
 
     def score_rollouts(
         self, student: Student, rollouts: Sequence[Rollout], layout: str, dtype: torch.dtype, device: torch.device
@@ -50,19 +50,19 @@ class StartTeacher:
         All ranks have to call this at the same time, since they gather weights together: a rank without such a rollout computes
         a padding token.
         """
-        mine = [r for r in rollouts if r.domain in self.weights]
-        packed = to_device(LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in mine] or [[0]]), device)
+        own_rollouts = [r for r in rollouts if r.domain in self.weights]
+        packed = to_device(LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in own_rollouts] or [[0]]), device)
         with torch.no_grad(), without_adapters(student.lm):
-            answers = _ANSWERS[self.payload](student, packed, mine, dtype)
+            answers = _ANSWERS[self.payload](student, packed, own_rollouts, dtype)
         return [
             TargetRow(rollout=rollout, teacher=self.name, weight=self.weights[rollout.domain], answer=answer)
-            for rollout, answer in zip(mine, answers, strict=True)
+            for rollout, answer in zip(own_rollouts, answers, strict=True)
         ]
 
 
 def _state_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
     hidden_N_D = student.hidden_states(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
-    return [HiddenStates.of(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])]
+    return [HiddenStates.from_states(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])]
 
 
 def _logprob_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:

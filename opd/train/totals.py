@@ -44,7 +44,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
     divisors: dict[str, float] = {}
     """Episode -> what its tokens' d are divided by."""
     if normalize == "leave_one_out":
-        changes = _changes_by_others(rollouts, domain_weights)
+        changes = _length_changes(rollouts, domain_weights)
         divisors = {episode: total + change for episode, change in changes.items()}
     elif normalize == "sequence_mean":
         lengths = {episode: of for episode, of in _lengths_of_episodes(rollouts).items() if of.total()}
@@ -67,7 +67,7 @@ def _lengths_of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Counter[str]]
     return lengths
 
 
-def _changes_by_others(rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]) -> dict[str, float]:
+def _length_changes(rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]) -> dict[str, float]:
     """Return episode -> change of the step's weighted token count if the episode had the mean length of its domain's others.
 
     The others are the step's other episodes that began in the same domain; 0 if these have no trained token.
@@ -165,7 +165,7 @@ class Totals:
             "teacher_mass_sum": stats.teacher_mass_N,
         }
         lengths_B = torch.tensor(batch.row_lengths, dtype=torch.long)
-        fresh_B = torch.tensor([place not in stale for place in range(len(lengths_B))], dtype=torch.bool)
+        fresh_B = torch.tensor([row not in stale for row in range(len(lengths_B))], dtype=torch.bool)
         fresh_N = torch.repeat_interleave(fresh_B, lengths_B)
         columns["drift_sum"] = torch.where(fresh_N, 0.0, columns["gap_sum"])
         columns["gap_sum"] = torch.where(fresh_N, columns["gap_sum"], 0.0)
@@ -178,7 +178,7 @@ class Totals:
         """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""
         if samples:
             rows = stats.kl_N.split(list(batch.row_lengths))
-            self.token_losses |= {sample_id: tuple(rows[place].tolist()) for place, sample_id in samples.items()}
+            self.token_losses |= {sample_id: tuple(rows[row].tolist()) for row, sample_id in samples.items()}
 
     def _add_domains(self, batch: MicroBatch, lengths_B: Tensor, columns: Mapping[str, Tensor]) -> None:
         """Add up columns by domain, all rows at once: row by row, with a few tokens each, takes longer than the loss itself."""
@@ -186,16 +186,16 @@ class Totals:
         domain_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         domain_N = torch.repeat_interleave(domain_B, lengths_B)
         tokens, samples = (
-            torch.bincount(places, minlength=len(names)).tolist() for places in (domain_N, domain_B[lengths_B > 0])
+            torch.bincount(indices, minlength=len(names)).tolist() for indices in (domain_N, domain_B[lengths_B > 0])
         )
         sums = {
             name: torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain_N, column.double()).tolist()
             for name, column in columns.items()
         }
         for index, domain in enumerate(names):
-            found: dict[str, Any] = {name: values[index] for name, values in sums.items()}
-            found |= {name: round(found[name]) for name in ("taught_tokens", "stale_tokens")}
-            row = DomainStats(tokens=tokens[index], samples=samples[index], **found)
+            columns_of_domain: dict[str, Any] = {name: values[index] for name, values in sums.items()}
+            columns_of_domain |= {name: round(columns_of_domain[name]) for name in ("taught_tokens", "stale_tokens")}
+            row = DomainStats(tokens=tokens[index], samples=samples[index], **columns_of_domain)
             add_to_sums(self.domains, domain, row)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:

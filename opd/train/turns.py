@@ -27,7 +27,7 @@ class TurnWeights:
     divergence: float
     floor: float
 
-    def of(self, turn_T: Tensor, drift_T: Tensor) -> Tensor:
+    def weigh_turns(self, turn_T: Tensor, drift_T: Tensor) -> Tensor:
         """Return [T] the weights of tokens in these turns, with these mean divergences before them."""
         return (self.decay ** turn_T.double() * torch.exp(-self.divergence * drift_T)).clamp(min=self.floor)
 
@@ -39,14 +39,14 @@ def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
     """
     going_on = {rollout.next for rollout in rollouts if rollout.next is not None}
     ends: dict[str | None, int] = {}
-    found = {}
+    turns_before = {}
     for rollout in rollouts:
         goes_on = rollout.origin == "summary" or rollout.sample_id in going_on
-        first = ends.get(rollout.parent, 0) if goes_on else 0
-        if first:
-            found[rollout.sample_id] = first
-        ends[rollout.sample_id] = first + max(rollout.turns, default=-1) + 1
-    return found
+        earlier_turns = ends.get(rollout.parent, 0) if goes_on else 0
+        if earlier_turns:
+            turns_before[rollout.sample_id] = earlier_turns
+        ends[rollout.sample_id] = earlier_turns + max(rollout.turns, default=-1) + 1
+    return turns_before
 
 
 def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
@@ -55,8 +55,8 @@ def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     sums = torch.bincount(turn_T, weights=value_T.double())
     counts = torch.bincount(turn_T).double()
-    before = sums.cumsum(0) - sums
-    return (before / (counts.cumsum(0) - counts).clamp(min=1))[turn_T]
+    sums_before = sums.cumsum(0) - sums
+    return (sums_before / (counts.cumsum(0) - counts).clamp(min=1))[turn_T]
 
 
 def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N:
     values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
     rows = zip(batch.domains, batch.turn_N.split(lengths), values.split(lengths), strict=True)
     parts = [
-        weights[domain].of(turn_T, drift_before(turn_T, value_T))
+        weights[domain].weigh_turns(turn_T, drift_before(turn_T, value_T))
         if domain in weights
         else torch.ones(len(turn_T), dtype=torch.float64)
         for domain, turn_T, value_T in rows

@@ -63,7 +63,7 @@ class Critic(nn.Module):
         super().__init__()
         lm.set_output_embeddings(ValueHead(lm.config.get_text_config(decoder=True).hidden_size, lm.dtype))
         if freeze_attention:
-            freeze(lm)
+            freeze_attention_layers(lm)
         self.lm = lm
         self._clip = clip
 
@@ -84,7 +84,7 @@ class Critic(nn.Module):
         return states_B_T_D.flatten(0, 1)
 
 
-def freeze(lm: Any) -> None:
+def freeze_attention_layers(lm: Any) -> None:
     """Freeze the attention layers, so that only the other layers and the head learn. Raises: ModelError if there are none."""
     layers = [module for module in lm.modules() if type(module).__name__.endswith("Attention")]
     if not layers:
@@ -105,7 +105,7 @@ def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     return torch.cat([predict_trained(packed, rollouts), ends_B])
 
 
-def laid_out(rollouts: Sequence[Rollout], layout: str) -> Packed:
+def lay_out_rollouts(rollouts: Sequence[Rollout], layout: str) -> Packed:
     """Lay the rollouts out; without rollouts it is one padding token, because all ranks have to run the forward pass."""
     return LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]])
 
@@ -118,10 +118,10 @@ def value_batch(
     layout: str,
 ) -> ValueBatch:
     """Build the tensors of a micro-batch; `returns` and `values` by sample id, [N] each."""
-    packed = laid_out(rollouts, layout)
+    packed = lay_out_rollouts(rollouts, layout)
 
-    def column(found: Mapping[str, Floats]) -> Tensor:
-        parts = [found[r.sample_id] for r in rollouts]
+    def column(by_sample: Mapping[str, Floats]) -> Tensor:
+        parts = [by_sample[r.sample_id] for r in rollouts]
         return torch.from_numpy(np.concatenate(parts) if parts else np.zeros(0, np.float32))
 
     return ValueBatch(

@@ -38,7 +38,7 @@ from opd.train.exchange import (
     sum_nothing_at_one_rank,
 )
 from opd.train.export import FileTensors, write_model
-from opd.train.gathered import gathered_together
+from opd.train.gathered import find_leaf_classes
 from opd.train.lora import PlainWeight, changed_weights, plain_weights
 from opd.train.network import join_ranks, open_listener
 from opd.train.optimizer import AdamWOptions, build_adamw
@@ -101,13 +101,13 @@ class ZeroEngine:
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: Future[tuple[WrittenFile, ...]] | None = None
         self._layout = "packed"
-        self._door: socket.socket | None = None
+        self._listener: socket.socket | None = None
         """Listening socket at which rank 0 waits for the other ranks; None once they have joined."""
 
-    def meeting_point(self, address: str) -> tuple[str, int]:
+    def open_meeting_point(self, address: str) -> tuple[str, int]:
         """Listen on a free port of `address`, an address of this machine. Returns address and port; all ranks join at rank 0's."""
-        self._door = open_listener(address)
-        return address, int(self._door.getsockname()[1])
+        self._listener = open_listener(address)
+        return address, int(self._listener.getsockname()[1])
 
     def start(self, address: str, port: int) -> None:
         """Join the other ranks and shard the model. Nothing else may be called before."""
@@ -119,8 +119,8 @@ class ZeroEngine:
             MASTER_PORT=str(port),
         )
         timeout = timedelta(seconds=self._options.timeout_s)
-        join_ranks(address, port, self._rank, self._options.world_size, timeout, self._door)
-        self._door = None
+        join_ranks(address, port, self._rank, self._options.world_size, timeout, self._listener)
+        self._listener = None
         self._engine = _start_deepspeed(self._options, self._build)
         self._device = self._engine.device
 
@@ -140,7 +140,7 @@ class ZeroEngine:
     def use_layout(self, layout: str) -> None:
         """Use this layout for all sequences from now on."""
         self._layout = layout
-        self._give_back()
+        self._trim_memory()
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return [sequence][token - 1] the log-prob of every token after the first, from the current weights."""
@@ -149,7 +149,7 @@ class ZeroEngine:
         token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
             logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
-        self._give_back()
+        self._trim_memory()
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 
     # One optimiser step
@@ -166,7 +166,7 @@ class ZeroEngine:
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
-        self._give_back()
+        self._trim_memory()
 
     def local_gradients(self) -> list[Tensor]:
         """Copy this rank's shard of the gradients that were added since the last step, one tensor per trained parameter."""
@@ -196,7 +196,7 @@ class ZeroEngine:
             )
         return grad_norm
 
-    def _give_back(self) -> None:
+    def _trim_memory(self) -> None:
         """Give freed memory back to the system if weights are gathered by bucket.
 
         Freed activations leave small blocks, and holes between them that no gathered weight fits.
@@ -219,11 +219,11 @@ class ZeroEngine:
     def _file_tensors(self, only_changed: bool) -> FileTensors:
         """Return the weights as files have them: all, or only those that training changes."""
         every = plain_weights(self._engine.module.lm)
-        wanted = self._changed if only_changed else every
-        return FileTensors(self._engine.module.lm, wanted, self._dtype, complete=len(wanted) == len(every))
+        weights = self._pushed_weights if only_changed else every
+        return FileTensors(self._engine.module.lm, weights, self._dtype, complete=len(weights) == len(every))
 
     @cached_property
-    def _changed(self) -> Sequence[PlainWeight]:
+    def _pushed_weights(self) -> Sequence[PlainWeight]:
         """The weights that a push sends, always the same ones."""
         lm = self._engine.module.lm
         return changed_weights(lm, plain_weights(lm))
@@ -237,13 +237,13 @@ class ZeroEngine:
             self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
         tensors = {}
         for name, param in self._trained_parameters():
-            kept = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+            num_values = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
             # The last ranks' shards end in padding, which a checkpoint does not have: `kept` is without it.
             tensors.update(
-                {f"{kind}/{name}": t[:kept].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
+                {f"{kind}/{name}": t[:num_values].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
             )
         self._saving = self._disk.submit(
             write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
@@ -309,7 +309,7 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     if options.world_size == 1:
         sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
-        _same_sums_every_time()
+        _make_sums_deterministic()
         nvtx.enable_nvtx = False  # marks for a GPU's profiler, around each of thousands of calls
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
@@ -319,12 +319,12 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     if not torch.cuda.is_available():
         gather_weights_in_place()
     module: Any = build()
-    _without_chance(module, options.gradient_checkpointing)
+    _disable_randomness(module, options.gradient_checkpointing)
     # Each step sets its own rate.
     optimizer = build_adamw(module, options.adamw, lr=0.0)
-    together = gathered_together(module.lm, options.world_size, compiled=options.compile)
-    if together:
-        set_z3_leaf_modules(module.lm, together)
+    leaf_classes = find_leaf_classes(module.lm, options.world_size, compiled=options.compile)
+    if leaf_classes:
+        set_z3_leaf_modules(module.lm, leaf_classes)
         if not all(param.requires_grad for param in module.lm.parameters()):
             # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
             module.lm.enable_input_require_grads()
@@ -339,7 +339,7 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     return engine
 
 
-def _same_sums_every_time() -> None:
+def _make_sums_deterministic() -> None:
     """Make torch add gradients in a fixed order on the CPU, so that a resume gives the same bits.
 
     Its threads add the gradients of indexed tensors in the order in which they finish; gpt-oss's experts are such sums. For
@@ -350,7 +350,7 @@ def _same_sums_every_time() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
+def _disable_randomness(module: Any, gradient_checkpointing: bool) -> None:
     """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about its policy.
 
     Layers recompute their activations only in training mode, so the layers alone are set to it; the modules inside stay in
@@ -369,7 +369,7 @@ def _without_chance(module: Any, gradient_checkpointing: bool) -> None:
 _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
 
 
-def _at_once(options: ZeroOptions, trained: int) -> dict[str, int | bool]:
+def _bucket_settings(options: ZeroOptions, trained: int) -> dict[str, int | bool]:
     """Return DeepSpeed's bucket settings: how many weights a rank gathers at a time, and how many gradients it sums over ranks.
 
     `trained` is the number of trained values.
@@ -397,7 +397,7 @@ def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
         # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": 3, "overlap_comm": False, **_at_once(options, trained)},
+        "zero_optimization": {"stage": 3, "overlap_comm": False, **_bucket_settings(options, trained)},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,  # never
     }

@@ -29,9 +29,9 @@ class MultipleChoice:
             rf"(?<!\w)({letter})[).:](?!\w)",
             rf"(?<![\w'])({letter})(?![\w'])",
         ):
-            found = re.findall(pattern, text)
-            if found:
-                return str(found[-1])
+            letters = re.findall(pattern, text)
+            if letters:
+                return str(letters[-1])
         return None
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:

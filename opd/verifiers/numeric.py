@@ -21,8 +21,8 @@ NUMBER = re.compile(
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text, exact, as decimal digits; commas between thousands are dropped. None if there is no
     number."""
-    found = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Numeric:
     tolerance: float = 0.0
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-        found, wanted = last_number(text), last_number(answer)
-        assert wanted is not None, "answers without a number were refused before the merge"
-        return float(found is not None and abs(found - wanted) <= Decimal(repr(self.tolerance)))
+        number, expected = last_number(text), last_number(answer)
+        assert expected is not None, "answers without a number were refused before the merge"
+        return float(number is not None and abs(number - expected) <= Decimal(repr(self.tolerance)))
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
         return "" if last_number(answer) is not None else f"answer {answer!r}, no number"

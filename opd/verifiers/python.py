@@ -39,23 +39,23 @@ class Python:
 
 def load_function(function: str) -> Callable[..., Any]:
     """Import the function of `module:function`. Raises: ConfigError."""
-    found: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
-    return found
+    user_function: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
+    return user_function
 
 
 def _refuse_unfit(function: str) -> None:
     """Check the function. Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
-    found = load_function(function)
+    user_function = load_function(function)
     try:
-        taken = inspect.signature(found)
+        signature = inspect.signature(user_function)
     except ValueError:  # written in C, without a signature
         return
     try:
-        taken.bind("text", "answer", {})
+        signature.bind("text", "answer", {})
     except TypeError:
         raise ConfigError.at(
             f"verifier {function}",
-            found=f"{function.partition(':')[2]}{taken}",
+            found=f"{function.partition(':')[2]}{signature}",
             wanted=WANTED,
             fix="give it these three parameters, in this order; it may leave some unused",
         ) from None

@@ -17,12 +17,12 @@ class Regex:
     pattern: str
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-        found = None
-        for found in re.finditer(self.pattern, text):  # noqa: B007 the last one is what is wanted
+        match = None
+        for match in re.finditer(self.pattern, text):  # noqa: B007 the last one is what is wanted
             pass
-        if found is None:
+        if match is None:
             return 0.0
-        chosen = found.group(1 if found.re.groups else 0)  # a group that took no part in the match is None
+        chosen = match.group(1 if match.re.groups else 0)  # a group that took no part in the match is None
         return float(chosen is not None and chosen.strip() == answer.strip())
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.weights import load_causal_lm
 from opd.prompts import encode_prompt
 from opd.rollouts.decoding import end_ids
-from pipelines.after.models import Found
+from pipelines.after.models import LocalModel
 from pipelines.inputs.read import load_tokenizer
 
 NEW = "/new"
@@ -37,10 +37,10 @@ class ChatOptions:
 class Chat:
     """A dialogue with a model that has a chat template; without one, each line is continued by itself."""
 
-    def __init__(self, found: Found, options: ChatOptions) -> None:
+    def __init__(self, model: LocalModel, options: ChatOptions) -> None:
         """Load the model. Raises: ConfigError for a system message without a chat template, before any weight is read."""
         import_lightly(TRANSFORMERS)
-        self._tokenizer = load_tokenizer(found.path, found.config is None or found.config.student.puts_in_front)
+        self._tokenizer = load_tokenizer(model.path, model.config is None or model.config.student.puts_in_front)
         self.templated = bool(self._tokenizer.chat_template) and not options.plain
         if options.system and not self.templated:
             raise ConfigError.at(
@@ -50,10 +50,10 @@ class Chat:
                 wanted="a chat template, which has a place for it",
                 fix="leave it out, or write the text at the beginning of your lines",
             )
-        self._variables: dict[str, Any] = found.config.student.chat_template_kwargs if found.config else {}
-        self._options, self._context = options, found.info.context
-        self._stop_token_ids = found.info.eos_token_ids
-        self._model = _load_model(found, options)
+        self._variables: dict[str, Any] = model.config.student.chat_template_kwargs if model.config else {}
+        self._options, self._context = options, model.info.context
+        self._stop_token_ids = model.info.eos_token_ids
+        self._model = _load_model(model, options)
         self._turns: list[dict[str, str]] = []
 
     def forget_dialogue(self) -> None:
@@ -67,18 +67,18 @@ class Chat:
         Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
         """
         ids = self._encode_dialogue(line)
-        said: list[str] = []
+        pieces: list[str] = []
 
-        def piece(text: str) -> None:
-            said.append(text)
+        def append_piece(text: str) -> None:
+            pieces.append(text)
             show(text)
 
         try:
-            self._generate(ids, piece)
+            self._generate(ids, append_piece)
         finally:
             if self.templated:
-                self._turns += [_make_message("user", line), _make_message("assistant", "".join(said))]
-        return "".join(said)
+                self._turns += [_make_message("user", line), _make_message("assistant", "".join(pieces))]
+        return "".join(pieces)
 
     def _encode_dialogue(self, line: str) -> tuple[int, ...]:
         """Return the token ids of the dialogue with the new line; its oldest turns are forgotten until there is room for an
@@ -146,16 +146,16 @@ def _make_message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _load_model(found: Found, options: ChatOptions) -> Any:
+def _load_model(source: LocalModel, options: ChatOptions) -> Any:
     """Load the model onto the GPU if there is one, with the settings by which it chooses tokens."""
     import torch
     from transformers import GenerationConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    slow = device == "cpu" and found.info.dtype == "float16"  # a CPU computes in float16 far slower than in float32
-    model = load_causal_lm(found.path, torch.float32 if slow else getattr(torch, found.info.dtype)).to(device).eval()
-    ends, chance = list(found.info.eos_token_ids), {"temperature": options.temperature} if options.temperature else {}
-    pad = found.info.pad_token_id if found.info.pad_token_id is not None else next(iter(ends), None)
+    slow = device == "cpu" and source.info.dtype == "float16"  # a CPU computes in float16 far slower than in float32
+    model = load_causal_lm(source.path, torch.float32 if slow else getattr(torch, source.info.dtype)).to(device).eval()
+    ends, chance = list(source.info.eos_token_ids), {"temperature": options.temperature} if options.temperature else {}
+    pad = source.info.pad_token_id if source.info.pad_token_id is not None else next(iter(ends), None)
     model.generation_config = GenerationConfig(
         do_sample=bool(chance), eos_token_id=ends or None, pad_token_id=pad, **chance
     )

@@ -22,7 +22,7 @@ from opd.files import atomic_write_text, raise_storage_errors, replace_dir
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.files import ModelFiles
 from pipelines.after.gguf import find_converter, write_gguf
-from pipelines.after.models import Found
+from pipelines.after.models import LocalModel
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class ExportOptions:
     """Whether a GGUF file is written beside the safetensors."""
 
 
-def export_model(model: Found, output: Path, options: ExportOptions) -> list[Path]:
+def export_model(model: LocalModel, output: Path, options: ExportOptions) -> list[Path]:
     """Write the copy to `output`, which must not exist. Returns its files. Raises: OpdError before anything is written; RunError
     if the converter fails, and then nothing is left."""
     if output.exists():
@@ -74,7 +74,7 @@ class _Cast:
 
     def __init__(self, source: Path, dtype: str | None) -> None:
         self._dtype = dtype
-        self._kept = _kept_in_float32(source, dtype) if dtype else None
+        self._float32_pattern = _float32_name_pattern(source, dtype) if dtype else None
 
     def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
         """Raises: ModelError for a number that would become infinite."""
@@ -82,34 +82,34 @@ class _Cast:
 
         if not self._dtype or not self._is_cast(name, tensor):
             return value
-        made = value.to(getattr(torch, self._dtype))
-        if not value.is_meta and bool((made.isinf() & ~value.isinf()).any()):
+        result = value.to(getattr(torch, self._dtype))
+        if not value.is_meta and bool((result.isinf() & ~value.isinf()).any()):
             raise ModelError.at(
                 f"--dtype {self._dtype}: tensor `{name}`",
                 found=f"numbers up to {value.abs().max().item():g}, of which the largest would become infinite",
-                wanted=f"numbers up to {torch.finfo(made.dtype).max:g}",
+                wanted=f"numbers up to {torch.finfo(result.dtype).max:g}",
                 fix="take bfloat16, which has the range of float32",
             )
-        return made
+        return result
 
     def _is_cast(self, name: str, tensor: Tensor) -> bool:
-        return tensor.dtype in _FLOATS and not (self._kept and self._kept.search(name))
+        return tensor.dtype in _FLOATS and not (self._float32_pattern and self._float32_pattern.search(name))
 
 
-def _kept_in_float32(source: Path, dtype: str) -> re.Pattern[str] | None:
+def _float32_name_pattern(source: Path, dtype: str) -> re.Pattern[str] | None:
     """Return a pattern for the names of tensors that transformers keeps in float32 whatever dtype it is asked for; None if
     there are none.
 
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
-    from opd.models.weights import class_of, config_of
+    from opd.models.weights import find_causal_lm_class, load_config
 
-    made = class_of(config_of(source))
+    model_class = find_causal_lm_class(load_config(source))
     # transformers keeps the strict ones for bfloat16 too, the others for float16 alone.
-    names = set(made._keep_in_fp32_modules_strict or ()) if made else set()
-    if made and dtype == "float16":
-        names |= set(made._keep_in_fp32_modules or ())
+    names = set(model_class._keep_in_fp32_modules_strict or ()) if model_class else set()
+    if model_class and dtype == "float16":
+        names |= set(model_class._keep_in_fp32_modules or ())
     return re.compile("|".join(rf"(^|\.){name}($|\.)" for name in sorted(names))) if names else None
 
 
@@ -121,13 +121,13 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
     with ExitStack() as stack:
         headers = {shard: read_header(shard) for shard in weight_shards(source)}
         opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
-        places = {name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()}
+        tensors = {name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()}
         # Meta tensors have a shape and a dtype but no data: the files of the copy are divided up before any weight is cast.
         planned = {
-            name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in places.items()
+            name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in tensors.items()
         }
         files = stack.enter_context(ModelFiles(target, planned, options.max_shard_bytes))
-        for name, (file, tensor) in places.items():
+        for name, (file, tensor) in tensors.items():
             files.write({name: cast(name, tensor, file.get_tensor(name))})
         files.finish()
 

@@ -23,8 +23,8 @@ _LAST = 15
 
 def find_converter() -> Path:
     """Return the path of llama.cpp's converter. Raises: ConfigError if none is on PATH."""
-    found = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
-    if found is None:
+    converter = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
+    if converter is None:
         raise ConfigError.at(
             "--gguf",
             found=f"no {CONVERTERS[0]} on PATH",
@@ -32,7 +32,7 @@ def find_converter() -> Path:
             fix="clone https://github.com/ggml-org/llama.cpp, make the script executable and add its directory to PATH (or "
             "`brew install llama.cpp`); its other needs are in requirements/requirements-convert_hf_to_gguf.txt; or leave --gguf out",
         )
-    return Path(found)
+    return Path(converter)
 
 
 def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name: str) -> None:
@@ -48,11 +48,11 @@ def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name:
         "errors": "replace",
     }
     try:
-        done = subprocess.run(command, env=env, timeout=TIMEOUT_S, check=False, **options)
+        process = subprocess.run(command, env=env, timeout=TIMEOUT_S, check=False, **options)
     except subprocess.TimeoutExpired:
         raise RunError(
             f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
         ) from None
-    if done.returncode or not output.is_file():
-        words = escape_control_characters("\n  ".join(done.stdout.splitlines()[-_LAST:]))
-        raise RunError(f"{converter.name} ended with {done.returncode}, and nothing was exported:\n  {words}")
+    if process.returncode or not output.is_file():
+        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_LAST:]))
+        raise RunError(f"{converter.name} ended with {process.returncode}, and nothing was exported:\n  {last_lines}")

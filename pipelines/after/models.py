@@ -11,11 +11,11 @@ from opd.config import PipelineConfig, load_run_pipeline
 from opd.errors import RunDirError
 from opd.report import read_run
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class LocalModel:
     """A model directory that was inspected, and the pipeline of the run that left it."""
 
     path: Path
@@ -29,23 +29,23 @@ class Found:
         return self.config.name if self.config else self.path.resolve().name
 
 
-def find_model(given: Path, tell: Callable[[str], None]) -> Found:
+def find_model(directory: Path, tell: Callable[[str], None]) -> LocalModel:
     """Return the model of a run directory, or of a directory with a model; `tell` gets a warning if the run went on after it
     left this model.
 
     Raises: RunDirError for a run that has left no model yet; ModelError for a directory that is no model.
     """
-    paths = RunPaths(given)
+    paths = RunPaths(directory)
     if not paths.is_run:
-        return Found(path=given, info=inspect_model(given, hash_weights=False))
+        return LocalModel(path=directory, info=inspect_model(directory, hash_weights=False))
     if not paths.model.is_dir():
         raise RunDirError.at(
             paths.model,
             found="no such directory: the merge has not come to its end",
             wanted="the model that a finished merge leaves",
-            fix=f"`opd merge --resume {as_typed(given)}` finishes it",
+            fix=f"`opd merge --resume {quote_for_shell(directory)}` finishes it",
         )
-    if not read_run(given).finished:
-        tell(f"warning: {given} is not finished: {paths.model} is the model of an earlier end")
+    if not read_run(directory).finished:
+        tell(f"warning: {directory} is not finished: {paths.model} is the model of an earlier end")
     config = load_run_pipeline(paths.pipeline)
-    return Found(path=paths.model, info=inspect_model(paths.model, hash_weights=False), config=config)
+    return LocalModel(path=paths.model, info=inspect_model(paths.model, hash_weights=False), config=config)

@@ -23,7 +23,7 @@ from opd.machine.compiler import keep_compiled_code_private
 from opd.rollouts.own_files import SOCKETS, own_folder
 from opd.rollouts.processes import drop_service_port
 from opd.rollouts.served import CPU_LATENT, HF_FORMAT, LATENT
-from pipelines.after.models import Found
+from pipelines.after.models import LocalModel
 
 KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
@@ -46,7 +46,7 @@ class ServeOptions:
     name: str | None = None
     dtype: str | None = None
     max_model_len: int | None = None
-    more: Sequence[str] = ()
+    vllm_arguments: Sequence[str] = ()
     """Further options of the server, which come last and so win."""
 
 
@@ -88,7 +88,7 @@ def is_for_cpus() -> bool:
         return False
 
 
-def server_command(model: Found, options: ServeOptions) -> list[str]:
+def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
     """Return the command line of the server."""
     rollout = model.config.rollout if model.config else None
     variables = model.config.student.chat_template_kwargs if model.config else {}
@@ -102,26 +102,26 @@ def server_command(model: Found, options: ServeOptions) -> list[str]:
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(length)) if length else ()),
         *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
-        *(_on_cpu(model) if is_for_cpus() else ()),
-        *options.more,
+        *(_cpu_options(model) if is_for_cpus() else ()),
+        *options.vllm_arguments,
     ]
 
 
-def _on_cpu(model: Found) -> list[str]:
+def _cpu_options(model: LocalModel) -> list[str]:
     """Return the options of a server on a CPU. Nothing is compiled, as in a merge, so it is up in half the time and needs no
     compiler; DeepSeek's attention is the one that takes every type."""
     latent = model.info.model_type in LATENT
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
 
 
-def server_environment(model: Found) -> dict[str, str]:
+def server_environment(model: LocalModel) -> dict[str, str]:
     """Return the variables of the server where the user sets none."""
     rollout = model.config.rollout if model.config else None
     cache = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)} if rollout and rollout.kv_cache_gib else {}
     return DEFAULTS | cache
 
 
-def run_server(model: Found, options: ServeOptions) -> NoReturn:
+def run_server(model: LocalModel, options: ServeOptions) -> NoReturn:
     """Become the server. The sockets between its processes are in a folder of its own, which the next command removes."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -18,7 +18,7 @@ from pipelines.baselines.jobs import BaselineJob
 from pipelines.inputs.read import Inputs
 from pipelines.merging.changes import refuse_changed_inputs, run_identity
 from pipelines.merging.manifest import manifest_of, read_manifest
-from pipelines.merging.results import trained_so_far
+from pipelines.merging.results import read_progress
 
 NOT_OF_A_MODEL = ("logging",)
 """Sections of a pipeline that no result depends on."""
@@ -36,13 +36,13 @@ def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
         refuse_changed_inputs(read_manifest(paths), manifest_of(job.config, inputs), paths.manifest)
 
 
-def explain_outdated(job: BaselineJob, found: BaselineResult, inputs: Inputs) -> str | None:
+def explain_outdated(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> str | None:
     """Return the reason to compute a result again; None if its digests show no reason."""
     merge = _merge_progress(job)
-    before = (found.merge_steps, found.merge_tokens)
-    if merge and job.share is not None and found.merge_steps is not None and before != merge:
-        return other_budget((found.merge_steps, found.merge_tokens or 0), merge)
-    if found.inputs and found.inputs != _inputs_digest(job, inputs):
+    result_progress = (result.merge_steps, result.merge_tokens)
+    if merge and job.share is not None and result.merge_steps is not None and result_progress != merge:
+        return other_budget((result.merge_steps, result.merge_tokens or 0), merge)
+    if result.inputs and result.inputs != _inputs_digest(job, inputs):
         return "made from other models, prompts or settings than those of now"
     return None
 
@@ -54,7 +54,7 @@ def bind_to_inputs(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> 
     return replace(result, weights=weights, inputs=_inputs_digest(job, inputs), merge_steps=steps, merge_tokens=tokens)
 
 
-def drop_other_merge(job: BaselineJob, inputs: Inputs) -> None:
+def delete_other_merge(job: BaselineJob, inputs: Inputs) -> None:
     """Delete a shorter merge of other steps, settings, models or prompts: it must not be resumed, nor its exam be taken over."""
     paths = job.shorter_run
     if paths.pipeline.exists() and _manifest_digest(job, read_manifest(paths)) != _inputs_digest(job, inputs):
@@ -64,7 +64,7 @@ def drop_other_merge(job: BaselineJob, inputs: Inputs) -> None:
 def _merge_progress(job: BaselineJob) -> tuple[int, int] | None:
     """Return the steps and response tokens of the run directory's merge; None if it has none."""
     paths = RunPaths(job.root)
-    return trained_so_far(paths.metrics) if paths.pipeline.exists() else None
+    return read_progress(paths.metrics) if paths.pipeline.exists() else None
 
 
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:

@@ -22,19 +22,19 @@ from opd.evaluation.baselines import BaselineResult
 from opd.files import atomic_file, atomic_write_text
 from opd.records.scores import Evaluation
 from opd.report import clear_domains, recovered_share
-from opd.run.paths import EXAMS, ComparisonPaths, RunPaths
+from opd.run.paths import MERGE_EVALUATIONS, ComparisonPaths, RunPaths
 from opd.settings.yaml_files import validate_section
-from opd.text import or_dash
+from opd.text import format_or_dash
 from pipelines.baselines.difference import Difference, Scores, compare_methods, t_quantile
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan_jobs, refuse_rounds
 from pipelines.baselines.run import check_methods, compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
-from pipelines.inputs.template_date import as_recorded, on_day
+from pipelines.inputs.template_date import as_recorded, with_template_date
 from pipelines.merging import run as merging
 from pipelines.merging.changes import TEMPLATE_DATE, other_rules, refused_keys
 from pipelines.merging.manifest import read_manifest, resolve_pipeline
-from pipelines.merging.results import trained_so_far
+from pipelines.merging.results import read_progress
 
 FORMAT = 1
 WHOLE_SECTIONS = ("seed", "trainer", "rollout", "objective", "teachers", "evaluate")
@@ -91,7 +91,7 @@ class ComparisonRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OneSeed:
+class _SeedResults:
     """The numbers of one seed's run directory."""
 
     before: Evaluation
@@ -101,7 +101,7 @@ class _OneSeed:
     results: list[BaselineResult]
 
 
-Group = list[tuple[_OneSeed, BaselineResult]]
+Group = list[tuple[_SeedResults, BaselineResult]]
 """A method at one share: its result of each seed."""
 
 
@@ -123,28 +123,28 @@ def run_comparison(
     config = _as_begun(config, paths)
     inputs = read_inputs(config)
     check_methods(config, inputs, methods)  # before hours of the first merge
-    config = on_day(config, config.student.template_date or inputs.template_date)
+    config = with_template_date(config, config.student.template_date or inputs.template_date)
     merges = [(config.model_copy(update={"seed": seed}), paths.seed_dir(seed)) for seed in seeds]
-    for seeded, its in merges:
-        _refuse_another_merge(seeded, inputs, its)
+    for seeded, run_paths in merges:
+        _refuse_another_merge(seeded, inputs, run_paths)
     _tell_of_older_seeds(merges, tell)
     # Merges of weights that do not depend on the seed are made once.
-    again = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
-    found = [_one_seed(*one, methods if one is merges[0] else again, shares, tell) for one in merges]
-    rows = comparison_rows(found)
-    before = SeedMean.of([fmean(one.before.accuracy.values()) for one in found])
-    expert = SeedMean.of([fmean(one.expert.accuracy.values()) for one in found])
+    seeded_methods = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
+    by_seed = [_compute_seed(*run, methods if run is merges[0] else seeded_methods, shares, tell) for run in merges]
+    rows = comparison_rows(by_seed)
+    student = SeedMean.of([fmean(run.before.accuracy.values()) for run in by_seed])
+    expert = SeedMean.of([fmean(run.expert.accuracy.values()) for run in by_seed])
     data = {
         "format": FORMAT,
         "name": config.name,
         "seeds": list(seeds),
-        "before": asdict(before),
+        "before": asdict(student),
         "expert": asdict(expert),
-        "merges": [one.merge for one in found],
+        "merges": [run.merge for run in by_seed],
         "rows": [asdict(row) for row in rows],
     }
     atomic_write_text(paths.numbers, json.dumps(data, indent=1))
-    atomic_write_text(paths.table, comparison_markdown(before, expert, rows))
+    atomic_write_text(paths.table, comparison_markdown(student, expert, rows))
     draw_comparison(rows, paths.picture)
     return rows
 
@@ -152,18 +152,18 @@ def run_comparison(
 def _as_begun(config: PipelineConfig, paths: ComparisonPaths) -> PipelineConfig:
     """Return the pipeline with the settings of prompts (template date, special tokens, columns) of the first seed that exists,
     so that all seeds of a comparison have the same tokens."""
-    known = (load_run_pipeline(one.pipeline) for one in paths.seed_dirs() if one.pipeline.exists())
-    first = next(known, config)
-    return on_day(as_recorded(config, first), first.student.template_date)
+    seed_configs = (load_run_pipeline(run.pipeline) for run in paths.seed_dirs() if run.pipeline.exists())
+    first_config = next(seed_configs, config)
+    return with_template_date(as_recorded(config, first_config), first_config.student.template_date)
 
 
-def _one_seed(
+def _compute_seed(
     config: PipelineConfig,
     paths: RunPaths,
     methods: Sequence[str],
     shares: Sequence[float],
     tell: Callable[[str], None],
-) -> _OneSeed:
+) -> _SeedResults:
     name = paths.root.name
     if not paths.report.exists():
         tell(f"{name}: the merge")
@@ -174,10 +174,10 @@ def _one_seed(
         for job in plan_jobs(config, paths.root, [method], shares if method in TRAINED_METHODS else None, None)
     ]
     results = compute_results(jobs, lambda line: tell(f"{name}: {line}"))
-    before, expert, after = (Evaluation.load(paths.evaluation_file(name)) for name in EXAMS)
-    steps, tokens = trained_so_far(paths.metrics)
+    before, expert, after = (Evaluation.load(paths.evaluation_file(name)) for name in MERGE_EVALUATIONS)
+    steps, tokens = read_progress(paths.metrics)
     merge = {"seed": config.seed, "steps": steps, "tokens": tokens, "weights": next(iter(after.weights.values()), "")}
-    return _OneSeed(before=before, expert=expert, merge=merge, results=results)
+    return _SeedResults(before=before, expert=expert, merge=merge, results=results)
 
 
 def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
@@ -185,17 +185,17 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
     if not paths.root.exists():
         return
     stored = load_run_pipeline(paths.pipeline)
-    now = validate_section(
+    current = validate_section(
         PipelineConfig, resolve_pipeline(config, inputs), paths.pipeline
     )  # with absolute paths, as a run has them
-    changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(now, name)]
-    decisive = refused_keys(stored.model_dump(mode="json"), now.model_dump(mode="json"))
+    changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(current, name)]
+    decisive = refused_keys(stored.model_dump(mode="json"), current.model_dump(mode="json"))
     changed += [key.partition(".")[0] for key in decisive if key != TEMPLATE_DATE]  # a run of an older release has none
-    others = [name for name in dict.fromkeys(changed) if name not in NOT_OF_A_MERGE]
-    if others:
+    other_keys = [name for name in dict.fromkeys(changed) if name not in NOT_OF_A_MERGE]
+    if other_keys:
         raise RunDirError.at(
             paths.root,
-            found=f"a merge with other settings: {', '.join(others)}",
+            found=f"a merge with other settings: {', '.join(other_keys)}",
             wanted="the merge of this pipeline, begun earlier",
             fix="give another --run-dir, or remove this directory",
         )
@@ -203,20 +203,20 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
 
 def _tell_of_older_seeds(merges: Sequence[tuple[PipelineConfig, RunPaths]], tell: Callable[[str], None]) -> None:
     """Say which seeds are finished merges of an older release, if others are not: they differ by more than chance."""
-    other = {
+    rules_by_seed = {
         paths.root.name: other_rules(read_manifest(paths), config)
         for config, paths in merges
         if paths.manifest.exists() and paths.report.exists()
     }
-    older = [name for name, rules in other.items() if rules]
+    older = [name for name, rules in rules_by_seed.items() if rules]
     if older and len(older) < len(merges):
         tell(
-            f"warning: {', '.join(older)}: merged by a release that decided otherwise {'; '.join(other[older[0]])}: the seeds differ by "
+            f"warning: {', '.join(older)}: merged by a release that decided otherwise {'; '.join(rules_by_seed[older[0]])}: the seeds differ by "
             "more than chance; another --run-dir takes them all anew"
         )
 
 
-def comparison_rows(seeds: Sequence[_OneSeed]) -> list[ComparisonRow]:
+def comparison_rows(seeds: Sequence[_SeedResults]) -> list[ComparisonRow]:
     """Return a row for each method and share, methods in their order, larger shares first."""
     groups: dict[tuple[str, float | None], Group] = {}
     for seed in seeds:
@@ -253,33 +253,33 @@ def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) ->
     there is none."""
     clear = clear_domains(before, expert)
     shares = [recovered_share(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
-    known = [share for share in shares if share is not None]
-    return fmean(known) if known else None
+    defined_shares = [share for share in shares if share is not None]
+    return fmean(defined_shares) if defined_shares else None
 
 
 def _compare_with_opd(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:
     if opd is None or row.method == "opd" or len(opd) == 1:
         return row  # with one seed the share of chance is unknown
-    found = compare_methods(*([result.scores for _, result in its] for its in (group, opd)))
-    return replace(row, difference=found, verdict=found.verdict)
+    difference = compare_methods(*([result.scores for _, result in side] for side in (group, opd)))
+    return replace(row, difference=difference, verdict=difference.verdict)
 
 
 def row_cells(row: ComparisonRow) -> tuple[str, ...]:
     """Return the cells of a row, in the order of `COLUMNS`."""
     return (
         row.label,
-        or_dash(row.share, "g"),
-        or_dash(row.tokens, ",.0f"),
+        format_or_dash(row.share, "g"),
+        format_or_dash(row.tokens, ",.0f"),
         str(row.accuracy),
         "-" if row.headroom is None else str(row.headroom),
         f"{row.verdict} ({row.difference})" if row.difference else "-",
     )
 
 
-def comparison_markdown(before: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
+def comparison_markdown(student: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
     """Return the table, with the student before the merge and the experts above it."""
     lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(row_cells, rows)]
-    note = f"Mean accuracy of the student before: {before.mean:.3f}; of the experts: {expert.mean:.3f}."
+    note = f"Mean accuracy of the student before: {student.mean:.3f}; of the experts: {expert.mean:.3f}."
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
@@ -293,8 +293,8 @@ def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for index, row in enumerate(row for row in rows if row.share is None):
         axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
-        place = (0.01 + 0.14 * index, row.accuracy.mean)  # labels side by side, because some levels are nearly equal
-        axes.annotate(row.label, place, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
+        label_position = (0.01 + 0.14 * index, row.accuracy.mean)  # labels side by side, because some levels are nearly equal
+        axes.annotate(row.label, label_position, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     for method in dict.fromkeys(row.method for row in rows if row.share is not None):
         points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]
         means = [accuracy.mean for _, accuracy in points]

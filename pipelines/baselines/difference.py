@@ -43,8 +43,8 @@ def t_quantile(degrees: float) -> float:
     Between the entries of the table, and from its last one to the normal distribution, it follows a straight line in 1 /
     degrees; the true quantile never lies above that line.
     """
-    places = [0.0, *(1 / n for n in range(len(T_QUANTILES), 0, -1))]
-    return float(np.interp(1 / degrees, places, [Z, *T_QUANTILES[::-1]]))
+    inverse_degrees = [0.0, *(1 / n for n in range(len(T_QUANTILES), 0, -1))]
+    return float(np.interp(1 / degrees, inverse_degrees, [Z, *T_QUANTILES[::-1]]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,23 +67,23 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _VarianceShare:
     """A share of the variance, and how well it is known."""
 
     variance: float
     degrees: int
 
 
-def compare_methods(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Difference:
+def compare_methods(candidate: Sequence[Scores], reference: Sequence[Scores]) -> Difference:
     """Return the mean accuracy of `candidate` minus that of `reference`, over the domains of `candidate`; each has the scores
     of its seeds."""
-    sides, domains = (ours, theirs), ours[0].keys()
+    sides, domains = (candidate, reference), candidate[0].keys()
     by_seed = [[fmean(scores[domain].accuracy for domain in domains) for scores in side] for side in sides]
-    seeds = [_Part(variance=variance(m) / len(m), degrees=len(m) - 1) for m in by_seed if len(m) > 1]
+    seeds = [_VarianceShare(variance=variance(m) / len(m), degrees=len(m) - 1) for m in by_seed if len(m) > 1]
     questions, noise = [], 0.0
     for domain in domains:
         part, own = _estimate_domain_variance(*([scores[domain] for scores in side] for side in sides))
-        questions.append(_Part(variance=part.variance / len(domains) ** 2, degrees=part.degrees))
+        questions.append(_VarianceShare(variance=part.variance / len(domains) ** 2, degrees=part.degrees))
         noise += own / len(domains) ** 2
     by_chance = [sum(part.variance for part in parts) for parts in (questions, seeds)]
     total = max(sum(by_chance) - noise, *by_chance)
@@ -96,21 +96,21 @@ def compare_methods(ours: Sequence[Scores], theirs: Sequence[Scores]) -> Differe
     return Difference(mean=mean, low=mean - half, high=mean + half)
 
 
-def _estimate_domain_variance(ours: Sequence[DomainScore], theirs: Sequence[DomainScore]) -> tuple[_Part, float]:
+def _estimate_domain_variance(candidate: Sequence[DomainScore], reference: Sequence[DomainScore]) -> tuple[_VarianceShare, float]:
     """Return the questions' part of the variance of one domain, and the noise in it.
 
     Results of a release that did not keep the score of each question are taken for answers to other questions, and their seeds for
     alike: an interval that is too wide.
     """
-    lengths = {len(score.by_question) for score in (*ours, *theirs)}
-    least = min(score.questions for score in (*ours, *theirs))
+    lengths = {len(score.by_question) for score in (*candidate, *reference)}
+    least = min(score.questions for score in (*candidate, *reference))
     if len(lengths) > 1 or lengths.pop() < 2:
         # The 95 % interval of an exam is 2 Z standard errors wide.
-        each = (fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (ours, theirs))
-        return _Part(variance=sum(each), degrees=max(1, least - 1)), 0.0
-    first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (ours, theirs))
+        side_variances = (fmean(((score.high - score.low) / (2 * Z)) ** 2 for score in side) for side in (candidate, reference))
+        return _VarianceShare(variance=sum(side_variances), degrees=max(1, least - 1)), 0.0
+    first_S_Q, second_S_Q = (np.array([score.by_question for score in side]) for side in (candidate, reference))
     difference_Q = first_S_Q.mean(0) - second_S_Q.mean(0)
-    part = _Part(variance=float(difference_Q.var(ddof=1)) / len(difference_Q), degrees=len(difference_Q) - 1)
+    part = _VarianceShare(variance=float(difference_Q.var(ddof=1)) / len(difference_Q), degrees=len(difference_Q) - 1)
     return part, sum(map(_estimate_noise, (first_S_Q, second_S_Q)))
 
 

@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from experts.adapter import whole_model
+from experts.adapter import open_full_model
 from experts.episodes.rows import has_episodes
 from opd.config import PipelineConfig
 from opd.errors import PromptError
@@ -72,13 +72,13 @@ def train_off_policy(
 
     `budget`: response tokens wanted of each domain; None: those of the pipeline's number of samples. Raises: RunError.
     """
-    by_domain = {domain: _with_room(prompts, config) for domain, prompts in inputs.prompts.items()}
+    by_domain = {domain: _select_fitting(prompts, config) for domain, prompts in inputs.prompts.items()}
     with author as write:
         weights, samples = config.domain_weights, config.trainer.samples_per_step
         if budget is not None:
-            wanted, n = _samples_of(config, by_domain, write, budget), config.rollout.n
-            samples = max(n * len(by_domain), round(sum(wanted.values())))
-            weights = {name: max(count, 1e-6) for name, count in wanted.items()}
+            samples_by_domain, n = _estimate_samples(config, by_domain, write, budget), config.rollout.n
+            samples = max(n * len(by_domain), round(sum(samples_by_domain.values())))
+            weights = {name: max(count, 1e-6) for name, count in samples_by_domain.items()}
         shape = _micro_batch_shape(config, samples)
         prompts = [p for step in _deal_steps(config, by_domain, shape.samples, weights) for p in step]
         tell(f"{len(prompts)} responses: {config.trainer.steps} steps of {shape.samples}")
@@ -110,30 +110,30 @@ def write_by_experts(
         [author] = draw.choices([a.teacher.name for a in assigned], [a.weight for a in assigned])
         by_author.setdefault(author, []).append(index)
     responses: dict[int, list[Rollout]] = {}
-    for author, mine in by_author.items():
-        with whole_model(teachers[author], scratch) as directory:
+    for author, indices in by_author.items():
+        with open_full_model(teachers[author], scratch) as directory:
             engine.load(directory)
-        for number, start in enumerate(range(0, len(mine), CHUNK), start=1):
-            chunk = mine[start : start + CHUNK]
+        for number, start in enumerate(range(0, len(indices), CHUNK), start=1):
+            chunk = indices[start : start + CHUNK]
             # The engine's seeds depend on step and prompt, so the chunk's number takes the place of the step.
             batch = engine.generate([prompts[i] for i in chunk], step=number, policy_version=0)
-            written: dict[str, list[Rollout]] = {}
+            by_episode: dict[str, list[Rollout]] = {}
             for rollout in batch.rollouts:
-                written.setdefault(rollout.episode, []).append(rollout)
-            responses |= _by_prompt(chunk, prompts, list(written.values()))
+                by_episode.setdefault(rollout.episode, []).append(rollout)
+            responses |= _match_prompts(chunk, prompts, list(by_episode.values()))
     return [rollout for i in range(len(prompts)) for rollout in responses.get(i, ())]
 
 
-def _by_prompt(
-    chunk: Sequence[int], prompts: Sequence[Prompt], written: Sequence[list[Rollout]]
+def _match_prompts(
+    chunk: Sequence[int], prompts: Sequence[Prompt], answers: Sequence[list[Rollout]]
 ) -> Iterator[tuple[int, list[Rollout]]]:
     """Yield (index of a prompt, what was written to it); a prompt that comes twice gets its answers in the engine's order."""
-    places: dict[str, deque[int]] = {}
+    indices_by_id: dict[str, deque[int]] = {}
     for i in chunk:
-        places.setdefault(prompts[i].id, deque()).append(i)
-    for rollouts in written:
+        indices_by_id.setdefault(prompts[i].id, deque()).append(i)
+    for rollouts in answers:
         prompt_id = rollouts[0].group.partition("/")[2]  # a group is the step and the prompt's id
-        yield places[prompt_id].popleft(), rollouts
+        yield indices_by_id[prompt_id].popleft(), rollouts
 
 
 @contextmanager
@@ -141,13 +141,13 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
     """The prompts' own completions or episodes, as long as there is room for them."""
     room = config.rollout.max_model_len
 
-    def written(prompt: Prompt) -> Rollout:
+    def make_rollout(prompt: Prompt) -> Rollout:
         own = completions[prompt.id]
         if isinstance(own, FileEpisode):
             return own.as_rollout(prompt, room)
-        return Rollout.to_score(prompt.id, prompt.token_ids, own[: room - len(prompt.token_ids)], prompt.domain)
+        return Rollout.from_tokens(prompt.id, prompt.token_ids, own[: room - len(prompt.token_ids)], prompt.domain)
 
-    yield lambda prompts: [written(prompt) for prompt in prompts]
+    yield lambda prompts: [make_rollout(prompt) for prompt in prompts]
 
 
 def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
@@ -165,14 +165,14 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
         source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))
         rows = open_rows(source)
         if rows[0].completion is None and has_episodes(source):
-            fitting = _with_room(prompts, config)
+            fitting = _select_fitting(prompts, config)
             completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
         else:
-            completions |= _single_turns(rows, prompts, inputs.tokenizer, ends, day, student.chat_template_kwargs)
+            completions |= _encode_completions(rows, prompts, inputs.tokenizer, ends, day, student.chat_template_kwargs)
     return completions
 
 
-def _single_turns(
+def _encode_completions(
     rows: Rows,
     prompts: PromptTable,
     tokenizer: Any,
@@ -198,7 +198,7 @@ def _single_turns(
     return completions
 
 
-def _with_room(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
+def _select_fitting(prompts: PromptTable, config: PipelineConfig) -> PromptTable:
     """Return the prompts that leave room for a response; a merge quarantines the others."""
     return prompts.select_prompts((prompts.lengths > 0) & (prompts.lengths < config.rollout.max_model_len))
 
@@ -213,7 +213,7 @@ def _deal_steps(
         yield mixed.take(step)
 
 
-def _samples_of(
+def _estimate_samples(
     config: PipelineConfig, by_domain: Mapping[str, Sequence[Prompt]], write: Author, budget: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the samples of each domain in a step, so that all steps together have the domain's `budget` of response tokens.
@@ -224,12 +224,12 @@ def _samples_of(
     # Whole steps, so that all domains are in the pilot.
     steps = islice(_deal_steps(config, by_domain, samples, config.domain_weights), -(-PILOT_SAMPLES // samples))
     pilot = [p for step in steps for p in step]
-    asked = Counter(p.domain for p in pilot)
-    written: Counter[str] = Counter()
+    prompt_counts = Counter(p.domain for p in pilot)
+    response_tokens: Counter[str] = Counter()
     for response in write(pilot):
-        written[response.domain] += response.num_trained
+        response_tokens[response.domain] += response.num_trained
     # A domain whose author wrote nothing at all keeps the length 1: it would get all samples otherwise.
-    lengths = {name: max(1.0, written[name] / asked[name]) for name in by_domain}
+    lengths = {name: max(1.0, response_tokens[name] / prompt_counts[name]) for name in by_domain}
     return {name: budget.get(name, 0.0) / config.trainer.steps / length for name, length in lengths.items()}
 
 
@@ -239,16 +239,16 @@ def _micro_batch_shape(config: PipelineConfig, samples: int) -> StepShape:
     fitting = max(1, config.trainer.micro_batch_tokens // config.rollout.max_model_len)
     n = config.rollout.n
     # A step is `accumulate` micro-batches of one size: it grows by the n samples of a prompt until it divides evenly.
-    whole = -(-samples // n) * n
-    while whole % (accumulate := -(-whole // fitting)):
-        whole += n
-    return StepShape(micro_batch=whole // accumulate, accumulate=accumulate)
+    total_samples = -(-samples // n) * n
+    while total_samples % (accumulate := -(-total_samples // fitting)):
+        total_samples += n
+    return StepShape(micro_batch=total_samples // accumulate, accumulate=accumulate)
 
 
 def _train_student(
     config: PipelineConfig,
     inputs: Inputs,
-    written: Sequence[Rollout],
+    rollouts: Sequence[Rollout],
     shape: StepShape,
     out: Path,
     tell: Callable[[str], None],
@@ -269,7 +269,7 @@ def _train_student(
     model, lora = _load_student(config.student.model), lora_options(config)
     if lora is not None:
         add_adapters(model, lora)
-    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_make_labels(r, IGNORED)) for r in written]
+    examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_make_labels(r, IGNORED)) for r in rollouts]
     train_on_text(
         model,
         examples,
@@ -288,7 +288,7 @@ def _train_student(
 def _make_labels(rollout: Rollout, ignored: int) -> list[int]:
     """Return the tokens that the rollout's author wrote, at their places, and `ignored` at all others."""
     response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
-    return [ignored] * len(rollout.prompt_ids) + [token if trained else ignored for token, trained in response]
+    return [ignored] * len(rollout.prompt_ids) + [token if is_trained else ignored for token, is_trained in response]
 
 
 def _load_student(model_dir: Path) -> Any:

@@ -19,7 +19,7 @@ from opd.errors import ConfigError, RunDirError
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from opd.settings.near import did_you_mean
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes
 
@@ -134,20 +134,20 @@ def plan_jobs(
     metrics.
     """
     refuse_rounds(config)
-    trained = [method for method in methods if method in TRAINED_METHODS]
-    if shares is not None and not trained:
+    trained_methods = [method for method in methods if method in TRAINED_METHODS]
+    if shares is not None and not trained_methods:
         raise ConfigError.at(
             "--share",
             found=f"with --method {','.join(methods)}",
             wanted=f"a method that trains: {', '.join(TRAINED_METHODS)}",
             fix="leave out --share: a merge of weights has no tokens",
         )
-    per_step = tokens_per_step(root) if trained else None
+    per_step = tokens_per_step(root) if trained_methods else None
     own_seed = seed is None or seed == config.seed
     own_merge = RunPaths(root).pipeline.exists()
     jobs = []
     for method in methods:
-        for share in (shares or [1.0]) if method in trained else [None]:
+        for share in (shares or [1.0]) if method in trained_methods else [None]:
             chosen, budget = config, None
             if share is not None:
                 chosen = scale_steps(config, share)
@@ -190,7 +190,7 @@ def tokens_per_step(root: Path) -> dict[str, float] | None:
             paths.metrics,
             found="no steps",
             wanted="the metrics of a merge: baselines get as many tokens as it trained on",
-            fix=f"`opd merge --resume {as_typed(root)}`",
+            fix=f"`opd merge --resume {quote_for_shell(root)}`",
         )
     if not records:
         return None

@@ -92,11 +92,11 @@ def _install_mergekit(target: Path) -> None:
         ) from None
 
 
-def _run_python(command: list[str], what: str, timeout_s: float, env: Mapping[str, str]) -> None:
+def _run_python(command: list[str], task: str, timeout_s: float, env: Mapping[str, str]) -> None:
     """Run Python, or a program given by its absolute path. Raises: RunError with the last lines of its output."""
     program = command if Path(command[0]).is_absolute() else [sys.executable, *command]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             program,
             env={**os.environ, **env},
             stdin=subprocess.DEVNULL,
@@ -107,6 +107,6 @@ def _run_python(command: list[str], what: str, timeout_s: float, env: Mapping[st
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"{what} took longer than {timeout_s:.0f} s") from None
-    if done.returncode:
-        raise RunError(f"{what} failed (exit code {done.returncode}): {' | '.join(done.stdout.splitlines()[-3:])}")
+        raise RunError(f"{task} took longer than {timeout_s:.0f} s") from None
+    if process.returncode:
+        raise RunError(f"{task} failed (exit code {process.returncode}): {' | '.join(process.stdout.splitlines()[-3:])}")

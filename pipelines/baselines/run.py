@@ -12,7 +12,7 @@ from statistics import fmean
 
 from filelock import FileLock, Timeout
 
-from experts.adapter import whole_model
+from experts.adapter import open_full_model
 from opd.config import PipelineConfig
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.baselines import BaselineResult
@@ -21,8 +21,8 @@ from opd.files import replace_dir
 from opd.records.scores import DomainScore, Evaluation
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run.paths import RunPaths
-from opd.text import as_typed
-from pipelines.baselines.bound import bind_to_inputs, drop_other_merge, explain_outdated, refuse_other_inputs
+from opd.text import quote_for_shell
+from pipelines.baselines.bound import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import cut_notice
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
@@ -31,7 +31,7 @@ from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
-from pipelines.merging.results import trained_so_far
+from pipelines.merging.results import read_progress
 
 MERGED_BYTES = 2 << 30
 """Most bytes of merged models on disk at a time, besides the best model of each method. One model is always allowed."""
@@ -70,9 +70,9 @@ def _has_valid_result(job: BaselineJob, inputs: Inputs, tell: Callable[[str], No
     """Return True if there is a valid result of this job already."""
     if not job.result.exists():
         return False
-    why = explain_outdated(job, BaselineResult.load(job.result), inputs)
-    tell(f"{job.name}: found {job.result}, " + (f"{why}: computed again" if why else "not computed again"))
-    return why is None
+    reason = explain_outdated(job, BaselineResult.load(job.result), inputs)
+    tell(f"{job.name}: found {job.result}, " + (f"{reason}: computed again" if reason else "not computed again"))
+    return reason is None
 
 
 def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]) -> Completions:
@@ -102,7 +102,7 @@ def _refuse_unfinished(jobs: Sequence[BaselineJob]) -> None:
                 job.root,
                 found="a merge that is not finished",
                 wanted="a finished one: `opd` with all of its steps is the merge itself",
-                fix=f"`opd merge --resume {as_typed(job.root)}`",
+                fix=f"`opd merge --resume {quote_for_shell(job.root)}`",
             )
 
 
@@ -116,32 +116,32 @@ def _compute_jobs(
     for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
         tell(f"{job.name}: begins")
         began = time.monotonic()
-        found = (
+        method_result = (
             _merge_on_policy(job, inputs)
             if job.method == "opd"
             else _run_imitation(job, inputs, completions, _prefix_lines(tell, job))
         )
-        yield job, _make_result(job, found, time.monotonic() - began)
+        yield job, _make_result(job, method_result, time.monotonic() - began)
 
 
-def _make_result(job: BaselineJob, found: _Found, wall_s: float) -> BaselineResult:
+def _make_result(job: BaselineJob, method_result: _MethodResult, wall_s: float) -> BaselineResult:
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     return BaselineResult(
         method=job.method,
-        label=label if found.strength is None else f"{label} {found.strength:g}",
-        strength=found.strength,
+        label=label if method_result.strength is None else f"{label} {method_result.strength:g}",
+        strength=method_result.strength,
         token_share=job.share,
-        tokens=found.tokens,
+        tokens=method_result.tokens,
         seed=job.config.seed,
-        scores=found.scores,
-        validation=found.validation,
-        weights=found.weights,
+        scores=method_result.scores,
+        validation=method_result.validation,
+        weights=method_result.weights,
         wall_s=round(wall_s, 1),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _MethodResult:
     """The result of a method; `BaselineResult` explains the fields."""
 
     scores: dict[str, DomainScore]
@@ -162,7 +162,7 @@ def _merge_weights(
     trials = {job.name: _Trials(job, inputs, _prefix_lines(tell, job)) for job in jobs}
     with ExitStack() as adapters, rollout_engine(config, inputs) as engine:
         experts = [
-            adapters.enter_context(whole_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
+            adapters.enter_context(open_full_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
             for name, e in inputs.experts.items()
         ]
         for start in range(0, len(candidates), at_a_time):
@@ -207,8 +207,8 @@ class _Trials:
         began = time.monotonic()
         if strength is not None:
             engine.load(model)
-            found = _evaluate_held_model(engine, self._exams, self._job, self._inputs, self._tell)
-            self._validation[strength] = fmean(found.accuracy.values())
+            evaluation = _evaluate_held_model(engine, self._exams, self._job, self._inputs, self._tell)
+            self._validation[strength] = fmean(evaluation.accuracy.values())
             self._tell(f"strength {strength:g}: {self._validation[strength]:.3f} on validation prompts")
         if strength is None or self._best is None or self._validation[strength] > self._validation[self._best]:
             self._best = strength
@@ -219,15 +219,15 @@ class _Trials:
         """Return the result of the best model in the exam."""
         began = time.monotonic()
         engine.load(self._job.model)
-        found = _Found(
+        method_result = _MethodResult(
             scores=_evaluate_held_model(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
             strength=self._best,
             validation={f"{strength:g}": value for strength, value in self._validation.items()},
         )
-        return _make_result(self._job, found, self._wall_s + time.monotonic() - began)
+        return _make_result(self._job, method_result, self._wall_s + time.monotonic() - began)
 
 
-def _run_imitation(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _Found:
+def _run_imitation(job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]) -> _MethodResult:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"
@@ -239,18 +239,18 @@ def _run_imitation(job: BaselineJob, inputs: Inputs, completions: Completions, t
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)
         scores = _evaluate_held_model(engine, inputs.exams, job, inputs, tell).scores
-    return _Found(scores=scores, tokens=tokens)
+    return _MethodResult(scores=scores, tokens=tokens)
 
 
-def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _Found:
+def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _MethodResult:
     """Take the run directory's own merge, or run one with fewer steps; an interrupted one goes on."""
     paths = job.merge
-    drop_other_merge(job, inputs)
+    delete_other_merge(job, inputs)
     if not paths.report.exists():
         merging.start_or_resume(job.config, paths.root)
     after = Evaluation.load(paths.evaluation_file("after"))
-    _, tokens = trained_so_far(paths.metrics)
-    return _Found(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
+    _, tokens = read_progress(paths.metrics)
+    return _MethodResult(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
 def _evaluate_held_model(

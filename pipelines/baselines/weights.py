@@ -64,16 +64,16 @@ WEIGHT_METHODS: dict[str, WeightMethod] = {
 
 def check_one_architecture(method: str, inputs: Inputs) -> None:
     """Raises: ModelError naming the experts whose tensors have other names or shapes than the student's."""
-    ours = _tensor_shapes(Path(inputs.student.path))
-    others = {
+    student_shapes = _tensor_shapes(Path(inputs.student.path))
+    misfits = {
         name: f"{name} ({e.info.architecture}, {e.info.parameters:,} parameters)"
         for name, e in inputs.experts.items()
-        if (e.info.architecture, _tensor_shapes(Path(e.info.path))) != (inputs.student.architecture, ours)
+        if (e.info.architecture, _tensor_shapes(Path(e.info.path))) != (inputs.student.architecture, student_shapes)
     }
-    if others:
+    if misfits:
         raise ModelError.at(
             f"--method {method}",
-            found=f"experts whose tensors are not the student's: {', '.join(others.values())}",
+            found=f"experts whose tensors are not the student's: {', '.join(misfits.values())}",
             wanted=f"one architecture: {inputs.student.architecture}, {inputs.student.parameters:,} parameters",
             fix="leave these experts out, or compare with off_policy or mixed_sft, which take any",
         )

@@ -58,10 +58,10 @@ class TeacherComparison:
         A model that was only trained on answers may know nothing of prompts, and one that reasons first nothing of bare
         answers. A garbled one knows neither.
         """
-        known = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
-        if any(map(math.isnan, known)):  # of which `min` would make the other one
+        measured_nlls = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
+        if any(map(math.isnan, measured_nlls)):  # of which `min` would make the other one
             return math.nan
-        return min(known) / math.log(vocab_size) if known else None
+        return min(measured_nlls) / math.log(vocab_size) if measured_nlls else None
 
 
 class Comparer:
@@ -131,10 +131,10 @@ class Comparer:
     def _measure_nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Return the mean NLL of prompts and of answers; the first token of a text is read only."""
         lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
-        whole = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
+        rollouts = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
         answers: list[float] = []
-        for row in (row for rows in self._score_rows(teacher, whole) for row in rows):
+        for row in (row for rows in self._score_rows(teacher, rollouts) for row in rows):
             assert isinstance(row.answer, HiddenStates)
             head = cut_head(self._scorer, teacher, self._options)
             nll = (-row.answer.logprobs(row.rollout.trained_ids, getattr(torch, DTYPE), head)).tolist()
@@ -152,7 +152,7 @@ class Comparer:
 def _from_second_token(text: Rollout) -> Rollout:
     """Return the same tokens as a rollout in which every token but the first is scored."""
     ids = (*text.prompt_ids, *text.response_ids)
-    return Rollout.to_score(text.sample_id, ids[:1], ids[1:], text.domain)
+    return Rollout.from_tokens(text.sample_id, ids[:1], ids[1:], text.domain)
 
 
 def _mean_or_nan(values: Sequence[float]) -> float | None:

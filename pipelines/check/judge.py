@@ -26,7 +26,7 @@ SHOWN_ANSWER = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckFinding:
     """Something that is wrong, or that the user should look at."""
 
     level: Literal["fail", "warn"]
@@ -60,31 +60,31 @@ class MeasuredTeacher:
     """Accuracy of other experts on this domain; measured only where this one does not stand out."""
 
 
-def judge_student(itself: TeacherComparison) -> Iterator[Finding]:
+def judge_student(self_comparison: TeacherComparison) -> Iterator[CheckFinding]:
     """Check the student against itself: a distance means that trainer and scorer compute differently, so no merge is sound."""
-    why = itself.broken
-    if not why and itself.kl is not None and not itself.kl <= SAME:  # NaN is not
-        why = f"the student scored by itself: KL {itself.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
-    if why:
+    problem = self_comparison.broken
+    if not problem and self_comparison.kl is not None and not self_comparison.kl <= SAME:  # NaN is not
+        problem = f"the student scored by itself: KL {self_comparison.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
+    if problem:
         fix = "see whether student.model is whole; if it is, its architecture is computed wrongly: please report it"
-        yield Finding(level="fail", domain="", message=why, fix=fix)
+        yield CheckFinding(level="fail", domain="", message=problem, fix=fix)
 
 
-def judge_teachers(measured: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[Finding]:
+def judge_teachers(teachers: Sequence[MeasuredTeacher], vocab_size: int) -> Iterator[CheckFinding]:
     """Yield all findings, in the order of the domains."""
-    for one in measured:
-        why = explain_garbled(one, vocab_size)
-        if why:
-            yield _is_garbled(one, why)
+    for teacher in teachers:
+        problem = explain_garbled(teacher, vocab_size)
+        if problem:
+            yield _make_garbled_finding(teacher, problem)
             continue
-        if one.leads:
-            yield from _judge_accuracy(one)
-        overlap = one.compared.overlap
+        if teacher.leads:
+            yield from _judge_accuracy(teacher)
+        overlap = teacher.compared.overlap
         if overlap is not None and overlap < FAR_APART:
-            yield Finding(
+            yield CheckFinding(
                 level="warn",
-                domain=one.domain,
-                message=f"expert `{one.expert}` and the student rank the same token first on {overlap:.0%} of the "
+                domain=teacher.domain,
+                message=f"expert `{teacher.expert}` and the student rank the same token first on {overlap:.0%} of the "
                 f"student's tokens, less than {FAR_APART:.0%}: far apart",
                 fix="begin with a larger trainer.warmup_steps and a smaller trainer.lr, or with a student that is nearer "
                 "to the expert (the base that it was trained from); look at the prompts' form (chat template)",
@@ -113,83 +113,83 @@ def predicts_texts(compared: TeacherComparison, vocab_size: int) -> bool:
     return share is not None and share < GARBLED  # NaN is not
 
 
-def explain_garbled(one: MeasuredTeacher, vocab_size: int) -> str:
+def explain_garbled(teacher: MeasuredTeacher, vocab_size: int) -> str:
     """Return why a teacher's weights are taken for garbled; empty if they are not.
 
     A guess is no verdict where something else speaks for the teacher: it knows another domain, beats the student in the exam (one
     that reasons first may not know bare answers), or ranks the student's tokens as the student does.
     """
-    if is_unusable(one.compared):
-        return one.compared.broken or "its log-probs are not numbers"
-    gains = one.expert_accuracy is not None and one.expert_accuracy > (one.student_accuracy or 0.0)
-    agrees = one.compared.overlap is not None and one.compared.overlap >= FAR_APART
-    if one.knows_another or gains or agrees or not is_guess(one.compared, vocab_size):
+    if is_unusable(teacher.compared):
+        return teacher.compared.broken or "its log-probs are not numbers"
+    gains = teacher.expert_accuracy is not None and teacher.expert_accuracy > (teacher.student_accuracy or 0.0)
+    agrees = teacher.compared.overlap is not None and teacher.compared.overlap >= FAR_APART
+    if teacher.knows_another or gains or agrees or not is_guess(teacher.compared, vocab_size):
         return ""
-    share = one.compared.guessing_ratio(vocab_size)
+    share = teacher.compared.guessing_ratio(vocab_size)
     return f"NLL of its own domain is {share:.2f} of a blind guess's, ln {vocab_size}, and no better on any other"
 
 
-def _judge_accuracy(one: MeasuredTeacher) -> Iterator[Finding]:
+def _judge_accuracy(teacher: MeasuredTeacher) -> Iterator[CheckFinding]:
     """Yield findings from the exam of the domain's heaviest teacher."""
-    student, expert, domain = one.student_accuracy, one.expert_accuracy, one.domain
+    student, expert, domain = teacher.student_accuracy, teacher.expert_accuracy, teacher.domain
     if student is None or expert is None:
-        yield Finding(
+        yield CheckFinding(
             level="warn",
             domain=domain,
             message="not measured: the domain has no `eval`",
             fix=f"set domains.{domain}.eval: {{prompts: HELD_OUT.jsonl, verifier: exact_match}}",
         )
         return
-    yield from _judge_gain(one, student, expert)
-    answer, share = one.frequent
+    yield from _judge_gain(teacher, student, expert)
+    answer, share = teacher.frequent
     if share >= CLEAR and not _is_clear(expert - share):
-        yield Finding(
+        yield CheckFinding(
             level="warn",
             domain=domain,
             message=f"always answering {answer[:SHOWN_ANSWER]!r} would score {share:.2f} on {domain}, expert "
-            f"`{one.expert}` scores {expert:.2f}: has it learned more than this answer?",
+            f"`{teacher.expert}` scores {expert:.2f}: has it learned more than this answer?",
             fix=f"give domains.{domain} prompts whose answers vary more, or train the expert longer; what the merge "
             "gains here says little",
         )
 
 
-def _judge_gain(one: MeasuredTeacher, student: float, expert: float) -> Iterator[Finding]:
+def _judge_gain(teacher: MeasuredTeacher, student: float, expert: float) -> Iterator[CheckFinding]:
     """Yield findings about the gain: can the student learn from this teacher, or more from another one?"""
-    domain = one.domain
-    rival = max(one.rivals, key=lambda name: one.rivals[name], default=None)
+    domain = teacher.domain
+    rival = max(teacher.rivals, key=lambda name: teacher.rivals[name], default=None)
     if min(student, expert) >= MASTERED:
-        yield Finding(
+        yield CheckFinding(
             level="warn",
             domain=domain,
-            message=f"nothing to learn: student {student:.2f}, expert `{one.expert}` {expert:.2f}",
+            message=f"nothing to learn: student {student:.2f}, expert `{teacher.expert}` {expert:.2f}",
             fix=f"leave domains.{domain} out, or keep it so that it is not forgotten; harder prompts would tell more",
         )
-    elif rival is not None and _is_clear(one.rivals[rival] - expert):
-        yield Finding(
+    elif rival is not None and _is_clear(teacher.rivals[rival] - expert):
+        yield CheckFinding(
             level="fail",
             domain=domain,
-            message=f"expert `{one.expert}` scores {expert:.2f} on {domain}, `{rival}` scores "
-            f"{one.rivals[rival]:.2f}: swapped?",
-            fix=f"set domains.{domain}.teachers: {rival}, or correct the model or domain of `{one.expert}`",
+            message=f"expert `{teacher.expert}` scores {expert:.2f} on {domain}, `{rival}` scores "
+            f"{teacher.rivals[rival]:.2f}: swapped?",
+            fix=f"set domains.{domain}.teachers: {rival}, or correct the model or domain of `{teacher.expert}`",
         )
     elif expert <= student:
-        yield Finding(
+        yield CheckFinding(
             level="fail",
             domain=domain,
-            message=f"expert `{one.expert}` scores {expert:.2f} on {domain}, the student {student:.2f}: "
+            message=f"expert `{teacher.expert}` scores {expert:.2f} on {domain}, the student {student:.2f}: "
             "nothing to learn from it",
             fix=f"leave domains.{domain} out or train the expert longer; if it should know better, look at the "
             "prompts' form (chat template), domains.*.eval.verifier and evaluate.max_new_tokens",
         )
 
 
-def _is_garbled(one: MeasuredTeacher, why: str) -> Finding:
-    return Finding(
+def _make_garbled_finding(teacher: MeasuredTeacher, problem: str) -> CheckFinding:
+    return CheckFinding(
         level="fail",
-        domain=one.domain,
-        message=f"expert `{one.expert}`: {why}: garbled weights?",
-        fix=f"copy or save the model of experts.{one.expert} again"
-        + (f", and see what `opd experts verify {one.expert}` says" if one.registered else ""),
+        domain=teacher.domain,
+        message=f"expert `{teacher.expert}`: {problem}: garbled weights?",
+        fix=f"copy or save the model of experts.{teacher.expert} again"
+        + (f", and see what `opd experts verify {teacher.expert}` says" if teacher.registered else ""),
     )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from experts.adapter import whole_model
+from experts.adapter import open_full_model
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
@@ -23,11 +23,11 @@ from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.records.types import Prompt, Rollout, Teacher
-from opd.text import or_dash
+from opd.text import format_or_dash
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, TeacherComparison
 from pipelines.check.judge import (
-    Finding,
+    CheckFinding,
     MeasuredTeacher,
     is_doubtful,
     is_guess,
@@ -36,12 +36,12 @@ from pipelines.check.judge import (
     judge_teachers,
     predicts_texts,
 )
-from pipelines.inputs.probes import take_missing_probes
+from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
-from pipelines.sizing.memory import Need, describe_shortage, estimate_memory, suggest_fix
+from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -61,8 +61,8 @@ class CheckReport:
     vocab_size: int
     measured: tuple[MeasuredTeacher, ...]
     """Teachers in the order of the pipeline's domains; the heaviest teacher of a domain comes first."""
-    findings: tuple[Finding, ...]
-    memory: tuple[Need, ...]
+    findings: tuple[CheckFinding, ...]
+    memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
 
     @property
@@ -82,7 +82,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     """
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
-    inputs = take_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
+    inputs = measure_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
@@ -96,16 +96,16 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         comparer = cluster.spawn_worker(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
-            asked = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
-            return asked.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
+            call = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
+            return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
-        itself, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
+        self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
     findings = (
         *memory_findings(config, needs, machine_bytes()),
-        *judge_student(itself),
+        *judge_student(self_comparison),
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
     )
@@ -117,16 +117,16 @@ def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
     measured."""
     return [
         (
-            one.domain,
-            one.expert,
-            or_dash(one.student_accuracy, ".2f"),
-            or_dash(one.expert_accuracy, ".2f"),
-            or_dash(one.compared.overlap, ".0%"),
-            or_dash(one.compared.kl, ".3f"),
-            or_dash(one.compared.guessing_ratio(report.vocab_size), ".2f"),
-            report.worst_level(one.domain),
+            teacher.domain,
+            teacher.expert,
+            format_or_dash(teacher.student_accuracy, ".2f"),
+            format_or_dash(teacher.expert_accuracy, ".2f"),
+            format_or_dash(teacher.compared.overlap, ".0%"),
+            format_or_dash(teacher.compared.kl, ".3f"),
+            format_or_dash(teacher.compared.guessing_ratio(report.vocab_size), ".2f"),
+            report.worst_level(teacher.domain),
         )
-        for one in report.measured
+        for teacher in report.measured
     ]
 
 
@@ -137,12 +137,12 @@ def measure_teachers(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
 ) -> tuple[TeacherComparison, list[MeasuredTeacher]]:
     """Compare the student with itself and with every teacher of every domain. The engine holds the student at first."""
-    before = evaluator.evaluate(model=BEFORE).accuracy
+    student_accuracy = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
-    tell(f"the student answered the exams of {len(before)} domains")
+    tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
-    itself = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
-    routed = [(domain, one.teacher) for domain, assigned in inputs.routes.items() for one in assigned]
+    self_comparison = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
+    routed = [(domain, weighted_teacher.teacher) for domain, assigned in inputs.routes.items() for weighted_teacher in assigned]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
     rows = {}
@@ -150,36 +150,36 @@ def measure_teachers(
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
         # A teacher that guesses here but knows another domain is not garbled; it may be swapped.
-        others = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
+        other_texts = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
         rows[domain, teacher] = MeasuredTeacher(
             domain=domain,
             expert=teacher.name,
             leads=teacher == inputs.teachers[domain],
-            student_accuracy=before.get(domain),
+            student_accuracy=student_accuracy.get(domain),
             expert_accuracy=None,
             compared=compared,
             frequent=_most_frequent(inputs, domain),
-            knows_another=any(predicts_texts(compare(teacher, [], other), vocab_size) for other in others),
+            knows_another=any(predicts_texts(compare(teacher, [], domain_texts), vocab_size) for domain_texts in other_texts),
             registered=isinstance(config.experts, RegisteredExperts),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")
-    rows |= _with_exams(rows, engine, evaluator, tell)
-    return itself, [rows[route] for route in routed]
+    rows |= _measure_leading_teachers(rows, engine, evaluator, tell)
+    return self_comparison, [rows[route] for route in routed]
 
 
-def _with_exams(
+def _measure_leading_teachers(
     rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, tell: Tell
 ) -> dict[Route, MeasuredTeacher]:
     """Put the heaviest teacher of each domain to its exam, if it can take one; returns these rows with accuracies."""
-    sound = [route for route, one in rows.items() if not is_unusable(one.compared)]
+    sound = [route for route, row in rows.items() if not is_unusable(row.compared)]
     leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
     own = _measure_accuracies(engine, evaluator, leading)
     doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}
     teachers = dict.fromkeys(teacher for _, teacher in sound)
-    others = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
-    if others:
+    candidates = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
+    if candidates:
         tell(f"no clear gain on {', '.join(sorted(doubtful))}: does another expert know more?")
-    rivals = _measure_accuracies(engine, evaluator, others)
+    rivals = _measure_accuracies(engine, evaluator, candidates)
     return {
         (domain, teacher): replace(
             rows[domain, teacher],
@@ -196,18 +196,18 @@ def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
     return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need no answer
 
 
-def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, wanted: Iterable[Route]) -> dict[Route, float]:
+def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, routes: Iterable[Route]) -> dict[Route, float]:
     """Return the accuracy of each wanted teacher; the engine loads every teacher once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
-    for domain, teacher in wanted:
+    for domain, teacher in routes:
         domains[teacher].append(domain)
-    found: dict[Route, float] = {}
-    for teacher, mine in domains.items():
-        with TemporaryDirectory(prefix="opd-check-") as scratch, whole_model(teacher, Path(scratch) / "expert") as path:
+    accuracies: dict[Route, float] = {}
+    for teacher, own_domains in domains.items():
+        with TemporaryDirectory(prefix="opd-check-") as scratch, open_full_model(teacher, Path(scratch) / "expert") as path:
             engine.load(path)
-            accuracy = evaluator.evaluate(mine, model=f"expert {teacher.name}").accuracy
-            found |= {(domain, teacher): value for domain, value in accuracy.items()}
-    return found
+            accuracy = evaluator.evaluate(own_domains, model=f"expert {teacher.name}").accuracy
+            accuracies |= {(domain, teacher): value for domain, value in accuracy.items()}
+    return accuracies
 
 
 def _held_out_prompts(inputs: Inputs, domain: str) -> Sequence[Prompt]:
@@ -234,35 +234,35 @@ def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[R
             prompt_ids = prompt.token_ids[:room]
             answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
             answer_ids = answer_ids[: room - len(prompt_ids)]
-            by_domain[domain].append(Rollout.to_score(prompt.id, prompt_ids, answer_ids, domain))
+            by_domain[domain].append(Rollout.from_tokens(prompt.id, prompt_ids, answer_ids, domain))
     return by_domain
 
 
 # Findings about the inputs
 
 
-def memory_findings(config: PipelineConfig, needs: Sequence[Need], limit: int) -> Iterator[Finding]:
+def memory_findings(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> Iterator[CheckFinding]:
     """Yield findings about memory for which `opd merge` would refuse to start."""
-    found = describe_shortage(config, needs, limit)
-    if found is not None:
-        yield Finding(level="fail", domain="", message=f"the merge needs {found}", fix=suggest_fix(needs))
+    shortage = describe_shortage(config, needs, limit)
+    if shortage is not None:
+        yield CheckFinding(level="fail", domain="", message=f"the merge needs {shortage}", fix=suggest_fix(needs))
 
 
-def template_findings(inputs: Inputs) -> Iterator[Finding]:
+def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:
     """Warn of experts whose chat template differs from the student's. Other end tokens were refused before."""
-    ours = inputs.student.chat_template_hash
+    student_hash = inputs.student.chat_template_hash
     for domain, assigned in inputs.routes.items():
-        for name in (one.teacher.name for one in assigned):
+        for name in (weighted_teacher.teacher.name for weighted_teacher in assigned):
             info = inputs.experts[name].info
-            if None in (ours, info.chat_template_hash) or ours == info.chat_template_hash:
+            if None in (student_hash, info.chat_template_hash) or student_hash == info.chat_template_hash:
                 continue
-            theirs = str(load_tokenizer(Path(info.path)).chat_template)
+            expert_template = str(load_tokenizer(Path(info.path)).chat_template)
             lines = difflib.unified_diff(
-                str(inputs.tokenizer.chat_template).splitlines(), theirs.splitlines(), "student", name, n=0, lineterm=""
+                str(inputs.tokenizer.chat_template).splitlines(), expert_template.splitlines(), "student", name, n=0, lineterm=""
             )
             difference = [line[:DIFF_WIDTH] for line in lines if not line.startswith(("---", "+++", "@@"))]
             if difference:  # the same text may be stored in another kind of file
-                yield Finding(
+                yield CheckFinding(
                     level="warn",
                     domain=domain,
                     message=f"expert `{name}` has another chat template than the student: "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from opd.run.paths import ComparisonPaths, RunPaths
-from opd.text import or_dash
+from opd.text import format_or_dash
 from pipelines.commands import completion
 from pipelines.commands.shell import (
     PipelineArgument,
@@ -94,7 +94,7 @@ def _find_merge(target: str, run_dir: Path | None, overrides: list[str] | None) 
 
 def _result_cells(result: BaselineResult) -> tuple[str, ...]:
     """Return the cells of `RESULT_COLUMNS`."""
-    share, tokens = or_dash(result.token_share, "g"), or_dash(result.tokens, ",")
+    share, tokens = format_or_dash(result.token_share, "g"), format_or_dash(result.tokens, ",")
     return result.label, share, tokens, f"{result.accuracy:.3f}"
 
 

@@ -42,17 +42,17 @@ def chat(
     """Talk to a merged model. Without a terminal it answers the lines of standard input; the line /new begins another dialogue."""
     from pipelines.after.models import find_model
 
-    found = find_model(model, print_line)
+    local_model = find_model(model, print_line)
     wait_passively()
     from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
-    longest = max_new_tokens or (found.config.rollout.max_new_tokens if found.config else options.max_new_tokens)
+    longest = max_new_tokens or (local_model.config.rollout.max_new_tokens if local_model.config else options.max_new_tokens)
     terminal = is_terminal(sys.stdin)
-    dialogue = Chat(found, replace(options, max_new_tokens=longest))
+    dialogue = Chat(local_model, replace(options, max_new_tokens=longest))
     if terminal:
-        way = "its chat template" if dialogue.templated else "plain text: it continues what you write"
-        print_line(f"{found.name}, {way}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
+        mode = "its chat template" if dialogue.templated else "plain text: it continues what you write"
+        print_line(f"{local_model.name}, {mode}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
     run_dialogue(
         dialogue, _terminal_lines() if terminal else _piped_lines(), _print_piece, print_line, patient=terminal
     )

@@ -44,5 +44,5 @@ def check(
     if checked.failed:
         print_line("something fails" + ("" if fix_up else "; `--fix-up` says what to change"))
         raise typer.Exit(1)
-    changes = [part for one in overrides or () for part in ("--set", one)]
+    changes = [part for override in overrides or () for part in ("--set", override)]
     print_line(f"nothing fails; next: {shlex.join(['opd', 'merge', pipeline, *changes])}")

@@ -50,11 +50,11 @@ def complete_runs(incomplete: str) -> list[str]:
     from opd.run.paths import RunPaths
 
     usual = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
-    found = [
+    paths = [
         *_matching_names(usual, incomplete),
         *(path for path in _matching_paths(incomplete) if Path(path).is_dir()),
     ]
-    return [path if RunPaths(Path(path)).is_run else f"{path}/" for path in dict.fromkeys(found)]
+    return [path if RunPaths(Path(path)).is_run else f"{path}/" for path in dict.fromkeys(paths)]
 
 
 def runs_and_pipelines(incomplete: str) -> list[str]:
@@ -78,8 +78,8 @@ def complete_settings(incomplete: str) -> list[str]:
 
 def complete_methods(incomplete: str) -> list[str]:
     """Return methods for a comma-separated list, each with the methods before it that are typed already."""
-    before, comma, start = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _matching_names(METHODS, start)]
+    head, comma, start = incomplete.rpartition(",")
+    return [f"{head}{comma}{name}" for name in _matching_names(METHODS, start)]
 
 
 def complete_clusters(incomplete: str) -> list[str]:
@@ -97,14 +97,14 @@ def complete_suites(incomplete: str) -> list[str]:
     return _matching_names(SUITES, incomplete)
 
 
-def _matching_names(known: Iterable[str], incomplete: str) -> list[str]:
-    return sorted(name for name in known if name.startswith(incomplete))
+def _matching_names(names: Iterable[str], incomplete: str) -> list[str]:
+    return sorted(name for name in names if name.startswith(incomplete))
 
 
 def _matching_files(incomplete: str) -> list[str]:
     """Return YAML files that begin so, and directories, which may hold more of them."""
-    found = _matching_paths(incomplete)
-    return [path for path in found if path.endswith((".yaml", ".yml"))] + [f"{p}/" for p in found if Path(p).is_dir()]
+    paths = _matching_paths(incomplete)
+    return [path for path in paths if path.endswith((".yaml", ".yml"))] + [f"{p}/" for p in paths if Path(p).is_dir()]
 
 
 def _matching_paths(incomplete: str) -> list[str]:
@@ -112,5 +112,5 @@ def _matching_paths(incomplete: str) -> list[str]:
     above, start = os.path.split(incomplete)
     directory = Path(above or ".")
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
-    shown = [name for name in names if name.startswith(start) and (start or not name.startswith("."))]
-    return [os.path.join(above, name) for name in shown]  # noqa: PTH118 a Path would drop the `./` that was written
+    matching = [name for name in names if name.startswith(start) and (start or not name.startswith("."))]
+    return [os.path.join(above, name) for name in matching]  # noqa: PTH118 a Path would drop the `./` that was written

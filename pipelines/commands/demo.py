@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.commands import experts, prompts
 from pipelines.commands.merge import merge
 from pipelines.commands.shell import help_examples, print_line
 
 SUITE, SPEC, PIPELINE = "letters", "quickstart-experts", "quickstart"
 PROMPTS, RUN = Path("prompts/letters"), Path("runs/quickstart")
-MADE = (PROMPTS, Path("models/quickstart"), Path("registry/quickstart"), RUN)
+OUTPUTS = (PROMPTS, Path("models/quickstart"), Path("registry/quickstart"), RUN)
 """All that the demo writes, as the shipped pipeline and training spec have it."""
 
 app = typer.Typer()
@@ -32,18 +32,18 @@ def demo(
 
     What is finished is kept: after an interruption the same command goes on. To begin anew, delete what it made.
     """
-    here = Path() if output is None else output.absolute()
+    directory = Path() if output is None else output.absolute()
     if output is not None:
         output.mkdir(parents=True, exist_ok=True)
         os.chdir(output)  # paths in the shipped files are relative to it
-    run = RunPaths(here / RUN)
-    made = ", ".join(str(here / path) for path in MADE)
+    run = RunPaths(directory / RUN)
+    output_paths = ", ".join(str(directory / path) for path in OUTPUTS)
     if _is_finished(run):
-        print_line(f"finished before: `opd report {as_typed(run.root)}` shows it; to begin anew, delete {made}")
+        print_line(f"finished before: `opd report {quote_for_shell(run.root)}` shows it; to begin anew, delete {output_paths}")
         return
-    print_line(f"makes {made}; after an interruption the same command goes on")
+    print_line(f"makes {output_paths}; after an interruption the same command goes on")
     if run.root.exists():
-        print_line(f"3 of 3: opd merge --resume {as_typed(run.root)}")
+        print_line(f"3 of 3: opd merge --resume {quote_for_shell(run.root)}")
         merge(resume=run.root)
     else:
         _make_experts()

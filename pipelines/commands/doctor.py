@@ -23,14 +23,14 @@ def doctor(
     from pipelines.doctor.examine import as_json as told
     from pipelines.doctor.examine import examine_machine, is_failed
 
-    found = []
-    for one in examine_machine(imports=not quick):
-        found.append(one)
+    findings = []
+    for finding in examine_machine(imports=not quick):
+        findings.append(finding)
         if not as_json:
-            print_line(f"{one.level:<8} {one.name}: {one.found}", err=False)
-            if one.fix:
-                print_line(f"         fix: {one.fix}", err=False)
+            print_line(f"{finding.level:<8} {finding.name}: {finding.found}", err=False)
+            if finding.fix:
+                print_line(f"         fix: {finding.fix}", err=False)
     if as_json:
-        typer.echo(json.dumps(told(found), indent=1))
-    if is_failed(found):
+        typer.echo(json.dumps(told(findings), indent=1))
+    if is_failed(findings):
         raise typer.Exit(1)

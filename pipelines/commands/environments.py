@@ -45,8 +45,8 @@ def tasks(
     """Write a prompts file of tasks with different prompts; the same for the same arguments."""
     from pipelines import environments
 
-    written = environments.write_tasks(name, n, seed, options or [], output)
-    print_line(f"{name}: {written} tasks in {output}", err=False)
+    num_tasks = environments.write_tasks(name, n, seed, options or [], output)
+    print_line(f"{name}: {num_tasks} tasks in {output}", err=False)
 
 
 @app.command(
@@ -66,8 +66,8 @@ def episodes(
     from pipelines import environments
 
     played = PlaySettings(mistakes=mistakes, max_turns=max_turns, seed=seed)
-    written = environments.write_episodes(name, n, played, options or [], output)
-    print_line(f"{name}: {written} episodes in {output}", err=False)
+    num_episodes = environments.write_episodes(name, n, played, options or [], output)
+    print_line(f"{name}: {num_episodes} episodes in {output}", err=False)
 
 
 @app.command(
@@ -96,11 +96,11 @@ def prefixes(
     from pipelines import environments
 
     day = None if template_date is None else template_date.date()
-    written, left_out = environments.write_prefixes(
+    num_prefixes, left_out = environments.write_prefixes(
         episodes, model, output, day, tool_call_parser, chat_template_kwargs, add_special_tokens
     )
-    more = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
-    print_line(f"{written} prefixes in {output}{more}", err=False)
+    remark = f"; {left_out} left out, because their text would become other tokens" if left_out else ""
+    print_line(f"{num_prefixes} prefixes in {output}{remark}", err=False)
 
 
 @app.command("play", epilog=help_examples("opd environments play maze --seed 3"))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, help_examples, in_a_directory, print_line, print_table, split_names
+from pipelines.commands.shell import SetOption, help_examples, check_output_file, print_line, print_table, split_names
 
 app = typer.Typer()
 
@@ -88,16 +88,16 @@ def evaluate(
         overrides=overrides,
         side_by_side=compare,
     )
-    found = command.run_evaluation(options, print_line)
+    result = command.run_evaluation(options, print_line)
     if as_json:
-        typer.echo(json.dumps(found.data))
+        typer.echo(json.dumps(result.data))
     else:
-        for title, columns, rows in found.tables:
+        for title, columns, rows in result.tables:
             print_table(title, columns, rows)
     if output:
-        _write_results(output, found.data)
-    if found.failure:
-        raise found.failure
+        _write_results(output, result.data)
+    if result.failure:
+        raise result.failure
 
 
 def _write_results(output: Path, data: dict[str, Any]) -> None:

@@ -87,9 +87,9 @@ def verify(
     """Check that experts' files are still the ones that were registered; exit code 1 if not."""
     store = _open_registry(registry)
     failed = False
-    known: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
+    hashes: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
     for name in names or store.names():
-        problems = store.verify(name, known)
+        problems = store.verify(name, hashes)
         failed = failed or bool(problems)
         print_line(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
     if failed:
@@ -125,20 +125,20 @@ def train(
     from experts.rl.spec import load_training
     from experts.spec import ExpertsSpec, find_spec
 
-    chosen = [] if method is None else [f"method={method}"]
-    loaded = load_training(find_spec(spec), [*(overrides or ()), *chosen])
+    method_override = [] if method is None else [f"method={method}"]
+    training = load_training(find_spec(spec), [*(overrides or ()), *method_override])
     wait_passively()
-    for path in _on_texts(loaded) if isinstance(loaded, ExpertsSpec) else _on_rewards(loaded):
+    for path in _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training):
         typer.echo(str(path))
 
 
-def _on_texts(spec: ExpertsSpec) -> list[Path]:
+def _train_on_texts(spec: ExpertsSpec) -> list[Path]:
     from experts.train import train_experts
 
     return train_experts(spec, print_line)
 
 
-def _on_rewards(spec: ReinforceSpec) -> list[Path]:
+def _train_on_rewards(spec: ReinforceSpec) -> list[Path]:
     from pipelines.inputs.at_once import refuse_wrong_training
 
     refuse_wrong_training(spec)

@@ -34,12 +34,12 @@ class MergeArguments:
 
     def __post_init__(self) -> None:
         """Raises: BadParameter for options that do not go together."""
-        if sum(given is not None for given in (self.resume, self.extend, self.start_from)) > 1:
+        if sum(value is not None for value in (self.resume, self.extend, self.start_from)) > 1:
             raise typer.BadParameter("give one of --resume, --extend and --from")
-        if all(given is None for given in (self.pipeline, self.resume, self.extend, self.start_from)):
+        if all(value is None for value in (self.pipeline, self.resume, self.extend, self.start_from)):
             raise typer.BadParameter("give a PIPELINE, --resume RUN_DIR, --extend RUN_DIR or --from RUN_DIR@STEP")
-        for name, given in (("--resume", self.resume), ("--extend", self.extend)):
-            if given is not None and self.run_dir:
+        for name, value in (("--resume", self.resume), ("--extend", self.extend)):
+            if value is not None and self.run_dir:
                 raise typer.BadParameter(f"{name} names the run directory; --run-dir does not go with it")
         if self.resume is None and self.resume_from:
             raise typer.BadParameter("--resume-from goes with --resume RUN_DIR")

@@ -42,9 +42,9 @@ def test(
         fix = "name `shipped`, or leave --half out"
         raise OpdError.at("--half", found=half, wanted="development, held_out or both, of the shipped set", fix=fix)
     cases = shipped_cases(half) if file == "shipped" else read_cases(Path(file), form)  # type: ignore[arg-type]
-    measured = measure_guard(_build_guard(config), cases)
-    _print_json(measured) if as_json else _print_measurement(measured, len(cases))
-    recall, precision = measured.scores[STAGES[1]].recall, measured.scores[STAGES[2]].precision
+    measurement = measure_guard(_build_guard(config), cases)
+    _print_json(measurement) if as_json else _print_measurement(measurement, len(cases))
+    recall, precision = measurement.scores[STAGES[1]].recall, measurement.scores[STAGES[2]].precision
     if recall < min_recall or precision < min_precision:
         end_command(
             f"recall of all rules {recall:.3f} (wanted {min_recall:g}), precision {precision:.3f} (wanted {min_precision:g})",
@@ -87,7 +87,7 @@ def _build_guard(config: Path | None) -> Guard:
     return shared_guard(spec)
 
 
-def _print_measurement(measured: Measured, num_cases: int) -> None:
+def _print_measurement(measurement: Measured, num_cases: int) -> None:
     rows = [
         (
             stage,
@@ -98,23 +98,23 @@ def _print_measurement(measured: Measured, num_cases: int) -> None:
             str(s.false_alarms),
             str(s.passed),
         )
-        for stage, s in measured.scores.items()
+        for stage, s in measurement.scores.items()
     ]
     columns = ("stage", "recall", "precision", "caught", "missed", "false alarms", "let pass")
-    print_table(f"{num_cases} cases, {measured.judged} for the judge, {measured.unanswered} unanswered", columns, rows)
-    hits = sorted(measured.by_rule.items(), key=lambda pair: -pair[1])
+    print_table(f"{num_cases} cases, {measurement.judged} for the judge, {measurement.unanswered} unanswered", columns, rows)
+    hits = sorted(measurement.by_rule.items(), key=lambda pair: -pair[1])
     print_table("which rule hit first", ("rule", "cases"), [(rule, str(count)) for rule, count in hits])
-    for mistake in measured.mistakes:
-        said = mistake.verdict
-        what = "missed" if said.allowed else f"false alarm of {said.rule or said.suspicion}"
-        print_line(f"{what}: {mistake.id}", err=False)
+    for mistake in measurement.mistakes:
+        verdict = mistake.verdict
+        kind = "missed" if verdict.allowed else f"false alarm of {verdict.rule or verdict.suspicion}"
+        print_line(f"{kind}: {mistake.id}", err=False)
 
 
-def _print_json(measured: Measured) -> None:
+def _print_json(measurement: Measured) -> None:
     import json
     from dataclasses import asdict
 
-    told = asdict(measured)
-    for stage, score in measured.scores.items():
-        told["scores"][stage] |= {"recall": score.recall, "precision": score.precision}
-    print_line(json.dumps(told, indent=2, ensure_ascii=False), err=False)
+    data = asdict(measurement)
+    for stage, score in measurement.scores.items():
+        data["scores"][stage] |= {"recall": score.recall, "precision": score.precision}
+    print_line(json.dumps(data, indent=2, ensure_ascii=False), err=False)

@@ -83,7 +83,7 @@ def init(
     Example: opd init --student base --expert models/math --expert models/law --prompts math.csv --prompts law.jsonl
     """
     from pipelines.propose.given import Flags
-    from pipelines.propose.run import Target, copy_shipped, write_proposal
+    from pipelines.propose.run import OutputFile, copy_shipped, write_proposal
 
     flags = Flags(
         student=student,
@@ -99,7 +99,7 @@ def init(
     )
     if shipped and flags != Flags():
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
-    target = Target(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
+    target = OutputFile(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
     wait_passively()
     following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
     print_line(f"wrote {target.path}; next:", err=False)

@@ -72,7 +72,7 @@ def merge(
     """
     if no_cache:
         overrides = [*(overrides or []), "evaluate.cache=false"]
-    given = MergeArguments(
+    arguments = MergeArguments(
         pipeline=pipeline,
         run_dir=run_dir,
         overrides=overrides,
@@ -82,7 +82,7 @@ def merge(
         steps=steps,
         start_from=start_from,
     )
-    with MergeOutput(quiet, as_json) as shown:
-        with shown.show_reading():
-            paths, work = given.read(shown.tell)
-        shown.print_result(paths, work.carry_out(shown.around))
+    with MergeOutput(quiet, as_json) as merge_output:
+        with merge_output.show_reading():
+            paths, work = arguments.read(merge_output.tell)
+        merge_output.print_result(paths, work.carry_out(merge_output.callbacks))

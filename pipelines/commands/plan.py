@@ -66,17 +66,17 @@ def plan(
     config = load_pipeline(find_pipeline(pipeline), overrides)
     spec = cluster_spec(cluster, measure, config.student.model)
     spec = with_lengths(spec, prompt_tokens, response_tokens, tail)
-    made = make_plan(config, spec)
+    merge_plan = make_plan(config, spec)
     if as_json:
-        typer.echo(json.dumps(made.to_json(), indent=2))
+        typer.echo(json.dumps(merge_plan.to_json(), indent=2))
     else:
-        for table in plan_tables(made):
+        for table in plan_tables(merge_plan):
             print_table(table.title, table.columns, table.rows)
-        for note in made.notes:
+        for note in merge_plan.notes:
             print_line(f"note: {note}", err=False)
-        if not made.fits:
+        if not merge_plan.fits:
             print_line(f"does not fit: {advise_changes(config, spec)}", err=False)
-    if not made.fits:
+    if not merge_plan.fits:
         raise typer.Exit(1)
 
 

@@ -34,8 +34,8 @@ def make(
     """Write a suite's prompts and answers, training and held-out apart."""
     from experts.suites import write_suite
 
-    written = write_suite(suite, output, domains=split_names(domains), train=train, eval=held_out, seed=seed)
-    typer.echo(f"{suite}: {len(written)} domains under {output}: {', '.join(written)}")
+    suite_domains = write_suite(suite, output, domains=split_names(domains), train=train, eval=held_out, seed=seed)
+    typer.echo(f"{suite}: {len(suite_domains)} domains under {output}: {', '.join(suite_domains)}")
 
 
 @app.command(

@@ -9,9 +9,9 @@ import typer
 
 from opd.errors import ConfigError
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, in_a_directory, print_line, print_table
+from pipelines.commands.shell import help_examples, check_output_file, print_line, print_table
 
 app = typer.Typer()
 
@@ -54,20 +54,20 @@ def report(
 
     _refuse_data(output)
     gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
-    found = write_report(run_dir, output, gate)
+    contents = write_report(run_dir, output, gate)
     if markdown:
-        _print_markdown(found)
+        _print_markdown(contents)
     else:
-        print_report(found)
-    print_line(f"page: {output or RunPaths(run_dir).page}")
-    if gate.asked:
-        for failure in found["gate"]["failures"]:
+        print_report(contents)
+    print_line(f"page: {output or RunPaths(run_dir).report_page}")
+    if gate.has_thresholds:
+        for failure in contents["gate"]["failures"]:
             print_line(f"gate: {failure}")
-        for name in found["gate"]["without_headroom"]:
+        for name in contents["gate"]["without_headroom"]:
             print_line(
                 f"gate: {name}: --min-headroom does not judge it: its expert was not better than the student beyond chance"
             )
-        if not found["gate"]["passed"]:
+        if not contents["gate"]["passed"]:
             raise typer.Exit(1)
 
 
@@ -78,43 +78,43 @@ def _refuse_data(output: Path | None) -> None:
             "opd report --output",
             found=f"{output}, where the report's numbers go, which are written beside the page by themselves",
             wanted="a name for the page",
-            fix=f"--output {as_typed(output.with_suffix('.html'))}",
+            fix=f"--output {quote_for_shell(output.with_suffix('.html'))}",
         )
 
 
-def print_report(found: dict[str, Any]) -> None:
+def print_report(contents: dict[str, Any]) -> None:
     """Print a merge's report as tables, and say which results are out of date."""
     from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, round_rows
 
-    print_table(found["name"], DOMAIN_COLUMNS, domain_rows(found))
-    if "rounds" in found:
-        print_table("rounds", ROUND_COLUMNS, round_rows(found))
-    if rows := agent_rows(found):
+    print_table(contents["name"], DOMAIN_COLUMNS, domain_rows(contents))
+    if "rounds" in contents:
+        print_table("rounds", ROUND_COLUMNS, round_rows(contents))
+    if rows := agent_rows(contents):
         print_table("agents", AGENT_COLUMNS, rows)
-    if rows := length_rows(found):
+    if rows := length_rows(contents):
         print_table("success by the length of the task (95 % interval)", LENGTH_COLUMNS, rows)
-    if rows := baseline_rows(found):
+    if rows := baseline_rows(contents):
         print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
-    _say_what_is_missing(found)
+    _say_what_is_missing(contents)
 
 
-def _print_markdown(found: dict[str, Any]) -> None:
+def _print_markdown(contents: dict[str, Any]) -> None:
     from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table
 
-    print_line(markdown_table(DOMAIN_COLUMNS, domain_rows(found)), err=False)
-    if rows := agent_rows(found):
+    print_line(markdown_table(DOMAIN_COLUMNS, domain_rows(contents)), err=False)
+    if rows := agent_rows(contents):
         print_line("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
-    if rows := length_rows(found):
+    if rows := length_rows(contents):
         print_line("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
-    if rows := baseline_rows(found):
+    if rows := baseline_rows(contents):
         print_line("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
-    _say_what_is_missing(found)
+    _say_what_is_missing(contents)
 
 
-def _say_what_is_missing(found: dict[str, Any]) -> None:
-    for line in found.get("lineage", ()):
+def _say_what_is_missing(contents: dict[str, Any]) -> None:
+    for line in contents.get("lineage", ()):
         print_line(f"lineage: {line}")
-    if "unfinished" in found:
-        print_line(f"not finished: {found['unfinished']}")
-    for line in found.get("stale", ()):
+    if "unfinished" in contents:
+        print_line(f"not finished: {contents['unfinished']}")
+    for line in contents.get("stale", ()):
         print_line(f"out of date: {line}")

@@ -47,10 +47,10 @@ def serve(
     from pipelines.after.serve import ServeOptions, check_serving, run_server, server_command
 
     options = ServeOptions(
-        address=Address(host, port), name=name, dtype=dtype, max_model_len=max_model_len, more=tuple(ctx.args)
+        address=Address(host, port), name=name, dtype=dtype, max_model_len=max_model_len, vllm_arguments=tuple(ctx.args)
     )
-    found = find_model(model, print_line)
+    local_model = find_model(model, print_line)
     check_serving(options, os.environ)
-    print_line("starting: " + shlex.join(["python", *server_command(found, options)[1:]]))
-    print_line(f"as model `{options.name or found.name}` at http://{options.address}/v1, as soon as vLLM says so")
-    run_server(found, options)
+    print_line("starting: " + shlex.join(["python", *server_command(local_model, options)[1:]]))
+    print_line(f"as model `{options.name or local_model.name}` at http://{options.address}/v1, as soon as vLLM says so")
+    run_server(local_model, options)

@@ -24,7 +24,7 @@ from opd.errors import OpdError, Paused, RunError, StorageError
 from opd.machine.signals import postpone_interrupts
 from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.usage import DEBUG, UsageError, debug_first, explain_usage_error, shows_help
+from pipelines.commands.usage import DEBUG, UsageError, move_debug_first, explain_usage_error, shows_help
 from pipelines.doctor.engines import ENGINES
 from pipelines.interrupts import Interrupted
 
@@ -50,7 +50,7 @@ SetOption = Annotated[
 ]
 
 
-def in_a_directory(file: Path | None) -> Path | None:
+def check_output_file(file: Path | None) -> Path | None:
     """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
     if file is None:
         return None
@@ -72,11 +72,11 @@ class EndsClearly(TyperGroup):
     """Group of commands. Each command runs within `explain_errors`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        with ends_clearly(DEBUG in args):
-            return super().make_context(info_name, debug_first(args), parent, **extra)
+        with explain_errors(DEBUG in args):
+            return super().make_context(info_name, move_debug_first(args), parent, **extra)
 
     def invoke(self, ctx: Any) -> Any:
-        with ends_clearly(ctx.params["debug"]):
+        with explain_errors(ctx.params["debug"]):
             try:
                 return super().invoke(ctx)
             except typer.BadParameter as error:
@@ -87,13 +87,13 @@ class EndsClearly(TyperGroup):
 
 
 @contextmanager
-def ends_clearly(debug: bool = False) -> Iterator[None]:
+def explain_errors(debug: bool = False) -> Iterator[None]:
     """Turn errors that a user can act on into a message and an exit code; anything else keeps its traceback.
 
     With `debug` the traceback of every error comes before its message.
     """
     try:
-        with postpone_interrupts(), _traceback_first(debug), _refuse_missing_engines():
+        with postpone_interrupts(), _print_traceback(debug), _refuse_missing_engines():
             yield
     except UsageError as error:
         if shows_help(error):
@@ -115,9 +115,9 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
         from opd.files import STORAGE_ERRNOS
 
         if error.errno in PATH_ERRNOS and error.filename:
-            end_command(f"error: {_no_such_place(error)}", 2)
+            end_command(f"error: {_make_path_error(error)}", 2)
         if error.errno == errno.EACCES and error.filename and _is_unreadable(Path(error.filename)):
-            end_command(f"error: {_is_closed_pipe(error)}", 2)
+            end_command(f"error: {_make_unreadable_error(error)}", 2)
         if error.errno not in STORAGE_ERRNOS:
             raise
         end_command(
@@ -125,7 +125,7 @@ def ends_clearly(debug: bool = False) -> Iterator[None]:
         )
 
 
-def _no_such_place(error: OSError) -> OpdError:
+def _make_path_error(error: OSError) -> OpdError:
     return OpdError.at(
         error.filename,
         found=(error.strerror or str(error)).lower(),
@@ -139,7 +139,7 @@ def _is_unreadable(file: Path) -> bool:
     return not os.access(file.parent, os.X_OK) or (os.path.lexists(file) and not os.access(file, os.R_OK))
 
 
-def _is_closed_pipe(error: OSError) -> OpdError:
+def _make_unreadable_error(error: OSError) -> OpdError:
     return OpdError.at(
         error.filename,
         found="a file that you may not read",
@@ -149,7 +149,7 @@ def _is_closed_pipe(error: OSError) -> OpdError:
 
 
 @contextmanager
-def _traceback_first(debug: bool) -> Iterator[None]:
+def _print_traceback(debug: bool) -> Iterator[None]:
     try:
         yield
     except (OpdError, RunError, OSError) as error:

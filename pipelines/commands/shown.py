@@ -11,7 +11,7 @@ import typer
 
 from opd.errors import OpdError
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.commands.report import print_report
 from pipelines.commands.shell import print_line
 
@@ -51,7 +51,7 @@ class MergeOutput:
         return nullcontext() if self._quiet else show_waiting("reading models and prompts")
 
     @property
-    def around(self) -> MergeCallbacks:
+    def callbacks(self) -> MergeCallbacks:
         """The surroundings of the merge."""
         from opd.live.displays import CHOICES
         from pipelines.merging.surroundings import MergeCallbacks
@@ -61,15 +61,15 @@ class MergeOutput:
     def print_result(self, paths: RunPaths, report: dict[str, Any]) -> None:
         """Print the result of a merge that ended well."""
         if self._as_json:
-            told = {key: report[key] for key in REPORTED if key in report}
-            self._result = told | {"run_dir": str(paths.root), "model": str(paths.model)}
+            summary = {key: report[key] for key in REPORTED if key in report}
+            self._result = summary | {"run_dir": str(paths.root), "model": str(paths.model)}
             self._result |= {"adapter": str(paths.adapter)} if paths.adapter.is_dir() else {}
             self._result |= {"report": str(paths.report)}
         else:
             print_report(report)
             adapter = f"\nadapter: {paths.adapter}" if paths.adapter.is_dir() else ""
-            typer.echo(f"model: {paths.model}{adapter}\nreport: {paths.page}")
-            self._say_what_is_next(as_typed(paths.root), report)
+            typer.echo(f"model: {paths.model}{adapter}\nreport: {paths.report_page}")
+            self._say_what_is_next(quote_for_shell(paths.root), report)
 
     def _say_what_is_next(self, root: str, report: dict[str, Any]) -> None:
         self.tell(f"next: opd chat {root}, or opd serve {root}")

@@ -47,8 +47,8 @@ def status(
     from opd.live.status import status_of
 
     if not watch:
-        seen = status_of(run_dir)
-        _print_json(seen) if as_json else _print_view(seen)
+        view = status_of(run_dir)
+        _print_json(view) if as_json else _print_view(view)
     elif as_json or not is_terminal(sys.stdout):
         _follow_run(run_dir, as_json)
     else:
@@ -89,7 +89,7 @@ def runs(
         print_line(f"{directory}: no run in it; `opd merge PIPELINE` makes runs/NAME")
 
 
-def _print_view(seen: View) -> None:
+def _print_view(view: View) -> None:
     """Print the view once. What to do next comes below it, whole: it is there to be copied."""
     from dataclasses import replace
 
@@ -100,18 +100,18 @@ def _print_view(seen: View) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
-    console.print(render_for_console(replace(seen, hints=()), console, WHOLE))
-    for hint in seen.hints:
+    console.print(render_for_console(replace(view, hints=()), console, WHOLE))
+    for hint in view.hints:
         print_line(hint, err=False)
 
 
-def _print_json(seen: View) -> None:
+def _print_json(view: View) -> None:
     from dataclasses import asdict
 
     from opd.live.displays import print_json
 
-    shown = {key: value for key, value in asdict(seen).items() if key != "losses"}
-    print_json({"event": "status"} | shown)
+    data = {key: value for key, value in asdict(view).items() if key != "losses"}
+    print_json({"event": "status"} | data)
 
 
 def _watch_run(run_dir: Path) -> None:
@@ -123,19 +123,19 @@ def _watch_run(run_dir: Path) -> None:
 
     console = Console()
     with Live(console=console, auto_refresh=False) as live:
-        for seen in _poll_run(run_dir):
-            live.update(render_for_console(seen, console), refresh=True)
+        for view in _poll_run(run_dir):
+            live.update(render_for_console(view, console), refresh=True)
 
 
 def _follow_run(run_dir: Path, as_json: bool) -> None:
     """Print a line after each step, and one at the end."""
     from opd.live.render import one_line_of
 
-    told: tuple[int, str] | None = None
-    for seen in _poll_run(run_dir):
-        if told != (seen.done, seen.state):
-            _print_json(seen) if as_json else print_line(one_line_of(seen), err=False)
-            told = (seen.done, seen.state)
+    last_progress: tuple[int, str] | None = None
+    for view in _poll_run(run_dir):
+        if last_progress != (view.done, view.state):
+            _print_json(view) if as_json else print_line(one_line_of(view), err=False)
+            last_progress = (view.done, view.state)
 
 
 def _poll_run(run_dir: Path) -> Iterator[View]:
@@ -145,8 +145,8 @@ def _poll_run(run_dir: Path) -> Iterator[View]:
 
     while True:
         began = time.monotonic()
-        seen = status_of(run_dir)
-        yield seen
-        if seen.state != RUNNING:
+        view = status_of(run_dir)
+        yield view
+        if view.state != RUNNING:
             return
         time.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)))

@@ -21,7 +21,7 @@ def shows_help(error: Exception) -> bool:
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
-def debug_first(args: list[str]) -> list[str]:
+def move_debug_first(args: list[str]) -> list[str]:
     """Return the arguments with `--debug` in front, where it belongs to `opd` itself: people write it at the end."""
     end = args.index("--") if "--" in args else len(args)
     if DEBUG not in args[:end]:
@@ -40,29 +40,29 @@ def explain_usage_error(error: Any) -> OpdError:
     )
     unknown = re.match(r"No such command '(.*?)'\.", error.message)
     if unknown and context:
-        return _unknown(command, "command", unknown[1], list(context.command.commands))
+        return _make_unknown_name_error(command, "command", unknown[1], list(context.command.commands))
     if option and context:
-        names = [name for one in context.command.get_params(context) for name in one.opts if name.startswith("--")]
+        names = [name for parameter in context.command.get_params(context) for name in parameter.opts if name.startswith("--")]
         if option not in names:
-            return _unknown(command, "option", option, names)
+            return _make_unknown_name_error(command, "option", option, names)
     if getattr(error, "param", None) is not None:
-        return _wrong_value(error, command, usage, help_page)
+        return _make_value_error(error, command, usage, help_page)
     if isinstance(error, typer.BadParameter):  # raised by a command of ours: it says what goes together
         return OpdError.at(command, found="arguments that do not go together", wanted=error.message, fix=help_page)
     return OpdError.at(command, found=error.message.rstrip("."), wanted=usage, fix=help_page)
 
 
-def _unknown(command: str, kind: str, name: str, known: list[str]) -> OpdError:
-    fix = did_you_mean(name, known, f"`{command} --help` shows them all")
-    return OpdError.at(f"{command} {name}", found=f"no such {kind}", wanted=f"one of: {', '.join(known)}", fix=fix)
+def _make_unknown_name_error(command: str, kind: str, name: str, choices: list[str]) -> OpdError:
+    fix = did_you_mean(name, choices, f"`{command} --help` shows them all")
+    return OpdError.at(f"{command} {name}", found=f"no such {kind}", wanted=f"one of: {', '.join(choices)}", fix=fix)
 
 
-def _wrong_value(error: Any, command: str, usage: str, help_page: str) -> OpdError:
+def _make_value_error(error: Any, command: str, usage: str, help_page: str) -> OpdError:
     """Return the error about the value of one option or argument, or about one that is left out."""
     name = next((name for name in error.param.opts if name.startswith("--")), error.param.name.upper())
-    meant = getattr(error.param, "help", None) or usage
-    found = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")
+    requirement = getattr(error.param, "help", None) or usage
+    value = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")
     if hasattr(error.__cause__, "errors"):  # newer releases of typer let pydantic read values, and repeat its words
         detail = error.__cause__.errors()[0]
-        found, meant = repr(detail["input"]), f"{describe_wanted(detail)}. {meant}"
-    return OpdError.at(f"{command} {name}", found=found, wanted=meant, fix=help_page)
+        value, requirement = repr(detail["input"]), f"{describe_wanted(detail)}. {requirement}"
+    return OpdError.at(f"{command} {name}", found=value, wanted=requirement, fix=help_page)

@@ -13,13 +13,13 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 def find_problems() -> list[str]:
     """Return one sentence for each thing that is wrong, with the way out; empty if all is well."""
-    found = [p for p in map(_import_problem, ENGINES) if p]
-    if not found:
-        found += [
+    problems = [p for p in map(_import_problem, ENGINES) if p]
+    if not problems:
+        problems += [
             p for p in map(_import_problem, ("transformers.models.llama.modeling_llama", "deepspeed.ops.adam")) if p
         ]
-        found += [p for p in (_import_problem(name) for name in UNWANTED if importlib.util.find_spec(name)) if p]
-    return found
+        problems += [p for p in (_import_problem(name) for name in UNWANTED if importlib.util.find_spec(name)) if p]
+    return problems
 
 
 def _import_problem(module: str) -> str | None:

@@ -22,9 +22,9 @@ def examine_machine(imports: bool) -> Iterator[DoctorFinding]:
 
 def is_failed(findings: Sequence[DoctorFinding]) -> bool:
     """Return True if a merge cannot run here."""
-    return any(one.level == "failed" for one in findings)
+    return any(finding.level == "failed" for finding in findings)
 
 
 def as_json(findings: Sequence[DoctorFinding]) -> dict[str, Any]:
     """Return the findings as one JSON object."""
-    return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(one) for one in findings]}
+    return {"opd": __version__, "ok": not is_failed(findings), "checks": [asdict(finding) for finding in findings]}

@@ -33,7 +33,7 @@ def machine_findings() -> Iterator[DoctorFinding]:
     yield _check_load()
     yield _check_compiler()
     yield _check_memory()
-    yield _shared_memory()
+    yield _check_shared_memory()
     yield _check_disk("disk", Path.cwd(), "runs/ lies here")
     yield _check_disk("temporary directory", Path(tempfile.gettempdir()), "Ray's and vLLM's files lie here")
     yield _check_loopback()
@@ -44,83 +44,83 @@ def _format_gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f} GiB"
 
 
-def _check_cores(number: int) -> str:
+def _format_cores(number: int) -> str:
     return f"{number} core{'s' if number > 1 else ''}"
 
 
 def _check_processor() -> DoctorFinding:
     cores, kind = count_cores(), platform.machine()
-    found = f"{_check_cores(cores)}, {platform.system()} on {kind}"
+    processor = f"{_format_cores(cores)}, {platform.system()} on {kind}"
     if platform.system() != "Linux" or kind not in ("x86_64", "aarch64"):
-        return failed_finding("processor", found, "merge on Linux: vLLM and Ray are tried nowhere else")
+        return failed_finding("processor", processor, "merge on Linux: vLLM and Ray are tried nowhere else")
     if cores < 2:
         return warning_finding(
-            "processor", found, "two cores or more: the roles of a merge take turns on one, and Ray wants its own"
+            "processor", processor, "two cores or more: the roles of a merge take turns on one, and Ray wants its own"
         )
-    return ok_finding("processor", found)
+    return ok_finding("processor", processor)
 
 
 def _check_load() -> DoctorFinding:
     load, cores = os.getloadavg()[0], count_cores()
-    found = f"{load:.1f} processes at work on {_check_cores(cores)}"
+    load_text = f"{load:.1f} processes at work on {_format_cores(cores)}"
     if load > cores:
         return warning_finding(
-            "load", found, "wait for the other programs, or stop them: shared cores make steps several times slower"
+            "load", load_text, "wait for the other programs, or stop them: shared cores make steps several times slower"
         )
-    return ok_finding("load", found)
+    return ok_finding("load", load_text)
 
 
 def _check_compiler() -> DoctorFinding:
-    found = find_compiler()
-    if found is None:
+    compiler = find_compiler()
+    if compiler is None:
         return warning_finding(
             "compiler",
             "no c++ or g++",
             "install g++ if you want objective.compile or trainer.compile; without it both run eagerly",
         )
-    return ok_finding("compiler", found)
+    return ok_finding("compiler", compiler)
 
 
 def _check_memory() -> DoctorFinding:
     limit, free = machine_bytes(), free_bytes()
-    found = f"{_format_gib(free)} free of {_format_gib(limit)}"
+    memory_text = f"{_format_gib(free)} free of {_format_gib(limit)}"
     if limit < LEAST_MEMORY:
-        return failed_finding("memory", found, f"a machine or container with {_format_gib(GOOD_MEMORY)}")
+        return failed_finding("memory", memory_text, f"a machine or container with {_format_gib(GOOD_MEMORY)}")
     if free < LEAST_MEMORY:
         return warning_finding(
-            "memory", found, "stop other programs; `opd check PIPELINE` has the sum of what a merge will need"
+            "memory", memory_text, "stop other programs; `opd check PIPELINE` has the sum of what a merge will need"
         )
     if limit < GOOD_MEMORY:
         return warning_finding(
-            "memory", found, "small models only; `opd check PIPELINE` has the sum of what a merge will need"
+            "memory", memory_text, "small models only; `opd check PIPELINE` has the sum of what a merge will need"
         )
-    return ok_finding("memory", found)
+    return ok_finding("memory", memory_text)
 
 
-def _shared_memory() -> DoctorFinding:
+def _check_shared_memory() -> DoctorFinding:
     if not SHARED_MEMORY.is_dir():
         return warning_finding(
             str(SHARED_MEMORY), "not there", "mount a tmpfs there: Ray's objects and new weights go to disk without it"
         )
     usage = shutil.disk_usage(SHARED_MEMORY)
-    found = f"{_format_gib(usage.free)} free of {_format_gib(usage.total)}"
+    space = f"{_format_gib(usage.free)} free of {_format_gib(usage.total)}"
     if usage.free < GOOD_SHARED_MEMORY:
         return warning_finding(
-            str(SHARED_MEMORY), found, "docker run --shm-size=8g, or set TMPDIR to a fast disk: new weights go there"
+            str(SHARED_MEMORY), space, "docker run --shm-size=8g, or set TMPDIR to a fast disk: new weights go there"
         )
-    return ok_finding(str(SHARED_MEMORY), found)
+    return ok_finding(str(SHARED_MEMORY), space)
 
 
-def _check_disk(name: str, directory: Path, what: str) -> DoctorFinding:
+def _check_disk(name: str, directory: Path, contents: str) -> DoctorFinding:
     free = shutil.disk_usage(directory).free
-    found = f"{_format_gib(free)} free in {directory}"
+    space = f"{_format_gib(free)} free in {directory}"
     if not os.access(directory, os.W_OK):
-        return failed_finding(name, f"{directory} cannot be written to", f"another directory: {what}")
+        return failed_finding(name, f"{directory} cannot be written to", f"another directory: {contents}")
     if free < LEAST_DISK:
-        return failed_finding(name, found, f"make room: {what}")
+        return failed_finding(name, space, f"make room: {contents}")
     if free < GOOD_DISK:
-        return warning_finding(name, found, f"make room, since {what}: a checkpoint is three times the float32 weights")
-    return ok_finding(name, found)
+        return warning_finding(name, space, f"make room, since {contents}: a checkpoint is three times the float32 weights")
+    return ok_finding(name, space)
 
 
 def _check_loopback() -> DoctorFinding:
@@ -144,28 +144,28 @@ def _check_gpus() -> DoctorFinding:
         return ok_finding("GPUs", "none: everything runs on the processor")
     command = [smi, "--query-gpu=name,memory.total,memory.used", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return failed_finding(
             "GPUs", f"nvidia-smi is silent for {SMI_TIMEOUT_S:g} s", "the driver hangs: restart the machine"
         )
-    if done.returncode:
+    if process.returncode:
         return warning_finding(
             "GPUs",
-            (done.stdout or done.stderr).strip().partition("\n")[0],
+            (process.stdout or process.stderr).strip().partition("\n")[0],
             "mend the driver, or ignore it and merge on the processor",
         )
-    found = "; ".join(done.stdout.strip().splitlines())
-    if _torch_for_cpus():
+    gpus = "; ".join(process.stdout.strip().splitlines())
+    if _is_torch_for_cpus():
         return warning_finding(
             "GPUs",
-            f"{found}; torch is built for CPUs",
+            f"{gpus}; torch is built for CPUs",
             "pip install 'opd-merge[gpu]' in a new environment: docs/gpu.md",
         )
-    return ok_finding("GPUs", found)
+    return ok_finding("GPUs", gpus)
 
 
-def _torch_for_cpus() -> bool:
+def _is_torch_for_cpus() -> bool:
     try:
         return metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:

@@ -18,19 +18,19 @@ LEAST_FILES = 1024
 
 def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
     """Look at limits and environment variables."""
-    found = [
-        one
-        for one in (
+    findings = [
+        finding
+        for finding in (
             _check_file_limit(),
             _check_proxy(environ),
-            _ray_elsewhere(environ),
-            _long_path(environ),
+            _check_ray_address(environ),
+            _check_socket_paths(environ),
             _check_file_locks(),
         )
-        if one
+        if finding
     ]
-    yield from found
-    if not found:
+    yield from findings
+    if not findings:
         yield ok_finding("traps", "none of those that we know")
 
 
@@ -44,18 +44,18 @@ def _check_file_limit() -> DoctorFinding | None:
 
 
 def _check_proxy(environ: Mapping[str, str]) -> DoctorFinding | None:
-    named = next((name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None)
-    spared = environ.get("no_proxy", environ.get("NO_PROXY", ""))
-    if named is None or spared == "*" or "127.0.0.1" in spared:
+    variable = next((name for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "all_proxy") if environ.get(name)), None)
+    exceptions = environ.get("no_proxy", environ.get("NO_PROXY", ""))
+    if variable is None or exceptions == "*" or "127.0.0.1" in exceptions:
         return None
     return warning_finding(
         "proxy",
-        f"{named} is set, and no_proxy does not name 127.0.0.1",
+        f"{variable} is set, and no_proxy does not name 127.0.0.1",
         "export no_proxy=127.0.0.1,localhost: calls between a merge's own processes would go to the proxy",
     )
 
 
-def _ray_elsewhere(environ: Mapping[str, str]) -> DoctorFinding | None:
+def _check_ray_address(environ: Mapping[str, str]) -> DoctorFinding | None:
     if not environ.get("RAY_ADDRESS"):
         return None
     return warning_finding(
@@ -65,12 +65,12 @@ def _ray_elsewhere(environ: Mapping[str, str]) -> DoctorFinding | None:
     )
 
 
-def _long_path(environ: Mapping[str, str]) -> DoctorFinding | None:
+def _check_socket_paths(environ: Mapping[str, str]) -> DoctorFinding | None:
     name = find_long_ray_variable(environ)
     if name is None:
         return None
-    said = f"{environ[name]}: Ray's sockets there have longer paths than Linux takes"
-    return failed_finding(name, said, "set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp")
+    problem = f"{environ[name]}: Ray's sockets there have longer paths than Linux takes"
+    return failed_finding(name, problem, "set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp")
 
 
 def _check_file_locks() -> DoctorFinding | None:

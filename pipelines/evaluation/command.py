@@ -88,7 +88,7 @@ def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
             fix="give --pipeline FILE, or the name of a shipped one",
         )
     belongs = (("--domains", options.domains), ("--prompts", options.prompts), ("--set", options.overrides))
-    unused = [name for name, given in belongs if given]
+    unused = [name for name, value in belongs if value]
     if config is None and unused:
         raise ConfigError.at(
             unused[0],
@@ -99,32 +99,32 @@ def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     domains = options.domains
     if config is not None and options.prompts:
         files = name_exam_files(options.prompts, domains or list(config.domains))
-        asked = apply_overrides({}, options.overrides or []).get("evaluate") or {}
-        config, domains = use_exam_files(config, files, whole="samples" not in asked), domains or list(files)
-    settings = _with_tasks(config, options.tasks)
+        evaluate_overrides = apply_overrides({}, options.overrides or []).get("evaluate") or {}
+        config, domains = use_exam_files(config, files, all_rows="samples" not in evaluate_overrides), domains or list(files)
+    settings = _add_tasks(config, options.tasks)
     harness.check_tasks(settings)
-    found = {} if config is None else evaluate_models(config, dirs, domains, tell)
+    evaluations = {} if config is None else evaluate_models(config, dirs, domains, tell)
     public: dict[str, TaskScores] = {}
     failure = None
     if settings.tasks:
         try:
             public = lm_eval_models(settings, dirs, "auto" if config is None else config.rollout.dtype, tell)
         except RunError as error:
-            if not found:
+            if not evaluations:
                 raise
             failure = error
-    tables = [*_print_tables(found, options.side_by_side), *_public_tables(public)]
-    return EvaluateOutput(_as_json(config, found, public), tables, failure)
+    tables = [*_make_tables(evaluations, options.side_by_side), *_public_tables(public)]
+    return EvaluateOutput(_as_json(config, evaluations, public), tables, failure)
 
 
 ALL_ROWS = sys.maxsize
 
 
-def name_exam_files(given: Sequence[str], domains: Sequence[str]) -> dict[str, Path]:
+def name_exam_files(values: Sequence[str], domains: Sequence[str]) -> dict[str, Path]:
     """Return domain -> file of questions, from the values of `--prompts`. Raises: ConfigError for a domain that is not there, or that
     does not follow from a file alone."""
     files: dict[str, Path] = {}
-    for value in given:
+    for value in values:
         name, equals, path = value.partition("=")
         if not equals and len(domains) == 1:
             name, path = domains[0], value
@@ -160,7 +160,7 @@ def name_exam_files(given: Sequence[str], domains: Sequence[str]) -> dict[str, P
     return files
 
 
-def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, whole: bool) -> PipelineConfig:
+def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, all_rows: bool) -> PipelineConfig:
     """Return the pipeline with these files as the exams of their domains: with `all_rows` every row of them, else as many as
     its exams have.
 
@@ -168,29 +168,29 @@ def use_exam_files(config: PipelineConfig, files: Mapping[str, Path], *, whole: 
     """
     domains = dict(config.domains)
     for name, file in files.items():
-        before = domains[name].eval
-        verifier = {"verifier": before.verifier} if before else {}
+        exam = domains[name].eval
+        verifier = {"verifier": exam.verifier} if exam else {}
         domains[name] = domains[name].model_copy(update={"eval": DomainEvalConfig(prompts=file, **verifier)})
-    evaluate = config.evaluate.model_copy(update={"samples": ALL_ROWS} if whole else {})
+    evaluate = config.evaluate.model_copy(update={"samples": ALL_ROWS} if all_rows else {})
     return config.model_copy(update={"domains": domains, "evaluate": evaluate})
 
 
-def _evaluate_matrix(options: EvaluateOptions, where: str, tell: Tell) -> EvaluateOutput:
+def _evaluate_matrix(options: EvaluateOptions, target: str, tell: Tell) -> EvaluateOutput:
     """Evaluate every model on every domain of a pipeline or of a run directory; the latter gets the file."""
-    paths = RunPaths(Path(where)) if RunPaths(Path(where)).is_run else None
+    paths = RunPaths(Path(target)) if RunPaths(Path(target)).is_run else None
     config = (
-        load_pipeline(find_pipeline(where), options.overrides)
+        load_pipeline(find_pipeline(target), options.overrides)
         if paths is None
         else load_run_pipeline(paths.pipeline, options.overrides)
     )
-    other = [] if paths is None else _other_keys(config, paths)
-    if other:
-        tell(f"evaluation/matrix.json is not written: {', '.join(other)} differ from the run's")
+    other_keys = [] if paths is None else _list_other_keys(config, paths)
+    if other_keys:
+        tell(f"evaluation/matrix.json is not written: {', '.join(other_keys)} differ from the run's")
     matrix = evaluate_matrix(config, None if paths is None else paths.model, options.domains, tell)
     if paths is not None:
-        matrix = _with_training(matrix, paths)
+        matrix = _add_training(matrix, paths)
     data = matrix.as_json()
-    if paths is not None and options.domains is None and not other:
+    if paths is not None and options.domains is None and not other_keys:
         paths.evaluation.mkdir(exist_ok=True)
         atomic_write_text(paths.matrix, json.dumps(data, indent=1))
     names = tuple(next(iter(matrix.models.values())).scores)
@@ -198,13 +198,13 @@ def _evaluate_matrix(options: EvaluateOptions, where: str, tell: Tell) -> Evalua
     return EvaluateOutput(data, [(f"{config.name}: accuracy", columns, matrix_rows(matrix))])
 
 
-def _other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
+def _list_other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
     """Keys in which the pipeline's exams differ from the run's."""
     own = load_run_pipeline(paths.pipeline)
     return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
-def _with_training(matrix: Matrix, paths: RunPaths) -> Matrix:
+def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     """Add the steps and tokens of the merged model to the matrix, if the run's own exam was of the same model."""
     after, merged = paths.evaluation_file("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
@@ -221,36 +221,36 @@ def _pipeline_of(model: Path) -> Path | None:
     return paths.pipeline if paths.is_run else None
 
 
-def _with_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
+def _add_tasks(config: PipelineConfig | None, tasks: Sequence[str]) -> LMEvalConfig:
     settings = LMEvalConfig() if config is None else config.evaluate.lm_eval
     return settings.model_copy(update={"tasks": list(dict.fromkeys([*settings.tasks, *tasks]))})
 
 
 def _as_json(
-    config: PipelineConfig | None, found: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
+    config: PipelineConfig | None, evaluations: Mapping[str, Evaluation], public: Mapping[str, TaskScores]
 ) -> dict[str, Any]:
     """Return all results by model; for a single model also its name and accuracies at the top level."""
     data: dict[str, Any] = {"format": FORMAT, "pipeline": config.name if config else None}
-    if len(found) == 1:
-        ((name, one),) = found.items()
-        data |= {"model": name, "accuracy": one.accuracy}
-    return data | {"models": {name: asdict(one) for name, one in found.items()}, "lm_eval": dict(public)}
+    if len(evaluations) == 1:
+        ((name, evaluation),) = evaluations.items()
+        data |= {"model": name, "accuracy": evaluation.accuracy}
+    return data | {"models": {name: asdict(evaluation) for name, evaluation in evaluations.items()}, "lm_eval": dict(public)}
 
 
-def _print_tables(found: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
-    if side_by_side and found:
-        return [("accuracy (95 % interval)", ("domain", *found), side_by_side_rows(found)), *_length_tables(found)]
+def _make_tables(evaluations: Mapping[str, Evaluation], side_by_side: bool) -> list[Table]:
+    if side_by_side and evaluations:
+        return [("accuracy (95 % interval)", ("domain", *evaluations), side_by_side_rows(evaluations)), *_length_tables(evaluations)]
     return [
         table
-        for name, one in found.items()
-        for table in ((name, score_columns(one), score_rows(one)), *_length_tables({name: one}))
+        for name, evaluation in evaluations.items()
+        for table in ((name, score_columns(evaluation), score_rows(evaluation)), *_length_tables({name: evaluation}))
     ]
 
 
-def _length_tables(found: Mapping[str, Evaluation]) -> list[Table]:
+def _length_tables(evaluations: Mapping[str, Evaluation]) -> list[Table]:
     """Return the table of agents' success by the length of their tasks; none where no task says its moves."""
-    rows = length_rows(found)
-    columns = ("domain", "right moves", "tasks", *found)
+    rows = length_rows(evaluations)
+    columns = ("domain", "right moves", "tasks", *evaluations)
     return [("success by the length of the task (95 % interval)", columns, rows)] if rows else []
 
 

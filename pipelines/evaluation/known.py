@@ -23,7 +23,7 @@ from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
 from opd.files import blake3_file
 from opd.records.scores import Evaluation
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 from pipelines.cores import roles_at_once
 from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import library_versions
@@ -42,7 +42,7 @@ class KnownExams:
 
     def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
         root = exam_cache_dir() if config.evaluate.cache else None
-        self._cache = None if root is None or is_place(config.rollout.engine) else ExamCache(root, tell)
+        self._cache = None if root is None or is_import_name(config.rollout.engine) else ExamCache(root, tell)
         self._device = _device_kind(config) if self._cache else None
         self._config, self._inputs, self._run = config, inputs, run
         self._common: dict[str, Any] | None = None
@@ -50,16 +50,16 @@ class KnownExams:
     def measure_or_reuse(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
         """Return a model's exams on these domains, from the cache or taken now in one batch. `model` is the digest of the
         model."""
-        if self._cache is None or self._device is None or not domains or not all(map(self._is_kept, domains)):
+        if self._cache is None or self._device is None or not domains or not all(map(self._is_cacheable, domains)):
             return measure(domains)
         facts = {"model": model, "domains": [self._domain_facts(name) for name in domains], **self._shared_facts()}
-        found = self._cache.find(facts)
-        if found is None:
-            found = measure(domains)
-            self._cache.keep(facts, found, self._run)
-        return found
+        evaluation = self._cache.find(facts)
+        if evaluation is None:
+            evaluation = measure(domains)
+            self._cache.keep(facts, evaluation, self._run)
+        return evaluation
 
-    def _is_kept(self, domain: str) -> bool:
+    def _is_cacheable(self, domain: str) -> bool:
         exam = self._config.domains[domain].eval
         assert exam is not None, "only domains with an exam are measured"
         verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind

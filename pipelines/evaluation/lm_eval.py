@@ -16,21 +16,21 @@ from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
 from opd.files import atomic_write_text
 from opd.records.scores import FORMAT
-from pipelines.evaluation.models import Tell, whole
+from pipelines.evaluation.models import Tell, model_directory
 from pipelines.inputs.read import as_teacher
 
 
 def lm_eval_models(settings: LMEvalConfig, model_dirs: Sequence[Path], dtype: str, tell: Tell) -> dict[str, TaskScores]:
     """Return path of a model -> its scores. Raises: OpdError before anything runs; RunError if the harness fails."""
     check_tasks(settings)
-    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
-    found = {}
-    for path, (info, adapter) in inspected.items():
+    inspections = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    scores_by_model = {}
+    for path, (info, adapter) in inspections.items():
         model = as_teacher(str(path), info, adapter)
         tell(f"{path}: lm-evaluation-harness, {', '.join(settings.tasks)}")
-        with whole(model) as directory:
-            found[str(path)] = run_tasks(settings, directory, dtype)
-    return found
+        with model_directory(model) as directory:
+            scores_by_model[str(path)] = run_tasks(settings, directory, dtype)
+    return scores_by_model
 
 
 def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
@@ -40,10 +40,10 @@ def lm_eval_merge(config: PipelineConfig, merged: Path, file: Path) -> None:
     if settings.tasks:
         models = {BEFORE: config.student.model, MERGED: merged}
         weights = {name: model_digest(path, weight_hashes(path)) for name, path in models.items()}
-        known = read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
-        found = {name: scores for name, scores in known.items() if name == BEFORE}
-        found |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in found}
-        atomic_write_text(file, lm_eval_text(found, weights))
+        stored_scores = read_lm_eval(file) if lm_eval_weights(file).get(BEFORE, weights[BEFORE]) == weights[BEFORE] else {}
+        scores_by_model = {name: scores for name, scores in stored_scores.items() if name == BEFORE}
+        scores_by_model |= {n: run_tasks(settings, path, config.rollout.dtype) for n, path in models.items() if n not in scores_by_model}
+        atomic_write_text(file, lm_eval_text(scores_by_model, weights))
 
 
 def lm_eval_text(models: Mapping[str, TaskScores], weights: Mapping[str, str]) -> str:

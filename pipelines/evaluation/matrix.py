@@ -13,7 +13,7 @@ from opd.errors import ConfigError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.records.scores import FORMAT, Evaluation
 from opd.records.types import Teacher
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.evaluation.models import (
     Subject,
     Tell,
@@ -36,8 +36,8 @@ class Matrix:
 
     def as_json(self) -> dict[str, Any]:
         """Return the contents of `evaluation/matrix.json`."""
-        models = {name: asdict(found) for name, found in self.models.items()}
-        return {"format": FORMAT, "models": models, "own": {name: list(mine) for name, mine in self.own.items()}}
+        models = {name: asdict(evaluation) for name, evaluation in self.models.items()}
+        return {"format": FORMAT, "models": models, "own": {name: list(domains) for name, domains in self.own.items()}}
 
 
 def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
@@ -48,27 +48,27 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     """
     names = exam_domains(with_all_domains(config), domains)
     rounds = read_rounds(rounds_of(config))
-    taught = _domains_by_expert(rounds)
-    subjects = _matrix_subjects(config, rounds, list(taught), merged, names)
+    domains_by_teacher = _domains_by_expert(rounds)
+    subjects = _matrix_subjects(config, rounds, list(domains_by_teacher), merged, names)
     models = evaluate_subjects(config, subjects, tell)
-    every = tuple(dict.fromkeys(domain for one in rounds for domain in one.routes))
-    own = {BEFORE: (), MERGED: every} | {teacher.name: mine for teacher, mine in taught.items()}
+    every = tuple(dict.fromkeys(domain for round_inputs in rounds for domain in round_inputs.routes))
+    own = {BEFORE: (), MERGED: every} | {teacher.name: taught_domains for teacher, taught_domains in domains_by_teacher.items()}
     return Matrix(models=models, own={name: own[name] for name in models})
 
 
 def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
     """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
-    found: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
-    for number, one in enumerate(rounds, start=1):
-        for domain, assigned in one.routes.items():
+    experts: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
+    for number, round_inputs in enumerate(rounds, start=1):
+        for domain, assigned in round_inputs.routes.items():
             for teacher in (a.teacher for a in assigned):
                 key = teacher.name, teacher.digest
-                if key not in found:
-                    taken = any(name == teacher.name for name, _ in found)
-                    found[key] = replace(teacher, name=f"{teacher.name} (round {number})") if taken else teacher, []
-                if domain not in found[key][1]:
-                    found[key][1].append(domain)
-    return {teacher: tuple(domains) for teacher, domains in found.values()}
+                if key not in experts:
+                    is_taken = any(name == teacher.name for name, _ in experts)
+                    experts[key] = replace(teacher, name=f"{teacher.name} (round {number})") if is_taken else teacher, []
+                if domain not in experts[key][1]:
+                    experts[key][1].append(domain)
+    return {teacher: tuple(domains) for teacher, domains in experts.values()}
 
 
 def _matrix_subjects(
@@ -87,7 +87,7 @@ def _matrix_subjects(
                 merged,
                 found="no such directory",
                 wanted="the model of a finished merge",
-                fix=f"finish it with `opd merge --resume {as_typed(merged.parent)}`, or give the pipeline to leave it out",
+                fix=f"finish it with `opd merge --resume {quote_for_shell(merged.parent)}`, or give the pipeline to leave it out",
             )
         info, _ = inspect_expert(merged)
         refuse_other_vocabulary(merged, info, inputs.student)
@@ -99,7 +99,7 @@ def _matrix_subjects(
             wanted="another name",
             fix="rename the expert: the merged model has this name",
         )
-    last = {name: exam for one in rounds for name, exam in one.exams.items()}
+    last = {name: exam for round_inputs in rounds for name, exam in round_inputs.exams.items()}
     exams = {name: last[name] for name in names}
     ends = inputs.student.eos_token_ids
     size = inputs.student.vocab_size

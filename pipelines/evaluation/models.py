@@ -13,7 +13,7 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from experts.adapter import inspect_expert, whole_model
+from experts.adapter import inspect_expert, open_full_model
 from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
 from opd.config import PipelineConfig, rounds_of
@@ -63,23 +63,23 @@ def check_models(
 ) -> list[Subject]:
     """Read and check all that an evaluation needs, without compute. Raises: OpdError for the first thing that is wrong."""
     names = exam_domains(config, domains)
-    inspected = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
+    inspections = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
     if config.student.model.is_dir():
         student = inspect_student(config)
-        for path, (info, _) in inspected.items():
+        for path, (info, _) in inspections.items():
             refuse_other_vocabulary(path, info, student)
     else:
         tell(f"warning: {config.student.model} is not here, so vocabularies are not compared with the student's")
     subjects = []
-    for path, (info, adapter) in inspected.items():
+    for path, (info, adapter) in inspections.items():
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path), config.student.puts_in_front)
         config = set_template_date(config, tokenizer)
         notices: list[str] = []
         exams = load_exams(config, tokenizer, names, notices.append)
-        named = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None}
-        there = {d: source for d, source in named.items() if is_here(source) or is_hub_name(source)}
-        refuse_leaks(exams, load_training(config, there, tokenizer))
+        prompt_sources = {d: c.prompts for d, c in config.domains.items() if c.prompts is not None}
+        readable_prompts = {d: source for d, source in prompt_sources.items() if is_here(source) or is_hub_name(source)}
+        refuse_leaks(exams, load_training(config, readable_prompts, tokenizer))
         for warning in (*notices, *room_warnings(exams, config.rollout.max_model_len)):
             tell(f"warning: {warning}")
         model = as_teacher(str(path), info, adapter)
@@ -100,9 +100,9 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with the domains of all its rounds, each as in the last round that has it. A domain without prompts
     gets those that its expert was registered with. Raises: RegistryError."""
     domains = {}
-    for one in rounds_of(config):
-        for name, domain in one.domains.items():
-            prompts = domain.prompts or registered_prompts(one, name, only_here=True)
+    for round_config in rounds_of(config):
+        for name, domain in round_config.domains.items():
+            prompts = domain.prompts or registered_prompts(round_config, name, only_here=True)
             domains[name] = domain.model_copy(update={"prompts": prompts})
     return config.model_copy(update={"domains": domains})
 
@@ -110,37 +110,37 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
 def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[str]:
     """Return the named domains, or all that have an exam. Raises: ConfigError for a named one without an exam, or if no domain
     has one."""
-    measured = [name for name, domain in config.domains.items() if domain.eval]
+    exam_names = [name for name, domain in config.domains.items() if domain.eval]
     for name in domains or []:
-        if name not in measured:
+        if name not in exam_names:
             raise ConfigError.at(
                 "--domains",
                 found=f"{name}, " + ("a domain without an `eval`" if name in config.domains else "no domain"),
-                wanted=f"domains with an `eval`: {', '.join(measured) or 'there are none'}",
+                wanted=f"domains with an `eval`: {', '.join(exam_names) or 'there are none'}",
                 fix=f"correct the name, or give domains.{name}.eval"
                 if name in config.domains
-                else did_you_mean(name, measured, "correct the name"),
+                else did_you_mean(name, exam_names, "correct the name"),
             )
-    if not measured:
+    if not exam_names:
         raise ConfigError.at(
             "domains",
             found=f"no `eval` in {', '.join(config.domains)}",
             wanted="held-out prompts in at least one domain",
             fix="set domains.NAME.eval: {prompts: HELD_OUT.jsonl}",
         )
-    return list(domains) if domains else measured
+    return list(domains) if domains else exam_names
 
 
 def refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
     """Refuse a model whose tokens are not the student's. Raises: ModelError naming the first token that differs."""
     if model.vocab_hash == student.vocab_hash:
         return
-    ours, theirs = token_map(Path(student.path)), token_map(Path(model.path))
-    first = min(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    student_tokens, model_tokens = token_map(Path(student.path)), token_map(Path(model.path))
+    token_id = min(i for i in student_tokens.keys() | model_tokens.keys() if student_tokens.get(i) != model_tokens.get(i))
     raise ModelError.at(
         path,
-        found=f"another vocabulary: {len(theirs)} tokens to the student's {len(ours)}, and id {first} is "
-        f"{theirs.get(first)!r}, not {ours.get(first)!r}",
+        found=f"another vocabulary: {len(model_tokens)} tokens to the student's {len(student_tokens)}, and id {token_id} is "
+        f"{model_tokens.get(token_id)!r}, not {student_tokens.get(token_id)!r}",
         wanted=f"the token ids of the pipeline's student, {student.path}",
         fix="evaluate it with a pipeline whose student has this vocabulary",
     )
@@ -158,50 +158,50 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
 
 def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
     """Refuse models that cannot share an engine, which has one set of token ids and one set of end tokens."""
-    first = subjects[0]
-    for other in subjects[1:]:
-        for what, found, wanted in (
-            ("tokens", other.vocab_size, first.vocab_size),
-            ("end tokens", sorted(set(other.eos_token_ids)), sorted(set(first.eos_token_ids))),
+    reference = subjects[0]
+    for subject in subjects[1:]:
+        for fact, value, reference_value in (
+            ("tokens", subject.vocab_size, reference.vocab_size),
+            ("end tokens", sorted(set(subject.eos_token_ids)), sorted(set(reference.eos_token_ids))),
         ):
-            if found != wanted:
+            if value != reference_value:
                 raise ModelError.at(
-                    other.model.name,
-                    found=f"{what} {found}",
-                    wanted=f"{wanted}, those of {first.model.name}",
+                    subject.model.name,
+                    found=f"{fact} {value}",
+                    wanted=f"{reference_value}, those of {reference.model.name}",
                     fix="evaluate the two one after the other",
                 )
 
 
 def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
     """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
-    found = {}
-    with ray_session(config.cluster, config.rollout.workers), whole(subjects[0].model) as start:
-        first = subjects[0]
-        spec = rollout_spec(config, start, first.vocab_size, first.eos_token_ids)
+    evaluations = {}
+    with ray_session(config.cluster, config.rollout.workers), model_directory(subjects[0].model) as start:
+        first_subject = subjects[0]
+        spec = rollout_spec(config, start, first_subject.vocab_size, first_subject.eos_token_ids)
         place_rollouts(config)
-        engine = rollout_engine(config)(spec, first.tokenizer)
+        engine = rollout_engine(config)(spec, first_subject.tokenizer)
         engine.wait_ready()
         for subject in subjects:
-            if subject is not first:
-                with whole(subject.model) as directory:
+            if subject is not first_subject:
+                with model_directory(subject.model) as directory:
                     engine.load(directory)
             evaluator = EngineEvaluator(engine, subject.exams, config.evaluate, subject.tokenizer, tell)
             evaluation = evaluator.evaluate(model=subject.model.name)
             untrained: dict[str, Any] = {"step": 0, "tokens": 0} if subject.model.name == BEFORE else {}
             digests = dict.fromkeys(evaluation.scores, subject.model.digest)
             evaluation = replace(evaluation, weights=digests, **untrained)
-            found[subject.model.name] = evaluation
+            evaluations[subject.model.name] = evaluation
             mean = fmean(evaluation.accuracy.values())
             tell(f"{subject.model.name}: mean accuracy {mean:.3f} over {len(evaluation.scores)} domains")
-    return found
+    return evaluations
 
 
 @contextmanager
-def whole(model: Teacher) -> Iterator[Path]:
+def model_directory(model: Teacher) -> Iterator[Path]:
     """Give a directory with the whole model within the block; an adapter is merged into its base for that time."""
     with (
         TemporaryDirectory(prefix="opd-evaluate-") as scratch,
-        whole_model(model, Path(scratch) / "model") as directory,
+        open_full_model(model, Path(scratch) / "model") as directory,
     ):
         yield directory

@@ -11,7 +11,7 @@ from opd.errors import RunDirError, RunError
 from opd.run.paths import RunPaths
 from opd.stream.log import logged_episodes, logged_rollouts, logged_steps
 from opd.traces.choose import episodes_of
-from opd.traces.making import guard_events, trace_of
+from opd.traces.making import guard_events, make_trace
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
 from pipelines.inputs.read import load_tokenizer
 
@@ -26,57 +26,57 @@ LAST = "last"
 """The newest step that is there, for `--step`."""
 
 
-def step_episodes(run_dir: Path, wanted: str, domains: Sequence[str], limit: int) -> list[EpisodeTrace]:
+def step_episodes(run_dir: Path, step_option: str, domains: Sequence[str], limit: int) -> list[EpisodeTrace]:
     """Return the first `limit` episodes of each of these domains, or of all, in a training step: all that the target log has,
     else those that were kept.
 
     Raises: RunDirError if nothing is there of this step, or what is there is damaged or of another release.
     """
     paths = RunPaths(run_dir)
-    step = _choose_step(paths, wanted)
-    found: list[EpisodeTrace] = []
-    seen: Counter[str] = Counter()
-    for episode in _of_step(paths, step):
-        seen[episode.domain] += 1
-        if seen[episode.domain] <= limit and (not domains or episode.domain in domains):
-            found.append(episode)
-    if not found:
+    step = _choose_step(paths, step_option)
+    episodes: list[EpisodeTrace] = []
+    counts: Counter[str] = Counter()
+    for episode in _read_step(paths, step):
+        counts[episode.domain] += 1
+        if counts[episode.domain] <= limit and (not domains or episode.domain in domains):
+            episodes.append(episode)
+    if not episodes:
         raise RunDirError.at(
             run_dir,
             found=f"no episode of {', '.join(domains) or 'any domain'} in step {step}",
             wanted="a domain with `environment` or `agent`",
             fix="name another domain with --domain, or another step with --step",
         )
-    return found
+    return episodes
 
 
-def _choose_step(paths: RunPaths, wanted: str) -> int:
+def _choose_step(paths: RunPaths, step_option: str) -> int:
     """Return the number of the step. Raises: RunDirError if nothing is there of it."""
-    there = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
-    if there and wanted == LAST:
-        return there[-1]
-    if wanted.isdecimal() and int(wanted) in there:
-        return int(wanted)
+    steps = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
+    if steps and step_option == LAST:
+        return steps[-1]
+    if step_option.isdecimal() and int(step_option) in steps:
+        return int(step_option)
     raise RunDirError.at(
         paths.root,
-        found=f"episodes of the steps {', '.join(map(str, there))}" if there else "episodes of no step",
-        wanted=f"step {wanted}" if wanted != LAST else "a run with agents that has taken a step",
+        found=f"episodes of the steps {', '.join(map(str, steps))}" if steps else "episodes of no step",
+        wanted=f"step {step_option}" if step_option != LAST else "a run with agents that has taken a step",
         fix=f"name one that is there, or `--step {LAST}`",
     )
 
 
-def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
-    kept = (
+def _read_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
+    stored_traces = (
         read_traces(paths.trace_file(step)) if paths.trace_file(step).exists() else StepTraces(step=step, episodes=())
     )
     if step not in logged_steps(paths.targets):
-        return kept.episodes
+        return stored_traces.episodes
     student = load_pipeline(paths.pipeline).student.model
     # The merged model has the student's tokenizer, wherever the student is now.
     tokenizer = load_tokenizer(paths.model if paths.model.is_dir() and not student.is_dir() else student)
     try:
         rollouts = logged_rollouts(paths.targets, step, len(tokenizer))
-        seen = guard_events(logged_episodes(paths.targets, step).values())
+        events = guard_events(logged_episodes(paths.targets, step).values())
     except (RunError, ValueError, KeyError, TypeError) as error:
         raise RunDirError.at(
             paths.targets,
@@ -85,21 +85,21 @@ def _of_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
             fix=f"name a step that {paths.traces.name}/ has with --step",
         ) from None
     # The target log has the rollouts; the losses, and the reasons to keep an episode, are in the stored traces alone.
-    why = {episode.episode: episode.why for episode in kept.episodes}
-    segments = [segment for episode in kept.episodes for segment in episode.segments]
+    reasons = {episode.episode: episode.why for episode in stored_traces.episodes}
+    segments = [segment for episode in stored_traces.episodes for segment in episode.segments]
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}
     return [
-        trace_of(found, why.get(name, ()), losses, tokenizer, seen) for name, found in episodes_of(rollouts).items()
+        make_trace(episode_rollouts, reasons.get(name, ()), losses, tokenizer, events) for name, episode_rollouts in episodes_of(rollouts).items()
     ]
 
 
 def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
     """Return one episode as text for people: how it ended, then each segment under the one that it comes from."""
     reward = "no reward" if trace.reward is None else f"reward {trace.reward:.2f}"
-    why = f"; {', '.join(trace.why)}" if trace.why else ""
+    reasons = f"; {', '.join(trace.why)}" if trace.why else ""
     yield (
         f"== {trace.episode}: {trace.stop_reason}, {reward}, {trace.num_turns} turns, {len(trace.segments)} segments, "
-        f"{trace.trained} of {trace.sampled} sampled tokens trained{why}"
+        f"{trace.trained} of {trace.sampled} sampled tokens trained{reasons}"
     )
     yield from trace.guard
     for depth, segment in trace.tree:
@@ -109,14 +109,14 @@ def tree_lines(trace: EpisodeTrace) -> Iterator[str]:
 
 
 def _segment_lines(segment: SegmentTrace, trace: EpisodeTrace) -> Iterator[str]:
-    comes = "" if segment.parent is None else f" of {segment.parent}"
-    goes = "" if segment.next is None else f", goes on in {segment.next}"
-    yield f"segment {segment.sample_id}, {trace.segment_kind(segment)}{comes}{goes}"
-    what = "prompt" if segment.parent is None or segment.origin == "sub_agent" else "copied"
-    yield f"  {what}, {segment.prompt_length} tokens: {segment.prompt}"
+    origin = "" if segment.parent is None else f" of {segment.parent}"
+    continuation = "" if segment.next is None else f", goes on in {segment.next}"
+    yield f"segment {segment.sample_id}, {trace.segment_kind(segment)}{origin}{continuation}"
+    prompt_kind = "prompt" if segment.parent is None or segment.origin == "sub_agent" else "copied"
+    yield f"  {prompt_kind}, {segment.prompt_length} tokens: {segment.prompt}"
     for turn, piece in segment.turns:
-        who = "environment" if piece.origin == "environment" else f"turn {turn}"
-        yield f"  {who}, {piece.length} tokens{_describe_piece(piece)}: {''.join(piece.texts)}"
+        author = "environment" if piece.origin == "environment" else f"turn {turn}"
+        yield f"  {author}, {piece.length} tokens{_describe_piece(piece)}: {''.join(piece.texts)}"
 
 
 def _describe_piece(piece: Piece) -> str:

@@ -8,11 +8,11 @@ from statistics import fmean
 from opd.evaluation.evaluator import BEFORE
 from opd.evaluation.lengths import align_lengths
 from opd.records.scores import Evaluation
-from opd.text import or_dash
+from opd.text import format_or_dash
 from pipelines.evaluation.matrix import Matrix
 
 
-def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
+def score_rows(evaluation: Evaluation) -> list[tuple[str, ...]]:
     """Return rows of domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated,
     failed; turns and invalid calls where a domain has episodes."""
     return [
@@ -25,17 +25,17 @@ def score_rows(found: Evaluation) -> list[tuple[str, ...]]:
             f"{s.mean_tokens:.1f}",
             f"{s.truncated:.0%}",
             str(s.failed),
-            *((or_dash(s.turns, ".1f"), str(s.invalid_calls)) if _has_episodes(found) else ()),
+            *((format_or_dash(s.turns, ".1f"), str(s.invalid_calls)) if _has_episodes(evaluation) else ()),
         )
-        for domain, s in found.scores.items()
+        for domain, s in evaluation.scores.items()
     ]
 
 
-def score_columns(found: Evaluation) -> tuple[str, ...]:
+def score_columns(evaluation: Evaluation) -> tuple[str, ...]:
     """Return the headings of `score_rows`."""
-    first = next(iter(found.scores.values()))
-    passes = (f"pass@{k}" for k in first.pass_at if k != "1")
-    acting = ("turns", "invalid calls") if _has_episodes(found) else ()
+    score = next(iter(evaluation.scores.values()))
+    passes = (f"pass@{k}" for k in score.pass_at if k != "1")
+    episode_columns = ("turns", "invalid calls") if _has_episodes(evaluation) else ()
     return (
         "domain",
         "accuracy",
@@ -45,20 +45,20 @@ def score_columns(found: Evaluation) -> tuple[str, ...]:
         "tokens",
         "truncated",
         "verifier failed",
-        *acting,
+        *episode_columns,
     )
 
 
-def _has_episodes(found: Evaluation) -> bool:
-    return any(score.turns is not None for score in found.scores.values())
+def _has_episodes(evaluation: Evaluation) -> bool:
+    return any(score.turns is not None for score in evaluation.scores.values())
 
 
 def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
     """Return rows of domain, then each model's accuracy with the 95 % interval; the last row has the means."""
-    first = next(iter(models.values()))
+    evaluation = next(iter(models.values()))
     rows = [
         (domain, *(f"{(s := m.scores[domain]).accuracy:.3f} ({s.low:.2f} to {s.high:.2f})" for m in models.values()))
-        for domain in first.scores
+        for domain in evaluation.scores
     ]
     return [*rows, ("mean", *(f"{fmean(m.accuracy.values()):.3f}" for m in models.values()))]
 
@@ -83,15 +83,15 @@ def length_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:
 def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:
     """Return rows of model, its accuracy on each domain (`*`: one that it teaches), and the mean gained (+) or lost (-) against
     the student before on its own domains and on the others."""
-    before = matrix.models[BEFORE].accuracy
+    student_accuracy = matrix.models[BEFORE].accuracy
 
-    def gain(found: Evaluation, domains: Sequence[str]) -> str:
-        return f"{fmean(found.accuracy[d] - before[d] for d in domains):+.3f}" if domains else "-"
+    def gain(evaluation: Evaluation, domains: Sequence[str]) -> str:
+        return f"{fmean(evaluation.accuracy[d] - student_accuracy[d] for d in domains):+.3f}" if domains else "-"
 
     rows = []
-    for name, found in matrix.models.items():
-        own = [d for d in found.scores if d in matrix.own[name]]
-        others = [d for d in found.scores if d not in own] if name != BEFORE else []
-        marked = (f"{value:.2f}{'*' if domain in own else ''}" for domain, value in found.accuracy.items())
-        rows.append((name, *marked, gain(found, own), gain(found, others)))
+    for name, evaluation in matrix.models.items():
+        own = [d for d in evaluation.scores if d in matrix.own[name]]
+        other_domains = [d for d in evaluation.scores if d not in own] if name != BEFORE else []
+        cells = (f"{value:.2f}{'*' if domain in own else ''}" for domain, value in evaluation.accuracy.items())
+        rows.append((name, *cells, gain(evaluation, own), gain(evaluation, other_domains)))
     return rows

@@ -16,17 +16,17 @@ def episodes_of(run_dir: Path, exam: str, domains: Sequence[str], limit: int) ->
 
     Raises: RunDirError if there is no such exam, if its file is damaged, or if it has no episode.
     """
-    found = Evaluation.load(_exam_file(RunPaths(run_dir), exam))
-    kept: Counter[str] = Counter()
+    evaluation = Evaluation.load(_exam_file(RunPaths(run_dir), exam))
+    counts: Counter[str] = Counter()
     episodes = []
-    for answer in found.answers:
-        if answer.turns is not None and (not domains or answer.domain in domains) and kept[answer.domain] < limit:
-            kept[answer.domain] += 1
+    for answer in evaluation.answers:
+        if answer.turns is not None and (not domains or answer.domain in domains) and counts[answer.domain] < limit:
+            counts[answer.domain] += 1
             episodes.append(answer)
     if not episodes:
         raise RunDirError.at(
             run_dir,
-            found=f"no episode of {', '.join(domains) or 'any domain'} in the exam {found.model!r}",
+            found=f"no episode of {', '.join(domains) or 'any domain'} in the exam {evaluation.model!r}",
             wanted="a domain with `environment` and `eval`",
             fix="name another domain with --domain, or another exam with --exam",
         )
@@ -42,20 +42,20 @@ def _exam_file(paths: RunPaths, exam: str) -> Path:
             wanted="a run directory of `opd merge`",
             fix="check the path; it is relative to the current directory",
         )
-    steps = list(paths.exams_by_step().values())
-    wanted = (
+    steps = list(paths.evaluations_by_step().values())
+    candidates = (
         [paths.evaluation_file(exam)]
         if exam
         else [paths.evaluation_file("after"), *reversed(steps), paths.evaluation_file("before")]
     )
     no_exams = (paths.matrix, paths.lm_eval)
-    file = next((path for path in wanted if path.is_file() and path not in no_exams), None)
+    file = next((path for path in candidates if path.is_file() and path not in no_exams), None)
     if file is None:
         exams = sorted(path.stem for path in paths.evaluation.glob("*.json") if path not in no_exams)
-        there = ", ".join(exams) or "no exam"
+        exam_names = ", ".join(exams) or "no exam"
         raise RunDirError.at(
             paths.root,
-            found=there,
+            found=exam_names,
             wanted=f"the exam {exam!r}" if exam else "an exam of the student",
             fix="name one that is there with --exam",
         )

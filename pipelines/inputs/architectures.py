@@ -22,10 +22,10 @@ from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.divided import find_indivisible_part
-from opd.rollouts.engine_args import refused_argument
+from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import Refusal, find_refusal
-from pipelines.routes import Expert
+from pipelines.routes import RoutedExpert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
@@ -38,10 +38,10 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
 
 def refuse_engine_args(config: PipelineConfig) -> None:
     """Raises: ConfigError for the first of `rollout.engine_args` that an engine must not get."""
-    found = refused_argument(config.rollout.engine_args, not config.cluster.rollout_gpus)
-    if found is not None:
-        where = f"rollout.engine_args.{found.where}"
-        raise ConfigError.at(where, found=found.found, wanted=found.wanted, fix=found.fix)
+    refusal = find_refused_argument(config.rollout.engine_args, not config.cluster.rollout_gpus)
+    if refusal is not None:
+        key = f"rollout.engine_args.{refusal.key}"
+        raise ConfigError.at(key, found=refusal.found, wanted=refusal.wanted, fix=refusal.fix)
 
 
 def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
@@ -55,7 +55,7 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
         )
 
 
-def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> None:
+def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, RoutedExpert]) -> None:
     """Raises: ModelError for the first expert that this pipeline's scoring engine cannot run."""
     namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are checked once
     for name, expert in experts.items():
@@ -69,7 +69,7 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, Expert]) -> 
                 _check_adapter(name, expert.adapter, namings[key])
 
 
-def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, Expert]) -> None:
+def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, RoutedExpert]) -> None:
     """Check that the rollout engine can serve each domain's leading expert, which takes the exam too. Raises: ModelError."""
     for domain, expert in leading.items():
         if config.domains[domain].eval is not None:
@@ -92,8 +92,8 @@ def _refuse_biased_head(path: Path, naming: Any) -> None:
     name = next((name for name, param in naming.model.named_parameters() if param is bias), None)
     for shard in weight_shards(path) if name else []:
         with safe_open(shard, framework="pt") as file:
-            found = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 it is no mapping
-        if found is not None and bool((found != 0).any()):
+            head_bias = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118 it is no mapping
+        if head_bias is not None and bool((head_bias != 0).any()):
             raise ModelError.at(
                 f"{shard}: {name}",
                 found=f"an output head with a bias, as {type(naming.model).__name__} has one",
@@ -106,12 +106,12 @@ def _refuse_other_kind(path: Path, info: ModelInfo) -> None:
     """Raises: ModelError for what is no causal language model."""
     from opd.models.weights import causal_lm_class
 
-    _, known = causal_lm_class(path)
-    if info.architecture != known.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
+    _, model_class = causal_lm_class(path)
+    if info.architecture != model_class.__name__ and not info.architecture.endswith(("ForCausalLM", "LMHeadModel")):
         raise ModelError.at(
             f"{path / 'config.json'}: architectures",
             found=info.architecture,
-            wanted=f"a causal language model, for {info.model_type} {known.__name__}",
+            wanted=f"a causal language model, for {info.model_type} {model_class.__name__}",
             fix="AutoModelForCausalLM.from_pretrained(dir).save_pretrained(out) writes the part that writes text",
         )
 
@@ -150,7 +150,7 @@ def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section
         _raise_unservable(info, find_indivisible_part(config, size, f"{section}.tensor_parallel_size"))
 
 
-def _raise_unservable(info: ModelInfo, found: Refusal | None) -> None:
-    if found is not None:
+def _raise_unservable(info: ModelInfo, refusal: Refusal | None) -> None:
+    if refusal is not None:
         file = Path(info.path) / "config.json"
-        raise ModelError.at(f"{file}: {found.where}", found=found.found, wanted=found.wanted, fix=found.fix)
+        raise ModelError.at(f"{file}: {refusal.key}", found=refusal.found, wanted=refusal.wanted, fix=refusal.fix)

@@ -20,7 +20,7 @@ from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, place_of
 from opd.prompts.rows import refuse_wrong_start
 from opd.run.paths import RunPaths
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 from opd.verifiers import build_verifier
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
@@ -30,11 +30,11 @@ from pipelines.sizing.models import unhashed_expert
 
 def refuse_at_once(config: PipelineConfig) -> None:
     """Look at everything that a merge needs, in every round. Raises: OpdError for the first thing that is wrong."""
-    for one in [config] if isinstance(config.rounds, int) else rounds_of(config):
-        refuse_what_is_not_here(one)
-        refuse_wrong_names(one)
-        refuse_wrong_models(one)
-        refuse_wrong_prompts(one)
+    for round_config in [config] if isinstance(config.rounds, int) else rounds_of(config):
+        refuse_what_is_not_here(round_config)
+        refuse_wrong_names(round_config)
+        refuse_wrong_models(round_config)
+        refuse_wrong_prompts(round_config)
 
 
 def refuse_wrong_names(config: PipelineConfig) -> None:
@@ -43,11 +43,11 @@ def refuse_wrong_names(config: PipelineConfig) -> None:
         _refuse_wrong_names(f"domains.{name}", domain)
 
 
-def _refuse_wrong_names(where: str, domain: DomainConfig | ReinforcedExpert) -> None:
+def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> None:
     environment = domain.environment
     if environment is not None:
         # A class of the user's is imported; ours are known by name.
-        (find_environment if is_place(environment.name) else place_of)(environment.name, f"{where}.environment.name")
+        (find_environment if is_import_name(environment.name) else place_of)(environment.name, f"{key}.environment.name")
     if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
 
@@ -108,6 +108,6 @@ def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, Adapter
         }
     registry = Registry(config.registry or default_root())
     manifests = [registry.get(name) for name in names_in_use(config.experts, registry)]
-    for one in manifests:
-        inspect_expert(Path(one.model), Path(one.info.path) if one.adapter else None, hash_files=False)
-    return {one.name: (one.info, one.adapter, one.domain) for one in manifests}
+    for manifest in manifests:
+        inspect_expert(Path(manifest.model), Path(manifest.info.path) if manifest.adapter else None, hash_files=False)
+    return {manifest.name: (manifest.info, manifest.adapter, manifest.domain) for manifest in manifests}

@@ -19,12 +19,12 @@ MOST_OF_A_GPU = 0.45
 
 def drift_options(config: PipelineConfig, routes: Routes) -> dict[str, DriftOptions]:
     """Domain -> what is done in its training episodes, for domains where something is; experts were checked."""
-    found = {}
+    options = {}
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and (acts.curriculum or acts.teacher_turns or acts.replay):
-            found[name] = _drift_options(acts, routes.get(name, ()))
-    return found
+            options[name] = _drift_options(acts, routes.get(name, ()))
+    return options
 
 
 def _drift_options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher]) -> DriftOptions:
@@ -55,14 +55,14 @@ def check_drift(config: PipelineConfig, routes: Routes, prompts: Mapping[str, Pr
             )
 
 
-def _refuse_unable(config: PipelineConfig, where: str, assigned: Sequence[WeightedTeacher]) -> None:
+def _refuse_unable(config: PipelineConfig, key: str, assigned: Sequence[WeightedTeacher]) -> None:
     """Raises: ConfigError."""
     if not assigned:
-        raise ConfigError.at(where, found="a domain without an expert", wanted="one that writes", fix="leave it out")
+        raise ConfigError.at(key, found="a domain without an expert", wanted="one that writes", fix="leave it out")
     teacher = assigned[0].teacher
     if teacher.adapter_dir is not None:
         raise ConfigError.at(
-            where,
+            key,
             found=f"expert {teacher.name}, a LoRA adapter, which the engine that writes cannot load",
             wanted="an expert that is a whole model",
             fix="merge the adapter into its base, or leave teacher_turns out",
@@ -71,7 +71,7 @@ def _refuse_unable(config: PipelineConfig, where: str, assigned: Sequence[Weight
     if config.cluster.rollout_gpus and share > MOST_OF_A_GPU:
         raise ConfigError.at(
             "rollout.gpu_memory_utilization",
-            found=f"{share:g} with {where}",
+            found=f"{share:g} with {key}",
             wanted=f"at most {MOST_OF_A_GPU:g}: student and expert each have an engine on the GPU",
             fix="lower it, or leave teacher_turns out",
         )

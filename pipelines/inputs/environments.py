@@ -23,7 +23,7 @@ from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
 from opd.rollouts.episodes.tools import problem_with_tools
 from pipelines.inputs.guards import check_guards, guard_of_domain
 from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
@@ -35,13 +35,13 @@ _INTERPRETER = re.compile(r"python[\d.]*|(ba|da|z)?sh|node|perl|ruby")
 def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[str, EpisodeOptions | AgentOptions]:
     """Domain -> how its episodes run, for domains with an environment or an agent. `judged` is the run's file of the guard's
     judge. Raises: ConfigError for a name that is none, and for rules that cannot be read."""
-    found: dict[str, EpisodeOptions | AgentOptions] = {}
+    options: dict[str, EpisodeOptions | AgentOptions] = {}
     for name, domain in config.domains.items():
         if domain.environment is not None:
-            found[name] = _environment_options(config, name, domain, judged)
+            options[name] = _environment_options(config, name, domain, judged)
         elif domain.agent is not None:
-            found[name] = _agent_options(config, domain, judged)
-    return found
+            options[name] = _agent_options(config, domain, judged)
+    return options
 
 
 def _environment_options(
@@ -172,9 +172,9 @@ def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTab
     )
 
 
-async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Prompt) -> str:
+async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, prompt: Prompt) -> str:
     """Return the obstacle to starting an episode; empty if there is none."""
-    make = find_environment(place, "environment")
+    make = find_environment(environment_name, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**config.options))
@@ -182,7 +182,7 @@ async def _explain_bad_task(place: str, config: EnvironmentConfig, prompt: Promp
             await thread.call("reset", environment.reset, prompt.metadata, 0)
         finally:
             await thread.call("close", environment.close)
-    except (Failed, Overdue) as error:
+    except (CallFailed, CallOverdue) as error:
         return str(error)
     finally:
         thread.end_after()
@@ -198,7 +198,7 @@ def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable
 
 def _refuse_missing(domain: str, options: AgentOptions) -> None:
     """Raises: ConfigError if there is no such program, or if it is an interpreter and its script is not there."""
-    program, *rest = options.command
+    program, *arguments = options.command
     if shutil.which(program, path=options.env.get("PATH", search_path())) is None:
         raise ConfigError.at(
             f"domains.{domain}.agent.command",
@@ -206,7 +206,7 @@ def _refuse_missing(domain: str, options: AgentOptions) -> None:
             wanted="a program of PATH or of the current directory, and its arguments",
             fix="correct the command, make the file executable, or set PATH under agent.env",
         )
-    script = next(iter(rest), "-")
+    script = next(iter(arguments), "-")
     if _INTERPRETER.fullmatch(Path(program).name) and not script.startswith("-") and not Path(script).is_file():
         raise ConfigError.at(
             f"domains.{domain}.agent.command",
@@ -254,7 +254,7 @@ async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
         wrong = await thread.call("the class", lambda: problem_with_tools(tools) or _missing_method(environment))
         if not wrong:
             await thread.call("close", environment.close)
-    except (Failed, Overdue) as error:
+    except (CallFailed, CallOverdue) as error:
         raise ConfigError.at(
             f"domains.{domain}.environment.options",
             found=str(error),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
-from opd.config.guard import EndpointJudge, LocalJudge, guard_of
+from opd.config.guard import EndpointJudge, LocalJudge, merge_guard
 from opd.errors import ConfigError
 from opd.settings.near import did_you_mean
 
@@ -22,7 +22,7 @@ def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path |
 
     Raises: ConfigError for rules that cannot be read.
     """
-    section = guard_of(config.guard, domain.guard)
+    section = merge_guard(config.guard, domain.guard)
     if section is None:
         return None
     from opd.guard.build import guard_spec
@@ -80,16 +80,16 @@ def _refuse_missing_model(spec: GuardSpec) -> None:
 
 def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
     """A misspelt name would leave a tool without a guard."""
-    known = {tool for domain in guards for tool in tools[domain]}
+    guarded_tools = {tool for domain in guards for tool in tools[domain]}
     for spec in guards.values():
         for key, names in (("only_tools", spec.config.only_tools or ()), ("tools", spec.config.tools)):
-            strange = next((name for name in names if name not in known), None)
+            strange = next((name for name in names if name not in guarded_tools), None)
             if strange is not None:
                 raise ConfigError.at(
                     f"guard.{key}",
                     found=f"`{strange}`",
-                    wanted=f"tools of the guarded environments: {', '.join(sorted(known)) or 'there are none'}",
-                    fix=did_you_mean(strange, known, "correct the name"),
+                    wanted=f"tools of the guarded environments: {', '.join(sorted(guarded_tools)) or 'there are none'}",
+                    fix=did_you_mean(strange, guarded_tools, "correct the name"),
                 )
 
 

@@ -20,7 +20,7 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     options = lora_options(config)
     if options is None:
         return None
-    found = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
-    lm = Naming(found, torch.float32).model
+    model_config = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
+    lm = Naming(model_config, torch.float32).model
     add_adapters(lm, options)
     return lora_size(lm)

@@ -16,9 +16,9 @@ METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), 
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
-def users_engine(place: str) -> Any:
+def import_users_engine(import_path: str) -> Any:
     """Import the user's rollout engine. Raises: ConfigError if it cannot be imported."""
-    return import_user_object(place, KEY, WANTED)
+    return import_user_object(import_path, KEY, WANTED)
 
 
 def refuse_unfit(config: PipelineConfig) -> None:
@@ -26,26 +26,26 @@ def refuse_unfit(config: PipelineConfig) -> None:
 
     Raises: ConfigError if it cannot be imported, or lacks a method; `receive` is needed by `sync.kind: network` alone.
     """
-    place = config.rollout.engine
-    engine = users_engine(place)
+    import_path = config.rollout.engine
+    engine = import_users_engine(import_path)
     needed = [name for name in METHODS if name != "receive" or config.sync.kind == "network"]
     missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has_own_method(engine, name)]
     if missing:
-        found = f"{place} without {', '.join(missing)}"
+        problem = f"{import_path} without {', '.join(missing)}"
         if missing == ["receive()"]:
-            wanted, fix = (
+            requirement, fix = (
                 "one that takes the new weights of sync.kind network",
                 "add it, or set sync.kind to shared_memory",
             )
         else:
-            wanted, fix = WANTED, "add them: docs/python.md"
-        raise ConfigError.at(KEY, found=found, wanted=wanted, fix=fix)
+            requirement, fix = WANTED, "add them: docs/python.md"
+        raise ConfigError.at(KEY, found=problem, wanted=requirement, fix=fix)
 
 
 def _has_own_method(engine: type, name: str) -> bool:
     """Return True if the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
-    found = getattr(engine, name, None)
-    return callable(found) and found is not getattr(RolloutEngine, name, None)
+    member = getattr(engine, name, None)
+    return callable(member) and member is not getattr(RolloutEngine, name, None)
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:

@@ -144,8 +144,8 @@ def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool =
     elif named is not None:
         names = [max(sorted(named), key=lambda name: named[name])]
     experts = [registry.get(name) for name in names if not only_here or name in registry.names()]
-    mine = [e.prompts for e in experts if named is not None or e.domain == domain]
-    return Path(mine[0]) if mine and mine[0] else None
+    sources = [e.prompts for e in experts if named is not None or e.domain == domain]
+    return Path(sources[0]) if sources and sources[0] else None
 
 
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:
@@ -155,17 +155,17 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptT
     Prompts that ask nothing are left out: they are all alike, and another check reports them.
     Raises: PromptError with the counts of every pair of domains that share prompts.
     """
-    where: dict[tuple[Any, ...], dict[str, str]] = {}
+    ids_by_task: dict[tuple[Any, ...], dict[str, str]] = {}
     questions = [question for exam in exams.values() for question in exam.prompts]
     for domain, prompts in training.items():
         for prompt in prompts.select_equal_prompts(questions):
             if prompt.token_ids:
-                where.setdefault(_task_key(prompt, exams), {}).setdefault(domain, prompt.id)
+                ids_by_task.setdefault(_task_key(prompt, exams), {}).setdefault(domain, prompt.id)
     shared: dict[tuple[str, str], list[str]] = {}
     for domain, exam in exams.items():
         for prompt in exam.prompts:
-            for trained, first in where.get(_task_key(prompt, exams), {}).items():
-                shared.setdefault((domain, trained), []).append(f"question {prompt.id} is training prompt {first}")
+            for trained, prompt_id in ids_by_task.get(_task_key(prompt, exams), {}).items():
+                shared.setdefault((domain, trained), []).append(f"question {prompt.id} is training prompt {prompt_id}")
     if not shared:
         return
     counts = [
@@ -189,18 +189,18 @@ def _task_key(prompt: Prompt, exams: Mapping[str, DomainExam]) -> tuple[Any, ...
 
 def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
     """One sentence for each domain with questions that have no text, or leave no room for an answer in `room` tokens."""
-    said = []
+    warnings = []
     for domain, exam in exams.items():
         lengths = [len(p.token_ids) for p in exam.prompts]
         blank, too_long = sum(n == 0 for n in lengths), sum(n >= room for n in lengths)
-        which = f"of the {len(lengths)} questions of {domain}"
+        group = f"of the {len(lengths)} questions of {domain}"
         if blank:
-            said.append(f"{blank} {which} have no text; they count as wrong")
+            warnings.append(f"{blank} {group} have no text; they count as wrong")
         if too_long:
-            said.append(
-                f"{too_long} {which} leave no room for an answer in rollout.max_model_len = {room}; they count as wrong"
+            warnings.append(
+                f"{too_long} {group} leave no room for an answer in rollout.max_model_len = {room}; they count as wrong"
             )
-    return said
+    return warnings
 
 
 def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell) -> PromptTable:
@@ -264,15 +264,15 @@ def refuse_unrewardable(
                 )
 
 
-def refuse_unjudgeable(where: str, exam: DomainExam, config: DomainEvalConfig) -> None:
+def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> None:
     """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run code from a file."""
     verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
-    problems = [(p.id, why) for p in exam.prompts if (why := exam.verifier.problem(p.answer, p.metadata))]
+    problems = [(p.id, problem) for p in exam.prompts if (problem := exam.verifier.problem(p.answer, p.metadata))]
     if problems:
-        prompt_id, why = problems[0]
+        prompt_id, problem = problems[0]
         raise PromptError.at(
-            f"{where}: prompt {prompt_id}",
-            found=why + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
+            f"{key}: prompt {prompt_id}",
+            found=problem + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
             wanted=f"what the verifier `{verifier}` needs to judge an answer",
             fix="correct these lines, or choose another verifier",
         )

@@ -26,12 +26,12 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.machine.processor import slow_bf16
+from opd.machine.processor import slow_bf16_warnings
 from opd.models.lora import ADAPTER_WEIGHTS
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.records.types import Probe, Teacher, WeightedTeacher
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 from opd.sinks import refuse_missing
 from pipelines.inputs.architectures import (
     refuse_engine_args,
@@ -54,12 +54,12 @@ from pipelines.inputs.prompts import (
     room_warnings,
 )
 from pipelines.inputs.template_date import set_template_date
-from pipelines.routes import START, Expert, route_domains, scoring_routes
+from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus
 from pipelines.sizing.memory import refuse_no_room
 from pipelines.sizing.models import MergeModels, refuse_past_context
-from teachers.flight.access import read_roots, read_token
+from teachers.flight.access import read_root_certs, read_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
         warnings += check_fits(student, expert.info, name)
     taught = not isinstance(config.teachers, NoTeachers)
     routes, notices = route_domains(config, by_name) if taught else ({}, [])
-    start = Expert(teacher=as_teacher(START, student, None), domain="", info=student, prompts=None)
+    start = RoutedExpert(teacher=as_teacher(START, student, None), domain="", info=student, prompts=None)
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
@@ -117,7 +117,7 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
     """Raises: ConfigError if the user's engine, one of its methods or the way to its workers, a sink's package, or a server's
     token or certificate is missing, or if GPUs would be reserved for nobody."""
     refuse_idle_gpus(config)
-    if is_place(config.rollout.engine):
+    if is_import_name(config.rollout.engine):
         refuse_unfit(config)
         refuse_unplaced(config)
     else:
@@ -125,7 +125,7 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
     refuse_missing(config.logging)
     if isinstance(config.teachers, FlightTeachers):
         read_token(config.teachers.token_file)
-        read_roots(config.teachers.tls_root_certs)
+        read_root_certs(config.teachers.tls_root_certs)
 
 
 def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
@@ -150,7 +150,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
-    notices += [notice for table in every.values() for notice in _left_out(table)]
+    notices += [notice for table in every.values() for notice in _empty_prompt_warnings(table)]
     prompts = {domain: table.select_prompts(table.lengths > 0) for domain, table in every.items()}
     _refuse_all_too_long(prompts, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
@@ -174,12 +174,12 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
 
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     """The inputs of every round, read with the first student: a merge does not change what is checked. Raises: OpdError."""
-    found: dict[str, Inputs] = {}
+    inputs_by_key: dict[str, Inputs] = {}
     keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed does not change what is checked
     for key, config in zip(keys, configs, strict=True):
-        if key not in found:
-            found[key] = read_inputs(config)
-    return [found[key] for key in keys]
+        if key not in inputs_by_key:
+            inputs_by_key[key] = read_inputs(config)
+    return [inputs_by_key[key] for key in keys]
 
 
 def refuse_without_experts(config: PipelineConfig, command: str) -> None:
@@ -209,25 +209,25 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     return tokenizer
 
 
-def _read_experts(config: PipelineConfig) -> dict[str, Expert]:
-    known: Hashes = {}  # adapters share bases, and a base is long to read
+def _read_experts(config: PipelineConfig) -> dict[str, RoutedExpert]:
+    hashes: Hashes = {}  # adapters share bases, and a base is long to read
     if not isinstance(config.experts, RegisteredExperts):
-        return {name: _inline_expert(name, expert, known) for name, expert in config.experts.items()}
+        return {name: _read_inline_expert(name, expert, hashes) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
     names = names_in_use(config.experts, registry)
-    return {name: _registered(registry, name, known) for name in names}
+    return {name: _read_registered_expert(registry, name, hashes) for name in names}
 
 
-def _inline_expert(name: str, expert: ExpertConfig, known: Hashes) -> Expert:
-    info, adapter = inspect_expert(expert.model, expert.base, known)
-    return Expert(
+def _read_inline_expert(name: str, expert: ExpertConfig, hashes: Hashes) -> RoutedExpert:
+    info, adapter = inspect_expert(expert.model, expert.base, hashes)
+    return RoutedExpert(
         teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
     )
 
 
-def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
+def _read_registered_expert(registry: Registry, name: str, hashes: Hashes) -> RoutedExpert:
     manifest: ExpertManifest = registry.get(name)
-    problems = registry.verify(name, known)
+    problems = registry.verify(name, hashes)
     if problems:
         raise ModelError.at(
             f"expert {name}",
@@ -235,7 +235,7 @@ def _registered(registry: Registry, name: str, known: Hashes) -> Expert:
             wanted="the files as they were registered",
             fix=f"`opd experts remove {name}` and add it again",
         )
-    return Expert(
+    return RoutedExpert(
         teacher=as_teacher(name, manifest.info, manifest.adapter, manifest.probe.probe if manifest.probe else None),
         domain=manifest.domain,
         info=manifest.info,
@@ -302,12 +302,12 @@ def _untrained_tokens(
 
 
 def _registered_prompts(
-    experts: Mapping[str, Expert], routes: Mapping[str, Sequence[WeightedTeacher]], domain: str
+    experts: Mapping[str, RoutedExpert], routes: Mapping[str, Sequence[WeightedTeacher]], domain: str
 ) -> Path | None:
     return experts[routes[domain][0].teacher.name].prompts if domain in routes else None
 
 
-def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], config: PipelineConfig) -> None:
+def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, RoutedExpert], config: PipelineConfig) -> None:
     """Check every number of the student and of experts outside the registry, which checks its own. Raises: ModelError."""
     looked_at: set[tuple[str, ...]] = set()
     directories = [(student.path, student.weight_files)]
@@ -323,13 +323,13 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, Expert], co
             looked_at.add(key)
 
 
-def _warn_of_twins(experts: Mapping[str, Expert]) -> list[str]:
+def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
     """A warning for each expert that has the same weights as another one."""
-    first: dict[str, str] = {}
+    name_by_digest: dict[str, str] = {}
     return [
-        f"experts `{first[digest]}` and `{name}` have the same weights: one teacher under two names"
+        f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"
         for name, digest in ((name, expert.teacher.digest) for name, expert in experts.items())
-        if first.setdefault(digest, name) != name
+        if name_by_digest.setdefault(digest, name) != name
     ]
 
 
@@ -341,10 +341,10 @@ def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
         "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
         "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
     }
-    return slow_bf16([key for key, slow in asked.items() if slow])
+    return slow_bf16_warnings([key for key, slow in asked.items() if slow])
 
 
-def _left_out(prompts: PromptTable) -> list[str]:
+def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:
     """Warnings about prompts that ask nothing. Raises: PromptError if no prompt of a file asks anything."""
     empty = prompts.lengths == 0
     count = int(empty.sum())
@@ -355,8 +355,8 @@ def _left_out(prompts: PromptTable) -> list[str]:
             wanted="at least one that asks something",
             fix="is the column `prompt` the right one?",
         )
-    which = f"{count} of {len(prompts)} prompts have no text and are left out: {example_ids(prompts, empty)}"
-    return [f"{prompts.rows.label}: {which}"] if count else []
+    sentence = f"{count} of {len(prompts)} prompts have no text and are left out: {example_ids(prompts, empty)}"
+    return [f"{prompts.rows.label}: {sentence}"] if count else []
 
 
 def _refuse_all_too_long(prompts: Mapping[str, PromptTable], room: int) -> None:

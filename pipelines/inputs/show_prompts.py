@@ -25,10 +25,10 @@ from pipelines.inputs.template_date import set_template_date
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
+class LeftOutPrompts:
     """Prompts that are left out for one reason."""
 
-    why: str
+    reason: str
     prompts: PromptTable
     mask: Any
     """[prompts] true for the prompts that are left out."""
@@ -36,7 +36,7 @@ class Left:
     def __str__(self) -> str:
         count = int(np.count_nonzero(self.mask))
         names = f": {example_ids(self.prompts, self.mask)}" if count else ""
-        return f"  {count:>9,}  {self.why}{names}"
+        return f"  {count:>9,}  {self.reason}{names}"
 
 
 def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iterator[str]:
@@ -73,8 +73,8 @@ def _shown_source(
     prompts = read_prompts(config, domain, source, tokenizer, notices.append)
     yield f"{domain}, {'exam' if exam else 'training'}: {len(prompts):,} prompts of {prompts.rows.label}"
     yield from (f"  note: {notice}" for notice in notices)
-    used, left = _left_out(config, domain, source, prompts, exam=exam)
-    yield from (str(part) for part in left)
+    used, groups = _split_left_out(config, domain, source, prompts, exam=exam)
+    yield from (str(part) for part in groups)
     yield f"  {len(used):,} are used, of {_tokens(used)}" if len(used) else "  none is used"
     for index, prompt in enumerate(islice(used, count)):
         line = used.rows[int(used.indices[index])]
@@ -86,18 +86,18 @@ def _shown_source(
     yield ""
 
 
-def _left_out(
+def _split_left_out(
     config: PipelineConfig, domain: str, source: Path | PromptsConfig, prompts: PromptTable, *, exam: bool
-) -> tuple[PromptTable, list[Left]]:
+) -> tuple[PromptTable, list[LeftOutPrompts]]:
     """The prompts that are used, and those that are left out, in the order of a merge's own checks."""
     settings = config.domains[domain].eval
     limit = as_prompts_config(source).max_prompt_tokens
     room = config.rollout.max_model_len
-    left: list[Left] = []
+    groups: list[LeftOutPrompts] = []
 
-    def leave(why: str, mask: Any) -> None:
+    def leave(reason: str, mask: Any) -> None:
         nonlocal prompts
-        left.append(Left(why=why, prompts=prompts, mask=mask))
+        groups.append(LeftOutPrompts(reason=reason, prompts=prompts, mask=mask))
         prompts = prompts.select_prompts(~mask)
 
     if settings is not None and settings.holdout is not None:
@@ -115,7 +115,7 @@ def _left_out(
         f"{end if exam else 'quarantined when they come'}, no room for a response in rollout.max_model_len = {room}",
         prompts.lengths >= room,
     )
-    return prompts, left
+    return prompts, groups
 
 
 def _tokens(prompts: PromptTable) -> str:

@@ -26,12 +26,12 @@ def sub_agents_options(config: PipelineConfig, domain: str, environment: Environ
 
 
 def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> SubAgentOptions:
-    theirs = agent.domain or domain
-    acts = config.domains[theirs].environment if agent.environment == "domain" else None
+    acting_domain = agent.domain or domain
+    acts = config.domains[acting_domain].environment if agent.environment == "domain" else None
     own: dict[str, Any] = {}
     if acts is not None:
-        place = place_of(acts.name, f"domains.{theirs}.environment.name")
-        own = {"environment": place, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
+        environment = place_of(acts.name, f"domains.{acting_domain}.environment.name")
+        own = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
     return SubAgentOptions(
         description=agent.description,
         domain=agent.domain or "",
@@ -53,31 +53,31 @@ def check_sub_agents(
     Raises: ConfigError for a tool that is there twice, a sub-agent that could never act, or a system message nobody reads.
     """
     for name, agent in environment.sub_agents.items():
-        where = f"domains.{domain}.environment.sub_agents.{name}"
+        key = f"domains.{domain}.environment.sub_agents.{name}"
         acted_on = agent.domain or domain if agent.environment == "domain" else domain
-        if any(name in tools[one] for one in (domain, acted_on)):
+        if any(name in tools[owner] for owner in (domain, acted_on)):
             raise ConfigError.at(
-                where,
+                key,
                 found="a tool of the environment with the same name",
                 wanted=f"a name that is none of {', '.join(dict.fromkeys([*tools[domain], *tools[acted_on]]))}",
                 fix="rename the sub-agent",
             )
         if agent.environment == "parent" and not tools[domain]:
             raise ConfigError.at(
-                f"{where}.environment",
+                f"{key}.environment",
                 found=f"parent, but {environment.name} has no tools",
                 wanted="an environment with tools: a turn without a call ends the sub-agent, so it could never act",
                 fix="set it to none, or to domain, for an environment of its own",
             )
         if agent.system:
-            _check_system(where, agent, chat)
+            _check_system(key, agent, chat)
 
 
-def _check_system(where: str, agent: SubAgentConfig, chat: ChatAppender | None) -> None:
+def _check_system(key: str, agent: SubAgentConfig, chat: ChatAppender | None) -> None:
     """Raises: ConfigError if the student cannot read the system message."""
     from jinja2 import TemplateError
 
-    found = "text for a system message, but the domain's prompts are no chat messages"
+    problem = "text for a system message, but the domain's prompts are no chat messages"
     if chat is not None:
         try:
             chat.encode_opening(
@@ -85,10 +85,10 @@ def _check_system(where: str, agent: SubAgentConfig, chat: ChatAppender | None) 
             )
             return
         except TemplateError as error:
-            found = f"text for a system message, which the student's chat template refuses: {error}"
+            problem = f"text for a system message, which the student's chat template refuses: {error}"
     raise ConfigError.at(
-        f"{where}.system",
-        found=found,
+        f"{key}.system",
+        found=problem,
         wanted="a system message that the student can read",
-        fix=f"say it in {where}.prompt, before {{task}}",
+        fix=f"say it in {key}.prompt, before {{task}}",
     )

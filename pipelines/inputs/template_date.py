@@ -26,10 +26,10 @@ def set_template_date(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
     """Set the day of the pipeline's prompts: its own, else today if the tokenizer's chat template asks for a date."""
     if config.student.template_date or DATE_CALL not in str(tokenizer.chat_template):
         return config
-    return on_day(config, date.today())
+    return with_template_date(config, date.today())
 
 
-def on_day(config: PipelineConfig, day: date | None) -> PipelineConfig:
+def with_template_date(config: PipelineConfig, day: date | None) -> PipelineConfig:
     """Set this day in the pipeline; None changes nothing."""
     if day is None:
         return config
@@ -61,6 +61,6 @@ def _without_unread(
 ) -> Path | PromptsConfig | None:
     if prompts is None or not isinstance(begun, PromptsConfig):
         return prompts
-    given = as_prompts_config(prompts)
-    unread = [ours for ours, name in begun.columns.items() if name is None and ours not in given.columns]
-    return given.without_columns(*unread) if unread else prompts
+    source = as_prompts_config(prompts)
+    unread = [column for column, name in begun.columns.items() if name is None and column not in source.columns]
+    return source.without_columns(*unread) if unread else prompts

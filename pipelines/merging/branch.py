@@ -21,7 +21,7 @@ from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_write_text
 from opd.run import checkpoints
-from opd.run.lineage import BRANCHED, LINEAGE, events_until, format_events
+from opd.run.lineage import BRANCHED, LINEAGE, list_events_until, format_events
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
@@ -37,7 +37,7 @@ from pipelines.merging.changes import (
     without_unread_weights,
 )
 from pipelines.merging.companions import read_companions
-from pipelines.merging.directory import link_files, locked_to_read, new_directory, refuse_existing
+from pipelines.merging.directory import link_files, lock_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import MergeRun
@@ -82,9 +82,9 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     """
     refuse_existing(root)
     recorded = read_manifest(origin.paths)
-    before = validate_section(PipelineConfig, recorded["config"], origin.paths.manifest)
-    config = as_recorded(config, before)
-    _refuse_other_shape(config, before, origin)
+    origin_config = validate_section(PipelineConfig, recorded["config"], origin.paths.manifest)
+    config = as_recorded(config, origin_config)
+    _refuse_other_shape(config, origin_config, origin)
     inputs = read_inputs(config)
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
@@ -92,24 +92,24 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     read_companions(config, inputs)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
-    now = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
-    changed = changed_keys(before.model_dump(mode="json"), now.model_dump(mode="json"))
+    branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
+    changed = changed_keys(origin_config.model_dump(mode="json"), branch_config.model_dump(mode="json"))
     event = {
         "event": BRANCHED,
         "run": str(origin.paths.root.absolute()),
         "step": origin.step,
         "changed": {dotted_key(key): list(values) for key, values in changed.items()},
     }
-    manifest |= {"identity": run_identity(manifest), LINEAGE: [*events_until(recorded, origin.step), event]}
-    as_written = not any(matches_pattern(key, DECIDE_ROLLOUTS) for key in changed) and _same_writers(
+    manifest |= {"identity": run_identity(manifest), LINEAGE: [*list_events_until(recorded, origin.step), event]}
+    as_written = not any(matches_pattern(key, DECIDE_ROLLOUTS) for key in changed) and _has_same_writers(
         config, recorded, manifest
     )
     same_files = all(recorded.get(key) == manifest.get(key) for key in ("prompts", "versions", "guard"))
     same_exams = same_files and not any(matches_pattern(key, DECIDE_EXAMS) for key in changed)
     with new_directory(root) as temporary:
-        _take_over(origin, recorded["identity"], temporary, manifest["identity"], as_written)
+        _link_checkpoint(origin, recorded["identity"], temporary, manifest["identity"], as_written)
         if same_exams and config.evaluate.cache:
-            _take_over_exams(origin.paths, temporary)
+            _copy_exams(origin.paths, temporary)
         write_inputs(temporary, manifest)
     return MergeRun(
         config=config,
@@ -121,18 +121,18 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     )
 
 
-def _same_writers(config: PipelineConfig, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
+def _has_same_writers(config: PipelineConfig, origin_manifest: Mapping[str, Any], branch_manifest: Mapping[str, Any]) -> bool:
     """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
 
     The keys with their paths do not tell.
     """
     turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
     parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
-    return all(theirs.get(part) == ours.get(part) for part in parts)
+    return all(origin_manifest.get(part) == branch_manifest.get(part) for part in parts)
 
 
-def _take_over(
-    origin: Origin, theirs: Mapping[str, Any], paths: RunPaths, ours: Mapping[str, Any], as_written: bool
+def _link_checkpoint(
+    origin: Origin, origin_identity: Mapping[str, Any], paths: RunPaths, identity: Mapping[str, Any], as_written: bool
 ) -> None:
     """Put the origin's checkpoint and its records into a run directory, the checkpoint as one of the run with this `identity`.
     What was written ahead goes along only if this run would have it `as_written`.
@@ -140,8 +140,8 @@ def _take_over(
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
     target = paths.checkpoints / step_name(origin.step)
-    with locked_to_read(origin.paths):  # a merge at work there might delete it meanwhile
-        refuse_foreign(checkpoints.verify_checkpoint(origin.checkpoint), theirs)
+    with lock_to_read(origin.paths):  # a merge at work there might delete it meanwhile
+        refuse_foreign(checkpoints.verify_checkpoint(origin.checkpoint), origin_identity)
         link_files(origin.checkpoint, target)
         if origin.paths.metrics.exists():
             shutil.copyfile(origin.paths.metrics, paths.metrics)
@@ -153,10 +153,10 @@ def _take_over(
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
     # It takes the place of the linked file, so the origin keeps its own.
-    atomic_write_text(file, json.dumps({**facts, "identity": dict(ours)}, indent=2))
+    atomic_write_text(file, json.dumps({**facts, "identity": dict(identity)}, indent=2))
 
 
-def _take_over_exams(origin: RunPaths, paths: RunPaths) -> None:
+def _copy_exams(origin: RunPaths, paths: RunPaths) -> None:
     """Copy the exams of the start student and of the experts; those of an expert that has changed are taken again."""
     paths.evaluation.mkdir()
     for name in ("before", "expert"):
@@ -164,7 +164,7 @@ def _take_over_exams(origin: RunPaths, paths: RunPaths) -> None:
             shutil.copyfile(origin.evaluation_file(name), paths.evaluation_file(name))
 
 
-def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: Origin) -> None:
+def _refuse_other_shape(config: PipelineConfig, origin_config: PipelineConfig, origin: Origin) -> None:
     """Raises: ConfigError for a pipeline that cannot go on from a checkpoint of the pipeline `origin_config`."""
     if config.rounds != 1:
         raise ConfigError.at(
@@ -180,13 +180,13 @@ def _refuse_other_shape(config: PipelineConfig, before: PipelineConfig, origin: 
             wanted=f"more than {origin.step}: the steps of the origin count",
             fix=f"for example --set trainer.steps={origin.step + config.trainer.steps}",
         )
-    ours, theirs = _state_requirements(config), _state_requirements(before)
-    for key, why in _origin_requirements(config).items():
-        if ours[key] != theirs[key]:
+    requirements, origin_requirements = _state_requirements(config), _state_requirements(origin_config)
+    for key, reason in _origin_requirements(config).items():
+        if requirements[key] != origin_requirements[key]:
             raise ConfigError.at(
                 key,
-                found=ours[key],
-                wanted=f"{theirs[key]}, as in {origin.paths.root}: {why}",
+                found=requirements[key],
+                wanted=f"{origin_requirements[key]}, as in {origin.paths.root}: {reason}",
                 fix="take the origin's, or start a new run whose student.model is a model that the origin left",
             )
 
@@ -219,10 +219,10 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
     return needed
 
 
-def _refuse_other_student(theirs: Mapping[str, str], ours: Mapping[str, str], origin: Origin) -> None:
-    known = {name: digest for name, digest in ours.items() if "config.json" in theirs or name.endswith(".safetensors")}
-    theirs = without_unread_weights(theirs, known)
-    differ = [name for name in {**theirs, **known} if theirs.get(name) != known.get(name)]
+def _refuse_other_student(origin_files: Mapping[str, str], student_files: Mapping[str, str], origin: Origin) -> None:
+    comparable_files = {name: digest for name, digest in student_files.items() if "config.json" in origin_files or name.endswith(".safetensors")}
+    origin_files = without_unread_weights(origin_files, comparable_files)
+    differ = [name for name in {**origin_files, **comparable_files} if origin_files.get(name) != comparable_files.get(name)]
     if differ:
         raise RunDirError.at(
             "student.model",

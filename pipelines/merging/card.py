@@ -15,7 +15,7 @@ from opd.models.lora import ADAPTER_WEIGHTS
 from opd.report import domain_rows, markdown_table
 from opd.run.lineage import LINEAGE, format_events, list_commands
 from pipelines.inputs.read import Inputs
-from pipelines.routes import Expert
+from pipelines.routes import RoutedExpert
 
 NAME = "README.md"
 RESULTS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")
@@ -28,9 +28,9 @@ def model_card(
     report: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the card in Markdown, with the hub's header. `manifest` is the run's, `report` its report once there is one."""
-    licences = _licences(inputs)
-    known = find_common(licences)
-    header = {"library_name": "transformers", **({"license": known} if known else {}), "tags": _card_tags(inputs)}
+    licences = _read_licences(inputs)
+    licence = find_common(licences)
+    header = {"library_name": "transformers", **({"license": licence} if licence else {}), "tags": _card_tags(inputs)}
     lora = config.student.lora
     lines = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---",
@@ -56,9 +56,9 @@ def _expert_lines(inputs: Inputs) -> list[str]:
         return []
     lines = ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
     for domain, assigned in inputs.routes.items():
-        for one in assigned:
-            name = one.teacher.name
-            share = "" if one.weight == 1 else f" ({one.weight:.3g})"
+        for weighted_teacher in assigned:
+            name = weighted_teacher.teacher.name
+            share = "" if weighted_teacher.weight == 1 else f" ({weighted_teacher.weight:.3g})"
             lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
     return [*lines, ""]
 
@@ -71,38 +71,38 @@ def _result_lines(report: Mapping[str, Any] | None) -> list[str]:
     return ["## Results", "", "Right answers on held-out prompts.", "", markdown_table(RESULTS, rows), ""]
 
 
-def _licences(inputs: Inputs) -> dict[str, list[Licence]]:
+def _read_licences(inputs: Inputs) -> dict[str, list[Licence]]:
     """Return owner (student, expert, base) -> the licences that its directory names; a base of several adapters comes once."""
-    places = {f"the student `{Path(inputs.student.path).name}`": Path(inputs.student.path)}
+    directories = {f"the student `{Path(inputs.student.path).name}`": Path(inputs.student.path)}
     for name, expert in inputs.experts.items():
-        places[f"the expert `{name}`"] = Path(expert.adapter.path if expert.adapter else expert.info.path)
-        if expert.adapter is not None and Path(expert.info.path) not in places.values():
-            places[f"the base `{Path(expert.info.path).name}`"] = Path(expert.info.path)
-    return {who: licences_of(place) for who, place in places.items()}
+        directories[f"the expert `{name}`"] = Path(expert.adapter.path if expert.adapter else expert.info.path)
+        if expert.adapter is not None and Path(expert.info.path) not in directories.values():
+            directories[f"the base `{Path(expert.info.path).name}`"] = Path(expert.info.path)
+    return {owner: licences_of(directory) for owner, directory in directories.items()}
 
 
-def _licence_lines(found: Mapping[str, list[Licence]]) -> list[str]:
+def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
     lines = [
         "## Licences",
         "",
         "As the directories of the models state them; nobody has checked what follows from them.",
         "",
     ]
-    lines += [f"- {who}: {', '.join(map(str, licences)) or 'none found'}" for who, licences in found.items()]
-    if open_questions := list_concerns(found):
+    lines += [f"- {owner}: {', '.join(map(str, licences)) or 'none found'}" for owner, licences in licences_by_owner.items()]
+    if open_questions := list_concerns(licences_by_owner):
         lines += ["", "Before you pass this model on, look at:", "", *(f"- {line}" for line in open_questions)]
     return [*lines, ""]
 
 
 def _command_lines(manifest: Mapping[str, Any]) -> list[str]:
-    made = [f"    {command}" for command in list_commands(manifest)]
+    command_lines = [f"    {command}" for command in list_commands(manifest)]
     use = [
         "## Use",
         "",
         "    opd chat .      # in this directory; a terminal chat",
         "    opd serve .     # an OpenAI server by vLLM",
     ]
-    return [*(["## How it was made", "", *made, ""] if made else []), *use]
+    return [*(["## How it was made", "", *command_lines, ""] if command_lines else []), *use]
 
 
 def _card_tags(inputs: Inputs) -> list[str]:
@@ -125,11 +125,11 @@ def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
 def _extrapolation_line(config: PipelineConfig) -> list[str]:
     """Return the card's line about domains whose target lies beyond their experts, if there are any."""
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
-    shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
-    return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
+    factors_text = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
+    return [f"- Extrapolated beyond the experts, away from the student as it was: {factors_text}"] if factors_text else []
 
 
-def _weights_cell(expert: Expert) -> str:
+def _weights_cell(expert: RoutedExpert) -> str:
     """Return the card's cell about an expert's weights; for an adapter its own hash, and name and hash of its base."""
     full = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
     if expert.adapter is None:

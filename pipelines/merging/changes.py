@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import PipelineConfig
 from opd.config.balance import SamplesBalance
-from opd.config.prompts import OF_CHATS, as_prompts_config
+from opd.config.prompts import CHAT_COLUMNS, as_prompts_config
 from opd.errors import RunDirError
 from opd.files import blake3_json
 from opd.prompts import open_rows
@@ -114,21 +114,21 @@ Key = tuple[str, ...]
 """The keys on the way to a value. They are not joined, because names may have dots."""
 
 
-def changed_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
+def changed_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[Key, tuple[Any, Any]]:
     """Return key -> (recorded, current), for every key that differs between two resolved pipelines."""
-    before, now = _flatten(_with_mappings(recorded)), _flatten(_with_mappings(found))
-    return {key: (before.get(key), now.get(key)) for key in {**before, **now} if before.get(key) != now.get(key)}
+    old, new = _flatten(_spell_out_prompts(recorded)), _flatten(_spell_out_prompts(current))
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
-def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> list[str]:
+def accept_changes(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> list[str]:
     """Return sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
     recorded = validate_section(PipelineConfig, recorded, manifest).model_dump(
         mode="json"
     )  # adds defaults of newer keys
-    changes = changed_keys(recorded, validate_section(PipelineConfig, found, manifest).model_dump(mode="json"))
+    changes = changed_keys(recorded, validate_section(PipelineConfig, current, manifest).model_dump(mode="json"))
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
     free = [key for key in changes if matches_pattern(key, (*SAME_WEIGHTS, *([STEPS] if constant else ())))]
-    free += [key for key, (before, _) in changes.items() if matches_pattern(key, [TEMPLATE_DATE]) and before is None]
+    free += [key for key, (old, _) in changes.items() if matches_pattern(key, [TEMPLATE_DATE]) and old is None]
     rounding = [key for key in changes if matches_pattern(key, SAME_BUT_FOR_ROUNDING)]
     refused = {dotted_key(key): change for key, change in changes.items() if key not in (*free, *rounding)}
     if refused:
@@ -142,17 +142,17 @@ def accept_changes(recorded: Mapping[str, Any], found: Mapping[str, Any], manife
             fix="put them back, or start a new run in another directory",
         )
     accepted = {dotted_key(key): changes[key] for key in (*free, *rounding)}
-    notices = [f"{key}: {_shown(before)} before, {_shown(now)} now" for key, (before, now) in accepted.items()]
+    notices = [f"{key}: {_format_value(old)} before, {_format_value(new)} now" for key, (old, new) in accepted.items()]
     if rounding:
         keys = ", ".join(map(dotted_key, rounding))
         notices.append(f"not bit for bit from here: {keys} changed, which changes the order of sums")
     return notices
 
 
-def refused_keys(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def refused_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return the keys that differ and decide what is computed, including the number of steps."""
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING)
-    return [dotted_key(key) for key in changed_keys(recorded, found) if not matches_pattern(key, free)]
+    return [dotted_key(key) for key in changed_keys(recorded, current) if not matches_pattern(key, free)]
 
 
 def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -172,52 +172,52 @@ def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_foreign(checkpoint: Checkpoint, ours: Mapping[str, Any]) -> None:
+def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Raises: RunDirError naming what the checkpoint was trained from and the run was not."""
-    theirs = checkpoint.identity
-    experts = {name: ours["experts"].get(name) == digest for name, digest in theirs.get("experts", {}).items()}
-    other = [key for key in ("config", "student") if theirs.get(key) != ours[key]]
-    other += [f"expert {name}" for name, same in experts.items() if not same]
-    other += [f"expert {name}" for name in ours["experts"] if name not in experts]
-    if other:
+    checkpoint_identity = checkpoint.identity
+    experts = {name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()}
+    differences = [key for key in ("config", "student") if checkpoint_identity.get(key) != identity[key]]
+    differences += [f"expert {name}" for name, is_same in experts.items() if not is_same]
+    differences += [f"expert {name}" for name in identity["experts"] if name not in experts]
+    if differences:
         raise RunDirError.at(
             checkpoint.path,
-            found=f"a checkpoint of another run: {', '.join(other)} differ",
+            found=f"a checkpoint of another run: {', '.join(differences)} differ",
             wanted="one that this run wrote",
             fix="take it out of the run directory, or name another with --resume-from",
         )
 
 
-def refuse_lost_records(config: PipelineConfig, paths: RunPaths, done: int) -> None:
+def refuse_lost_records(config: PipelineConfig, paths: RunPaths, step: int) -> None:
     """Refuse to go on from `step` with balanced prompts, which follow from the records of all steps before, if some of these
     are gone. Raises: RunDirError."""
     if isinstance(config.balance, SamplesBalance):
         return
     try:
         steps = [record.step for record in MetricsFile(paths.metrics).read()]
-        found = f"records of {len(steps)} steps, and a checkpoint of step {done}"
+        description = f"records of {len(steps)} steps, and a checkpoint of step {step}"
     except (ValueError, TypeError) as error:
-        steps, found = [], f"a line that is no record: {error}"
-    if steps[:done] != list(range(1, done + 1)):
+        steps, description = [], f"a line that is no record: {error}"
+    if steps[:step] != list(range(1, step + 1)):
         raise RunDirError.at(
             paths.metrics,
-            found=found,
-            wanted=f"a record of each of the steps 1 to {done}: with balance {config.balance.kind} they decide the next prompts",
+            found=description,
+            wanted=f"a record of each of the steps 1 to {step}: with balance {config.balance.kind} they decide the next prompts",
             fix="put the file back, or start a new run",
         )
 
 
-def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any], manifest: Path) -> None:
+def refuse_changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> None:
     """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
     if warn_unrecorded(recorded):
-        found = _weights_only(found)
+        current = _weights_only(current)
     for part in ("student", "experts", "prompts", "guard"):
-        before, now = recorded.get(part, {}), found.get(part, {})
+        old, new = recorded.get(part, {}), current.get(part, {})
         if part == "prompts":  # keyed by absolute path, but files may have moved
-            before, now = ({name: list(files.values()) for name, files in side.items()} for side in (before, now))
-        before = without_unread_weights(before, now)
-        if before != now:
-            names = [_name_change(k, before, now) for k in {**before, **now} if before.get(k) != now.get(k)]
+            old, new = ({name: list(files.values()) for name, files in side.items()} for side in (old, new))
+        old = without_unread_weights(old, new)
+        if old != new:
+            names = [_name_change(k, old, new) for k in {**old, **new} if old.get(k) != new.get(k)]
             raise RunDirError.at(
                 manifest,
                 found=f"{part} changed since the run began: {', '.join(names)}",
@@ -226,16 +226,16 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], found: Mapping[str, Any],
             )
 
 
-def without_unread_weights(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def without_unread_weights(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recorded hashes without those of safetensors beside a model's own, which older releases recorded too."""
     unread: set[str] = set()
-    if any(name.endswith(".safetensors") for name in now):
-        unread = {name for name in before.keys() - now.keys() if name.endswith(".safetensors")}
+    if any(name.endswith(".safetensors") for name in current):
+        unread = {name for name in recorded.keys() - current.keys() if name.endswith(".safetensors")}
     return {
-        name: without_unread_weights(facts, now[name])
-        if isinstance(facts, Mapping) and isinstance(now.get(name), Mapping)
+        name: without_unread_weights(facts, current[name])
+        if isinstance(facts, Mapping) and isinstance(current.get(name), Mapping)
         else facts
-        for name, facts in before.items()
+        for name, facts in recorded.items()
         if name not in unread
     }
 
@@ -253,7 +253,7 @@ def refuse_columns_of_registered_prompts(
         source = inputs.registered_prompts(name)
         if domain.prompts is not None or source is None or not inputs.prompts[name].with_trait(OF_COLUMNS).any():
             continue
-        columns = ("system",) if domain.has_episodes else OF_CHATS
+        columns = ("system",) if domain.has_episodes else CHAT_COLUMNS
         passed_over = open_rows(as_prompts_config(source).without_columns(*columns)).unread
         if read := [column for column in columns if column in passed_over]:
             raise RunDirError.at(
@@ -282,11 +282,11 @@ def warn_unrecorded(recorded: Mapping[str, Any]) -> list[str]:
 
 def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
     """Return a warning about a run that an older release began, if this release takes its next steps differently."""
-    other = other_rules(recorded, config)
-    if not other:
+    rules = other_rules(recorded, config)
+    if not rules:
         return []
     return [
-        f"this run was begun by a release that decided otherwise {'; '.join(other)}: from here it is decided as in a run that begins "
+        f"this run was begun by a release that decided otherwise {'; '.join(rules)}: from here it is decided as in a run that begins "
         "now, so the weights become others than that release would have made"
     ]
 
@@ -313,41 +313,41 @@ def _other_rules(config: PipelineConfig) -> Iterator[str]:
         yield "whether to train on the divergence while the critic learns alone"
 
 
-def _weights_only(found: Mapping[str, Any]) -> dict[str, Any]:
+def _weights_only(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the facts that an older release recorded."""
-    student = {name: digest for name, digest in found["student"].items() if name.endswith(".safetensors")}
+    student = {name: digest for name, digest in manifest["student"].items() if name.endswith(".safetensors")}
     experts = {
         name: {key: value for key, value in facts.items() if key != "config"}
-        for name, facts in found["experts"].items()
+        for name, facts in manifest["experts"].items()
     }
-    return {**found, "student": student, "experts": experts}
+    return {**manifest, "student": student, "experts": experts}
 
 
-def _name_change(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _name_change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Name what has changed: a file of the student, a domain, or an expert with its files that differ."""
-    sides = [_flatten(side[name]) for side in (before, now) if isinstance(side.get(name), Mapping)]
+    sides = [_flatten(side[name]) for side in (old, new) if isinstance(side.get(name), Mapping)]
     if len(sides) < 2:
         return name
     files = [dotted_key(key[1:]) for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
     return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
 
 
-def version_warnings(recorded: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+def version_warnings(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
     """Return one sentence for each library that is not the one the run began with."""
     return [
-        f"{name} {recorded.get(name, 'was absent')} when the run began, {found.get(name, 'absent')} now: "
+        f"{name} {recorded.get(name, 'was absent')} when the run began, {current.get(name, 'absent')} now: "
         "the weights may differ in their last bits"
-        for name in {**recorded, **found}
-        if recorded.get(name) != found.get(name)
+        for name in {**recorded, **current}
+        if recorded.get(name) != current.get(name)
     ]
 
 
 def matches_pattern(key: Key, patterns: Iterable[str]) -> bool:
     """Return True if a pattern matches the key: part by part between the dots, and `*` at its end for what follows, too."""
-    return any(_stands_for(pattern, key) for pattern in patterns)
+    return any(_fits_pattern(pattern, key) for pattern in patterns)
 
 
-def _stands_for(pattern: str, key: Key) -> bool:
+def _fits_pattern(pattern: str, key: Key) -> bool:
     parts = pattern.split(".")
     alike = all(fnmatchcase(name, part) for name, part in zip(key, parts, strict=False))
     return alike and (len(key) == len(parts) or (len(key) > len(parts) and pattern.endswith("*")))
@@ -367,31 +367,31 @@ def _flatten(data: Mapping[str, Any], above: Key = ()) -> dict[Key, Any]:
     return flat
 
 
-def _with_mappings(pipeline: Mapping[str, Any]) -> dict[str, Any]:
+def _spell_out_prompts(pipeline: Mapping[str, Any]) -> dict[str, Any]:
     """Return the pipeline with each path to prompts as the mapping that it is short for: both mean the same."""
     domains = {}
     for name, domain in pipeline.get("domains", {}).items():
         exam = domain.get("eval")
-        exam = exam and {**exam, "prompts": _as_mapping(exam.get("prompts"))}
-        domains[name] = {**domain, "prompts": _as_mapping(domain.get("prompts")), "eval": exam}
+        exam = exam and {**exam, "prompts": _prompts_mapping(exam.get("prompts"))}
+        domains[name] = {**domain, "prompts": _prompts_mapping(domain.get("prompts")), "eval": exam}
     return {**pipeline, "domains": domains}
 
 
-def _as_mapping(prompts: Any) -> Any:
-    found = as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
-    if not isinstance(found, Mapping):
-        return found
+def _prompts_mapping(prompts: Any) -> Any:
+    prompts_config = as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
+    if not isinstance(prompts_config, Mapping):
+        return prompts_config
     # A column that is not read is another thing than one that keeps its name, which is no key at all.
-    columns = {ours: UNREAD if name is None else name for ours, name in (found.get("columns") or {}).items()}
-    return {**found, "columns": columns}
+    columns = {column: UNREAD if name is None else name for column, name in (prompts_config.get("columns") or {}).items()}
+    return {**prompts_config, "columns": columns}
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "nothing" if value is None else str(value)
 
 
 def _change_table(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    rows = [("key", "the run", "now"), *((key, _shown(old), _shown(new)) for key, (old, new) in changes.items())]
+    rows = [("key", "the run", "now"), *((key, _format_value(old), _format_value(new)) for key, (old, new) in changes.items())]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     return "\n".join(
         "    " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -20,8 +20,8 @@ def read_companions(config: PipelineConfig, inputs: Inputs) -> dict[str, bytes]:
         files = matching_files(config.student.model, TOKENIZER_FILES)
         if not files:  # the student was moved away during the merge
             raise FileNotFoundError(errno.ENOENT, "no tokenizer files", str(config.student.model))
-        found = {file.name: file.read_bytes() for file in files}
-        return found | {card.NAME: card.model_card(config, inputs).encode()}
+        contents = {file.name: file.read_bytes() for file in files}
+        return contents | {card.NAME: card.model_card(config, inputs).encode()}
     except OSError as error:
         raise ModelError.at(
             error.filename or config.student.model,

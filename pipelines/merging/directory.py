@@ -18,7 +18,7 @@ from opd.live.status import is_held
 from opd.machine import leftovers
 from opd.run import checkpoints
 from opd.run.paths import RunPaths
-from opd.text import as_typed
+from opd.text import quote_for_shell
 
 LOOK_S = 0.2
 """Seconds to wait for the lock: `opd status` holds it for a moment to find out whether anybody does."""
@@ -39,7 +39,7 @@ def refuse_existing(root: Path) -> None:
         root,
         found="a run directory that exists",
         wanted="a new one",
-        fix=f"`opd merge --resume {as_typed(root)}` goes on with it; --run-dir names another",
+        fix=f"`opd merge --resume {quote_for_shell(root)}` goes on with it; --run-dir names another",
     )
 
 
@@ -98,11 +98,11 @@ def lock_run_directory(paths: RunPaths) -> Iterator[None]:
         with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
     except Timeout:
-        raise _at_work(paths) from None
+        raise _make_at_work_error(paths) from None
 
 
 @contextmanager
-def locked_to_read(paths: RunPaths) -> Iterator[None]:
+def lock_to_read(paths: RunPaths) -> Iterator[None]:
     """Like `lock_run_directory`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
     with ExitStack() as stack:
         try:
@@ -111,11 +111,11 @@ def locked_to_read(paths: RunPaths) -> Iterator[None]:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise
             if is_held(paths.lock):
-                raise _at_work(paths) from None
+                raise _make_at_work_error(paths) from None
         yield
 
 
-def _at_work(paths: RunPaths) -> RunDirError:
+def _make_at_work_error(paths: RunPaths) -> RunDirError:
     return RunDirError.at(
         paths.root, found="another `opd merge` at work in it", wanted="one at a time", fix="wait for it or stop it"
     )
@@ -131,7 +131,7 @@ def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
         steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
         intact = f"checkpoint of step {steps[-1]}" if steps else "the run directory; no checkpoint was due yet"
         raise StorageError(
-            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {as_typed(paths.whole)}`"
+            f"{error}\n  intact: {intact}\n  fix:    make room or mend the disk, then `opd merge --resume {quote_for_shell(paths.merge_root)}`"
         ) from None
 
 

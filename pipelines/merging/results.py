@@ -25,47 +25,47 @@ from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_
 T = TypeVar("T")
 
 
-def trained_so_far(metrics: Path) -> tuple[int, int]:
+def read_progress(metrics: Path) -> tuple[int, int]:
     """Return the steps and response tokens that a metrics file records."""
     return count_steps_and_tokens(MetricsFile(metrics).read())
 
 
-def of_merged(found: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
+def bind_to_model(evaluation: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
     """Add steps, tokens and digest of the merged model to its exam. Reads the model's weights once for their hash."""
     digest = model_digest(model, weight_hashes(model))
-    return replace(found, step=steps, tokens=tokens, weights=dict.fromkeys(found.scores, digest))
+    return replace(evaluation, step=steps, tokens=tokens, weights=dict.fromkeys(evaluation.scores, digest))
 
 
-def take_back(paths: RunPaths, done: int, steps: int) -> None:
+def take_back(paths: RunPaths, start_step: int, steps: int) -> None:
     """Take back the results of an earlier end, before a merge goes on from step `start_step` to `steps`.
 
     The exam of that end becomes one during the merge, unless the run goes back to an earlier step. The page says that the merge
     goes on. The model of the earlier end stays until there is a new one.
     """
-    for measured, file in paths.exams_by_step().items():
-        if measured > done:
+    for exam_step, file in paths.evaluations_by_step().items():
+        if exam_step > start_step:
             file.unlink()
-    for seen, file in (*paths.alarms_by_step().items(), *paths.traces_by_step().items()):
-        if seen > done:
+    for written_step, file in (*paths.alarms_by_step().items(), *paths.traces_by_step().items()):
+        if written_step > start_step:
             file.unlink()
-    if done >= steps:
+    if start_step >= steps:
         return
     after = paths.evaluation_file("after")
     if after.exists():
-        found = Evaluation.load(after)
-        step = found.step or _stored_steps(paths.report)
-        if step is not None and step <= done:
-            replace(found, step=step).save(paths.evaluation_file(step_name(step)))
+        evaluation = Evaluation.load(after)
+        step = evaluation.step or _stored_steps(paths.report)
+        if step is not None and step <= start_step:
+            replace(evaluation, step=step).save(paths.evaluation_file(step_name(step)))
         after.unlink()
     public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
     if MERGED in public:
-        atomic_write_text(paths.lm_eval, lm_eval_text(_but_merged(public), _but_merged(weights)))
+        atomic_write_text(paths.lm_eval, lm_eval_text(_without_merged(public), _without_merged(weights)))
     if paths.report.exists():
         paths.report.unlink()
         write_report(paths.root)
 
 
-def _but_merged(by_model: Mapping[str, T]) -> dict[str, T]:
+def _without_merged(by_model: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in by_model.items() if name != MERGED}
 
 

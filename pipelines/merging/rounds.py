@@ -25,12 +25,12 @@ from opd.records.scores import Evaluation, combine_evaluations
 from opd.report import build_report, read_run, write_report
 from opd.run import checkpoints
 from opd.run.metrics import count_steps_and_tokens
-from opd.run.paths import EXAMS, RunPaths
+from opd.run.paths import MERGE_EVALUATIONS, RunPaths
 from opd.settings.yaml_files import validate_section
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
-from pipelines.inputs.template_date import as_recorded, on_day
+from pipelines.inputs.template_date import as_recorded, with_template_date
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import (
@@ -68,13 +68,13 @@ class Rounds:
     """The checkpoint of the round under way to go on from; None for a run that begins."""
     tell: Tell
 
-    def carry_out(self, around: MergeCallbacks = TERMINAL) -> dict[str, Any]:
+    def carry_out(self, callbacks: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take all rounds to their end. Returns the report. Raises: what `pipelines.merging.run.MergeRun.carry_out` raises."""
         with lock_run_directory(RunPaths(self.root)):
             if self.resume_from is None:
-                return _go_on(self, self.plan, checkpoints.LATEST, around)
+                return _merge_rounds(self, self.plan, checkpoints.LATEST, callbacks)
             sweep_temporary_files(self.root)
-            return _go_on(self, _checked_again(self), self.resume_from, around)
+            return _merge_rounds(self, _recheck_rounds(self), self.resume_from, callbacks)
 
 
 def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | Rounds:
@@ -87,24 +87,24 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
-    config, *configs = [on_day(one, inputs[0].template_date) for one in (config, *configs)]
-    plan = [_exam_facts(one, found) for one, found in zip(configs, inputs, strict=True)]
+    config, *configs = [with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)]
+    plan = [_exam_facts(round_config, round_inputs) for round_config, round_inputs in zip(configs, inputs, strict=True)]
     with new_directory(root) as temporary:
         _write_rounds(temporary, config, plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 
 
 def reopen_rounds(
-    root: Path, config: PipelineConfig | None, overrides: list[str] | None, wanted: str, tell: Tell
+    root: Path, config: PipelineConfig | None, overrides: list[str] | None, resume_from: str, tell: Tell
 ) -> MergeRun | Rounds:
     """Reopen an interrupted merge, to go on in its round or with the next one. See `pipelines.merging.run.reopen`."""
     paths = RunPaths(root)
     if not paths.rounds.exists():
-        return merging.reopen(root, config, overrides, wanted)
+        return merging.reopen(root, config, overrides, resume_from)
     recorded = _read_plan(paths.rounds)
     config = config or load_pipeline(paths.pipeline, overrides)
-    begun = [validate_section(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
-    config = as_recorded(config, begun[0])
+    recorded_configs = [validate_section(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
+    config = as_recorded(config, recorded_configs[0])
     configs = rounds_of(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
@@ -113,24 +113,24 @@ def reopen_rounds(
             wanted=f"{len(recorded)}, as when the run began",
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
-    configs = [as_recorded(one, its) for one, its in zip(configs, begun, strict=True)]  # domains of their own, too
-    return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=wanted, tell=tell)
+    configs = [as_recorded(round_config, recorded_config) for round_config, recorded_config in zip(configs, recorded_configs, strict=True)]  # domains of their own, too
+    return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 
-def _checked_again(run: Rounds) -> list[Facts]:
+def _recheck_rounds(run: Rounds) -> list[Facts]:
     """Check the rounds that are left once more, and put their inputs into the plan; on disk too if anything has changed.
 
     Raises: OpdError, and then nothing is written.
     """
-    paths, first = RunPaths(run.root), _num_finished(run.configs, run.root)
-    inputs = _check_all(run.configs[first:])
-    found = [_exam_facts(one, its) for one, its in zip(run.configs[first:], inputs, strict=True)]
+    paths, num_finished = RunPaths(run.root), _num_finished(run.configs, run.root)
+    inputs = _check_all(run.configs[num_finished:])
+    new_plan = [_exam_facts(round_config, round_inputs) for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)]
     changes = []
-    for before, now, config, its in zip(run.plan[first:], found, run.configs[first:], inputs, strict=True):
-        refuse_changed_inputs(before, now, paths.rounds)
-        refuse_columns_of_registered_prompts(before, config, its, paths.rounds)
-        changes += warn_unrecorded(before) + accept_changes(before["config"], now["config"], paths.rounds)
-    plan = [*run.plan[:first], *found]
+    for old_facts, new_facts, config, round_inputs in zip(run.plan[num_finished:], new_plan, run.configs[num_finished:], inputs, strict=True):
+        refuse_changed_inputs(old_facts, new_facts, paths.rounds)
+        refuse_columns_of_registered_prompts(old_facts, config, round_inputs, paths.rounds)
+        changes += warn_unrecorded(old_facts) + accept_changes(old_facts["config"], new_facts["config"], paths.rounds)
+    plan = [*run.plan[:num_finished], *new_plan]
     if changes:
         _write_rounds(paths, run.config, plan)
     return plan
@@ -139,9 +139,9 @@ def _checked_again(run: Rounds) -> list[Facts]:
 def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     """Read the inputs of all rounds, and check that each round fits into this machine. Raises: OpdError."""
     inputs = read_rounds(configs)
-    for config, its in zip(configs, inputs, strict=True):
-        refuse_too_large(config, its)
-        refuse_crowded_gpus(config, its)
+    for config, round_inputs in zip(configs, inputs, strict=True):
+        refuse_too_large(config, round_inputs)
+        refuse_crowded_gpus(config, round_inputs)
     return inputs
 
 
@@ -152,16 +152,16 @@ def _exam_facts(config: PipelineConfig, inputs: Inputs) -> Facts:
 
 def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]) -> None:
     """Write the files that say what the rounds are."""
-    experts = {name: facts for one in plan for name, facts in one["experts"].items()}
-    sizes = {name: size for one in plan for name, size in one["models"]["experts"].items()}
-    first = {key: facts for key, facts in plan[0].items() if key != "teachers"}
+    experts = {name: facts for round_facts in plan for name, facts in round_facts["experts"].items()}
+    sizes = {name: size for round_facts in plan for name, size in round_facts["models"]["experts"].items()}
+    first_manifest = {key: facts for key, facts in plan[0].items() if key != "teachers"}
     write_inputs(
         paths,
-        first
+        first_manifest
         | {
             "config": _whole_pipeline(config, plan),
             "experts": experts,
-            "models": {**first["models"], "experts": sizes},
+            "models": {**first_manifest["models"], "experts": sizes},
         },
     )
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
@@ -172,24 +172,24 @@ def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, 
     them."""
     data = with_absolute_paths(config)
     for name, expert in data["experts"].items():
-        for found in (one["config"]["experts"].get(name) for one in plan):
-            if isinstance(found, dict) and found["model"] == expert["model"]:
-                expert["base"] = found["base"]
+        for round_expert in (round_facts["config"]["experts"].get(name) for round_facts in plan):
+            if isinstance(round_expert, dict) and round_expert["model"] == expert["model"]:
+                expert["base"] = round_expert["base"]
     if isinstance(config.rounds, list):
         # By way of JSON, which has lists in place of tuples.
-        first, *others = json.loads(json.dumps([data, *(one["config"] for one in plan[1:])]))
-        data["rounds"] = [{}, *(_round_difference(first, other) for other in others)]
+        first_config, *later_configs = json.loads(json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])]))
+        data["rounds"] = [{}, *(_round_difference(first_config, later_config) for later_config in later_configs)]
     return data
 
 
-def _round_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+def _round_difference(first_config: Mapping[str, Any], later_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `RoundConfig` that turns `first_config` into `later_config`."""
-    found = {key: other[key] for key in RoundConfig.model_fields if other[key] != first[key]}
+    changes = {key: later_config[key] for key in RoundConfig.model_fields if later_config[key] != first_config[key]}
     for key in ("rollout", "teachers", "objective", "trainer"):
-        if key in found and other[key].get("kind") == first[key].get("kind"):
-            same = first[key].items()
-            found[key] = {k: value for k, value in other[key].items() if (k, value) not in same}
-    return found
+        if key in changes and later_config[key].get("kind") == first_config[key].get("kind"):
+            equal_items = first_config[key].items()
+            changes[key] = {k: value for k, value in later_config[key].items() if (k, value) not in equal_items}
+    return changes
 
 
 def _read_plan(file: Path) -> list[Facts]:
@@ -221,102 +221,102 @@ def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     return len(configs)
 
 
-def _go_on(run: Rounds, plan: Sequence[Facts], wanted: str, around: MergeCallbacks) -> dict[str, Any]:
+def _merge_rounds(run: Rounds, plan: Sequence[Facts], resume_from: str, callbacks: MergeCallbacks) -> dict[str, Any]:
     """Merge the rounds that are left, then make the results of the whole."""
-    configs, whole, num = run.configs, RunPaths(run.root), len(run.configs)
+    configs, run_paths, num = run.configs, RunPaths(run.root), len(run.configs)
     finished = _num_finished(configs, run.root)
-    if wanted not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
-        finished == num or not whole.round_dir(finished + 1).root.exists()
+    if resume_from not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
+        finished == num or not run_paths.round_dir(finished + 1).root.exists()
     ):
         raise RunDirError.at(
-            f"--resume-from {wanted}",
+            f"--resume-from {resume_from}",
             found=f"{finished} of {num} rounds finished, and none under way",
             wanted="an interrupted round, in which the run can go back",
             fix="leave the option out",
         )
-    with around.signals() as signals:
+    with callbacks.signals() as signals:
         for index in range(finished, num):
-            config, paths = configs[index], whole.round_dir(index + 1)
+            config, paths = configs[index], run_paths.round_dir(index + 1)
             if index:
-                student = config.student.model_copy(update={"model": whole.round_dir(index).model})
+                student = config.student.model_copy(update={"model": run_paths.round_dir(index).model})
                 config = config.model_copy(update={"student": student})
             if paths.root.exists():
                 run.tell(f"round {index + 1} of {num}: going on")
-                merging.resume(paths.root, config, None, wanted, around)
+                merging.resume(paths.root, config, None, resume_from, callbacks)
             elif index:
                 run.tell(f"round {index + 1} of {num}: from the model of round {index}")
-                _begin_round(config, index, plan, run, around)
+                _begin_round(config, index, plan, run, callbacks)
             else:
                 run.tell(f"round 1 of {num}")
-                merging.start(config, paths.root, around=around)
+                merging.start(config, paths.root, callbacks=callbacks)
             if signals.should_leave() and index + 1 < num:
                 raise Interrupted(config.trainer.steps, run.root, signals.number)
         return _finish_rounds(run, plan)
 
 
 def _begin_round(
-    config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, around: MergeCallbacks
+    config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, callbacks: MergeCallbacks
 ) -> None:
     """Start round `index`, counted from 0, which is not the first, with the evaluations of the round before.
 
     Raises: what `pipelines.merging.run.start` raises.
     """
-    whole = RunPaths(run.root)
-    before = whole.round_dir(index)
+    run_paths = RunPaths(run.root)
+    previous = run_paths.round_dir(index)
     facts = _exam_facts(config, read_inputs(config))
     # The student is the model that the round before left: no plan could have its hash.
-    refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, whole.rounds)
-    if before.checkpoints.exists() or before.targets.exists():
+    refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, run_paths.rounds)
+    if previous.checkpoints.exists() or previous.targets.exists():
         run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
-        shutil.rmtree(before.checkpoints, ignore_errors=True)
-        shutil.rmtree(before.targets, ignore_errors=True)
-    known = known_evaluations(before, plan[index - 1], facts)
-    merging.start(config, whole.round_dir(index + 1).root, known, around)
+        shutil.rmtree(previous.checkpoints, ignore_errors=True)
+        shutil.rmtree(previous.targets, ignore_errors=True)
+    evaluation_files = reusable_evaluations(previous, plan[index - 1], facts)
+    merging.start(config, run_paths.round_dir(index + 1).root, evaluation_files, callbacks)
 
 
-def known_evaluations(paths: RunPaths, before: Facts, now: Facts) -> dict[str, str]:
+def reusable_evaluations(paths: RunPaths, old_facts: Facts, new_facts: Facts) -> dict[str, str]:
     """Return the evaluations that the next round need not repeat: of the model that the finished round left, and of experts on
     the same exam.
 
     File of `evaluation/` -> its text. `old_facts` are those of the finished round in `paths`, `new_facts` those of the next.
     """
-    exams = [d for d in now["config"]["domains"] if d in before["config"]["domains"] and _same_exam(d, before, now)]
-    experts = [domain for domain in exams if before["teachers"][domain] == now["teachers"][domain]]
-    known = {}
+    exams = [d for d in new_facts["config"]["domains"] if d in old_facts["config"]["domains"] and _is_same_exam(d, old_facts, new_facts)]
+    experts = [domain for domain in exams if old_facts["teachers"][domain] == new_facts["teachers"][domain]]
+    evaluation_files = {}
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
-        found = _restrict_evaluation(Evaluation.load(paths.evaluation_file(source)), model, domains)
-        if found.scores:
+        evaluation = _restrict_evaluation(Evaluation.load(paths.evaluation_file(source)), model, domains)
+        if evaluation.scores:
             if model == BEFORE:
-                found = replace(found, step=0, tokens=0)  # the next round starts from this model
-            known[paths.evaluation_file(name).name] = found.as_text()
+                evaluation = replace(evaluation, step=0, tokens=0)  # the next round starts from this model
+            evaluation_files[paths.evaluation_file(name).name] = evaluation.as_text()
     public = read_lm_eval(paths.lm_eval)
     if public:
         weights = lm_eval_weights(paths.lm_eval)
         weights = {BEFORE: weights[MERGED]} if MERGED in weights else {}
-        known[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
-    return known
+        evaluation_files[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
+    return evaluation_files
 
 
-def _same_exam(domain: str, before: Facts, now: Facts) -> bool:
+def _is_same_exam(domain: str, old_facts: Facts, new_facts: Facts) -> bool:
     """Return True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate`
     and `guard`, so these are not compared."""
 
-    def exam(facts: Facts) -> tuple[Any, ...]:
-        own, asked = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
+    def exam_of(facts: Facts) -> tuple[Any, ...]:
+        own, prompt_hashes = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
         rows = own["prompts"] if own["eval"] and own["eval"].get("holdout") else None  # a part of these is asked
         acts = [own.get(key) for key in ("environment", "agent", "guard")]
-        return facts["config"]["rollout"], own["eval"], rows, acts, asked
+        return facts["config"]["rollout"], own["eval"], rows, acts, prompt_hashes
 
-    return exam(before) == exam(now)
+    return exam_of(old_facts) == exam_of(new_facts)
 
 
-def _restrict_evaluation(found: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
+def _restrict_evaluation(evaluation: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
     return Evaluation(
         model=model,
-        scores={domain: score for domain, score in found.scores.items() if domain in domains},
-        answers=tuple(answer for answer in found.answers if answer.domain in domains),
-        weights={domain: digest for domain, digest in found.weights.items() if domain in domains},
-        cached={domain: source for domain, source in found.cached.items() if domain in domains},
+        scores={domain: score for domain, score in evaluation.scores.items() if domain in domains},
+        answers=tuple(answer for answer in evaluation.answers if answer.domain in domains),
+        weights={domain: digest for domain, digest in evaluation.weights.items() if domain in domains},
+        cached={domain: source for domain, source in evaluation.cached.items() if domain in domains},
     )
 
 
@@ -324,23 +324,23 @@ def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     """Make model, evaluations and report of the whole. The report comes last: it is the sign that all is complete."""
     configs, paths = run.configs, RunPaths(run.root)
     rounds = [paths.round_dir(index + 1) for index in range(len(configs))]
-    _take_model(rounds[-1].model, paths.model)
+    _link_model(rounds[-1].model, paths.model)
     paths.evaluation.mkdir(exist_ok=True)
-    measured = {name: [Evaluation.load(one.evaluation_file(name)) for one in rounds] for name in EXAMS}
+    measured = {name: [Evaluation.load(merge_round.evaluation_file(name)) for merge_round in rounds] for name in MERGE_EVALUATIONS}
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
     # The first evaluation of each list is of the very first student, or of the last model; later ones only name further domains.
-    for name, found, in_rounds, model in (
+    for name, evaluations, in_rounds, model in (
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),
     ):
         if not paths.evaluation_file(name).exists():  # it exists if a finished run is resumed
-            whole = _complete_evaluations(found, in_rounds, model, run.tell)
+            evaluation = _complete_evaluations(evaluations, in_rounds, model, run.tell)
             steps, tokens = count_steps_and_tokens(read_run(run.root).records) if name == "after" else (0, 0)
-            replace(whole, step=steps, tokens=tokens).save(paths.evaluation_file(name))
+            replace(evaluation, step=steps, tokens=tokens).save(paths.evaluation_file(name))
     files = read_run(run.root)
     # Read from the files: `read_run` gives no final exam, because a run without a report counts as unfinished.
-    exams = {name: Evaluation.load(paths.evaluation_file(name)).accuracy for name in EXAMS}
-    wall_s = sum(one.stored["wall_s"] for one in files.rounds if one.stored)
+    exams = {name: Evaluation.load(paths.evaluation_file(name)).accuracy for name in MERGE_EVALUATIONS}
+    wall_s = sum(merge_round.stored["wall_s"] for merge_round in files.rounds if merge_round.stored)
     report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(run.root)
@@ -350,17 +350,17 @@ def _complete_evaluations(
     measured: Sequence[Evaluation], configs: Sequence[PipelineConfig], model_dir: Path, tell: Tell
 ) -> Evaluation:
     """Complete the first of `measured`: its model also takes the exams of domains that only other rounds have."""
-    found = measured[0]
-    for config, other in zip(configs, measured, strict=True):
-        missing = [domain for domain in other.scores if domain not in found.scores]
+    evaluation = measured[0]
+    for config, round_evaluation in zip(configs, measured, strict=True):
+        missing = [domain for domain in round_evaluation.scores if domain not in evaluation.scores]
         if missing:
-            tell(f"{found.model}: on the domains of another round, {', '.join(missing)}")
-            (more,) = evaluate_models(config, [model_dir], missing, tell).values()
-            found = combine_evaluations([found, more], found.model)
-    return found
+            tell(f"{evaluation.model}: on the domains of another round, {', '.join(missing)}")
+            (addition,) = evaluate_models(config, [model_dir], missing, tell).values()
+            evaluation = combine_evaluations([evaluation, addition], evaluation.model)
+    return evaluation
 
 
-def _take_model(source: Path, target: Path) -> None:
+def _link_model(source: Path, target: Path) -> None:
     temporary = target.with_name(f".tmp-{target.name}")
     link_files(source, temporary)
     replace_dir(temporary, target)

@@ -22,7 +22,7 @@ from opd.config import PipelineConfig, is_overlapped, load_pipeline
 from opd.errors import ModelError, RunDirError, RunError, StorageError
 from opd.evaluation.evaluator import MERGED
 from opd.files import atomic_write_text, raise_storage_errors, replace_dir, sweep_temporary_files
-from opd.live.displays import Beginning
+from opd.live.displays import RunStart
 from opd.live.interfaces import Display
 from opd.records.scores import Evaluation
 from opd.report import build_report, clear_domains, write_report
@@ -32,10 +32,10 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.sinks import open_sinks
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.build import build_merge, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
-from pipelines.inputs.probes import take_missing_probes
+from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
@@ -73,9 +73,9 @@ from pipelines.merging.manifest import (
     replace_inputs,
     write_inputs,
 )
-from pipelines.merging.results import of_merged, take_back, trained_so_far
+from pipelines.merging.results import bind_to_model, take_back, read_progress
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
-from pipelines.placement import beside_the_driver, refuse_unplaceable, reserve_places
+from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -95,10 +95,10 @@ class MergeRun:
     """The checkpoint to go on from, as `opd.run.checkpoints.choose_checkpoint` takes it; None for a run that begins."""
     changed: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
-    around: MergeCallbacks = TERMINAL
+    callbacks: MergeCallbacks = TERMINAL
     """Display, signals and sinks of the run; `carry_out` sets them."""
 
-    def carry_out(self, around: MergeCallbacks = TERMINAL) -> dict[str, Any]:
+    def carry_out(self, callbacks: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
@@ -109,17 +109,17 @@ class MergeRun:
         """
         notices, most = list(self.notices), self.config.cluster.max_restarts
         with lock_run_directory(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
-            around = replace(around, display=journal.write_beside(around.display))
-            checkpoint = _go_on_from(self, self.resume_from, notices) if self.resume_from else None
+            callbacks = replace(callbacks, display=journal.write_beside(callbacks.display))
+            checkpoint = _choose_start(self, self.resume_from, notices) if self.resume_from else None
             if self.changed:
                 replace_inputs(self.paths, self.changed)
             else:
                 finish_inputs(self.paths)
-            inputs = take_missing_probes(self.inputs, notices.append, RunPaths(self.paths.whole).probes)
-            run = replace(self, around=around, inputs=inputs)
+            inputs = measure_missing_probes(self.inputs, notices.append, RunPaths(self.paths.merge_root).probes)
+            run = replace(self, callbacks=callbacks, inputs=inputs)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             start_error = ""
-            with around.signals() as signals:
+            with callbacks.signals() as signals:
                 for restart in itertools.count(1):
                     try:
                         return _run_session(run, checkpoint, notices, signals)
@@ -128,29 +128,29 @@ class MergeRun:
                             raise
                         start_error = error.start_error
                         notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
-                        checkpoint = _go_on_from(self, checkpoints.LATEST, notices)
+                        checkpoint = _choose_start(self, checkpoints.LATEST, notices)
                         if signals.should_leave():  # a scheduler's SIGTERM may have gone to the workers, too
-                            done = checkpoint.step if checkpoint else 0
-                            raise Interrupted(done, self.paths.root, signals.number, died=error) from None
+                            step = checkpoint.step if checkpoint else 0
+                            raise Interrupted(step, self.paths.root, signals.number, died=error) from None
         raise AssertionError("the last attempt returns or raises")
 
 
 def start(
-    config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None, around: MergeCallbacks = TERMINAL
+    config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str] | None = None, callbacks: MergeCallbacks = TERMINAL
 ) -> dict[str, Any]:
     """`begin` a run and carry it out. Returns the report."""
-    return begin(config, root, known).carry_out(around)
+    return begin(config, root, evaluation_files).carry_out(callbacks)
 
 
 def resume(
     root: Path,
     config: PipelineConfig | None = None,
     overrides: list[str] | None = None,
-    wanted: str = checkpoints.LATEST,
-    around: MergeCallbacks = TERMINAL,
+    resume_from: str = checkpoints.LATEST,
+    callbacks: MergeCallbacks = TERMINAL,
 ) -> dict[str, Any]:
     """`reopen` a run and carry it out. Returns the report."""
-    return reopen(root, config, overrides, wanted).carry_out(around)
+    return reopen(root, config, overrides, resume_from).carry_out(callbacks)
 
 
 def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
     return resume(root) if root.exists() else start(config, root)
 
 
-def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = None) -> MergeRun:
+def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str] | None = None) -> MergeRun:
     """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
     `evaluation_files`: name -> text of files of `evaluation/` that were measured before and are not measured again.
@@ -175,9 +175,9 @@ def begin(config: PipelineConfig, root: Path, known: Mapping[str, str] | None = 
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
         write_inputs(temporary, manifest)
-        if known:
+        if evaluation_files:
             temporary.evaluation.mkdir()
-            for name, text in known.items():
+            for name, text in evaluation_files.items():
                 atomic_write_text(temporary.evaluation / name, text)
     # From here on `opd merge --resume` works, even without a checkpoint.
     return MergeRun(
@@ -189,7 +189,7 @@ def reopen(
     root: Path,
     config: PipelineConfig | None = None,
     overrides: list[str] | None = None,
-    wanted: str = checkpoints.LATEST,
+    resume_from: str = checkpoints.LATEST,
 ) -> MergeRun:
     """Reopen an interrupted merge, to go on from a checkpoint, or from the start if it has none.
 
@@ -200,7 +200,7 @@ def reopen(
     refuse_no_run(paths)
     recorded = read_manifest(paths)
     config = config or load_pipeline(own_pipeline(paths, recorded), overrides)
-    return _make_resumed_run(paths, recorded, config, wanted)
+    return _make_resumed_run(paths, recorded, config, resume_from)
 
 
 def extend(root: Path, longer: Extension, overrides: list[str] | None = None) -> MergeRun:
@@ -209,14 +209,14 @@ def extend(root: Path, longer: Extension, overrides: list[str] | None = None) ->
     `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
-    before = read_manifest(paths)
-    recorded = longer.extended_manifest(before, paths)
-    config = longer.extended_pipeline(load_pipeline(own_pipeline(paths, before), overrides))
+    old_manifest = read_manifest(paths)
+    recorded = longer.extended_manifest(old_manifest, paths)
+    config = longer.extended_pipeline(load_pipeline(own_pipeline(paths, old_manifest), overrides))
     run = _make_resumed_run(paths, recorded, config, checkpoints.LATEST)
     return replace(run, notices=(*longer.extension_notices(config), *run.notices), changed=run.changed or recorded)
 
 
-def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, wanted: str) -> MergeRun:
+def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, resume_from: str) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)
@@ -224,26 +224,26 @@ def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: Pipe
     crowded = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
     read_companions(config, inputs)
-    found = manifest_of(config, inputs)
-    refuse_changed_inputs(recorded, found, paths.manifest)
-    changes = accept_changes(recorded["config"], found["config"], paths.manifest)
+    manifest = manifest_of(config, inputs)
+    refuse_changed_inputs(recorded, manifest, paths.manifest)
+    changes = accept_changes(recorded["config"], manifest["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
     older = warn_unrecorded(recorded)
     steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
-    if wanted != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
+    if resume_from != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
         older += changed_rules(recorded, config)
     return MergeRun(
         config=config,
         inputs=inputs,
         paths=paths,
         identity=recorded["identity"],
-        notices=(*version_warnings(recorded["versions"], found["versions"]), *older, *changes, *crowded),
-        resume_from=wanted,
-        changed=renew_manifest(recorded, found) if changes or older else None,
+        notices=(*version_warnings(recorded["versions"], manifest["versions"]), *older, *changes, *crowded),
+        resume_from=resume_from,
+        changed=renew_manifest(recorded, manifest) if changes or older else None,
     )
 
 
-def _go_on_from(run: MergeRun, wanted: str, notices: list[str]) -> Checkpoint | None:
+def _choose_start(run: MergeRun, resume_from: str, notices: list[str]) -> Checkpoint | None:
     """Choose and verify the checkpoint to go on from, and set later ones aside. Adds to `notices`.
 
     Raises: RunDirError; then nothing has changed, except that leftovers of a killed process are gone.
@@ -251,7 +251,7 @@ def _go_on_from(run: MergeRun, wanted: str, notices: list[str]) -> Checkpoint | 
     paths = run.paths
     for directory in (paths.root, paths.checkpoints, paths.targets):
         sweep_temporary_files(directory)
-    checkpoint = checkpoints.choose_checkpoint(paths.checkpoints, wanted, notices.append)
+    checkpoint = checkpoints.choose_checkpoint(paths.checkpoints, resume_from, notices.append)
     if checkpoint:
         refuse_foreign(checkpoint, run.identity)
         _refuse_fewer_steps(run.config, checkpoint.step)
@@ -262,12 +262,12 @@ def _go_on_from(run: MergeRun, wanted: str, notices: list[str]) -> Checkpoint | 
     return checkpoint
 
 
-def _refuse_fewer_steps(config: PipelineConfig, done: int) -> None:
-    if done > config.trainer.steps:
+def _refuse_fewer_steps(config: PipelineConfig, step: int) -> None:
+    if step > config.trainer.steps:
         raise RunDirError.at(
             "trainer.steps",
-            found=f"{config.trainer.steps}, with a checkpoint of step {done}",
-            wanted=f"at least {done}",
+            found=f"{config.trainer.steps}, with a checkpoint of step {step}",
+            wanted=f"at least {step}",
             fix="raise it, or go back with --resume-from STEP",
         )
 
@@ -278,80 +278,80 @@ def _run_session(
     """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_raise_if_unfinished`."""
     began = time.monotonic()
     config, paths = run.config, run.paths
-    done = checkpoint.step if checkpoint else 0
+    start_step = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
-    metrics.rewind(done)
-    take_back(paths, done, config.trainer.steps)
+    metrics.rewind(start_step)
+    take_back(paths, start_step, config.trainer.steps)
     records, domains = metrics.read(), tuple(config.domains)
     began -= sum(record.seconds for record in records)  # count the time of earlier starts
-    beginning = Beginning(config.name, paths.root, config.trainer.steps, domains, records)
+    beginning = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
     with (
-        run.around.display(beginning) as shown,
-        open_sinks(config.logging, paths.root, done) as sinks,
+        run.callbacks.display(beginning) as display,
+        open_sinks(config.logging, paths.root, start_step) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
-        _print_notices(run, notices, shown)
-        _reserve_workers(config, shown)
-        parts = build_merge(config, run.inputs, paths, shown, run.identity, [*sinks, *run.around.sinks])
-        record_layouts(parts, paths, shown.say)
+        _print_notices(run, notices, display)
+        _reserve_workers(config, display)
+        parts = build_merge(config, run.inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
+        record_layouts(parts, paths, display.say)
         parts.sync.begin()
-        before, expert = _before_and_experts(parts, run, shown)
+        student, expert = _take_starting_exams(parts, run, display)
         parts.monitors.begin(records, expert)
-        with signals.handle_first_signal(shown.say):
+        with signals.handle_first_signal(display.say):
             if checkpoint:
-                _load_checkpoint(parts, checkpoint, config.trainer.ranks, shown)
+                _load_checkpoint(parts, checkpoint, config.trainer.ranks, display)
             last = loop.run(parts, _plan_steps(config, checkpoint), signals.should_leave)
-        _leave_early(parts, run, last, signals)
-        shown.doing("the merged model is written")
+        _raise_if_unfinished(parts, run, last, signals)
+        display.doing("the merged model is written")
         _export_model(parts, run)
-        shown.doing("the exam of the merged model")
+        display.doing("the exam of the merged model")
         # The exam is taken by the exported files, not by the weights that the engines got from the last push.
-        parts.sync.hold(paths.model, like=config.student.model)
-        after = of_merged(parts.evaluator.evaluate(model=MERGED), paths.model, *trained_so_far(paths.metrics))
+        parts.sync.hold(paths.model, shape_of=config.student.model)
+        after = bind_to_model(parts.evaluator.evaluate(model=MERGED), paths.model, *read_progress(paths.metrics))
         parts.reporter.evaluation("after", after)
         wall_s = time.monotonic() - began
-    exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
+    exams = {"before": student.accuracy, "expert": expert.accuracy, "after": after.accuracy}
     report = _write_report(run, exams, wall_s)
     # The harness comes last: the workers have freed their memory, and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
     return report
 
 
-def _leave_early(parts: loop.Parts, run: MergeRun, last: int, signals: Interrupts) -> None:
+def _raise_if_unfinished(parts: loop.Components, run: MergeRun, last: int, signals: Interrupts) -> None:
     """Raise if the run ends before its last step; return if step `last` is that one.
 
     Raises: RunError if a monitor ends it, Paused among them, with the page of what it saw written; Interrupted after a signal.
     """
-    ended = parts.monitors.verdict()
+    ended = parts.monitors.end_error()
     if ended is not None:
-        with raise_storage_errors(run.paths.page):
-            write_report(run.paths.whole)
+        with raise_storage_errors(run.paths.report_page):
+            write_report(run.paths.merge_root)
         raise ended
     if last < run.config.trainer.steps:
         raise Interrupted(last, run.paths.root, signals.number)
 
 
-def _print_notices(run: MergeRun, notices: Sequence[str], shown: Display) -> None:
+def _print_notices(run: MergeRun, notices: Sequence[str], display: Display) -> None:
     """Tell the user what to know before the workers start."""
     for notice in (*run.inputs.warnings, *notices):
-        shown.say(f"warning: {notice}")
+        display.say(f"warning: {notice}")
     if run.inputs.template_date:
         day = run.inputs.template_date
-        shown.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
+        display.say(f"the chat template writes a date: {day} in every prompt of this run (student.template_date)")
     workers = num_workers(run.config)
-    taught = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
-    shown.say(f"{run.config.name}: starting {workers} workers {taught}")
-    shown.doing("workers start")
+    purpose = f"for {len(run.inputs.experts)} experts" if run.inputs.experts else "to learn from rewards alone"
+    display.say(f"{run.config.name}: starting {workers} workers {purpose}")
+    display.doing("workers start")
 
 
-def _reserve_workers(config: PipelineConfig, shown: Display) -> None:
+def _reserve_workers(config: PipelineConfig, display: Display) -> None:
     """Have a place for every worker before the first one loads. Raises: RunError past the deadline."""
-    found = reserve_places(config, beside=beside_the_driver(config))
-    for address in dict.fromkeys(found.values()):
-        shown.say(f"on {address}: {', '.join(name for name, at in found.items() if at == address)}")
+    addresses = reserve_places(config, local_workers=local_worker_names(config))
+    for address in dict.fromkeys(addresses.values()):
+        display.say(f"on {address}: {', '.join(name for name, at in addresses.items() if at == address)}")
 
 
-def _load_checkpoint(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, shown: Display) -> None:
+def _load_checkpoint(parts: loop.Components, checkpoint: Checkpoint, ranks: int, display: Display) -> None:
     """Load the state of the checkpoint into trainer and engine."""
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
@@ -359,9 +359,9 @@ def _load_checkpoint(parts: loop.Parts, checkpoint: Checkpoint, ranks: int, show
     if parts.rewards is not None:
         parts.rewards.load(checkpoint.path.absolute())
     pushed = parts.sync.push(checkpoint.policy_version)
-    shown.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
+    display.say(f"resumed from step {checkpoint.step}, engine and trainer agree to {pushed.gap:.1e} nats")
     if checkpoint.world_size != ranks:
-        shown.say(f"its {checkpoint.world_size} ranks are {ranks} now: not bit for bit from here")
+        display.say(f"its {checkpoint.world_size} ranks are {ranks} now: not bit for bit from here")
 
 
 def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.Plan:
@@ -376,14 +376,14 @@ def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.P
     )
 
 
-def _before_and_experts(parts: loop.Parts, run: MergeRun, shown: Display) -> tuple[Evaluation, Evaluation]:
+def _take_starting_exams(parts: loop.Components, run: MergeRun, display: Display) -> tuple[Evaluation, Evaluation]:
     """Return the exams of the student before training and of each domain's expert."""
-    before, expert = StartingExams(parts, run.config, run.inputs, run.paths, shown).measure_exams()
-    shown.exams(before.accuracy, expert.accuracy, clear_domains(before.scores, expert.scores))
-    return before, expert
+    student, expert = StartingExams(parts, run.config, run.inputs, run.paths, display).measure_exams()
+    display.exams(student.accuracy, expert.accuracy, clear_domains(student.scores, expert.scores))
+    return student, expert
 
 
-def _export_model(parts: loop.Parts, run: MergeRun) -> None:
+def _export_model(parts: loop.Components, run: MergeRun) -> None:
     """Export the merged model, which plain transformers and vLLM can load, and LoRA's adapter if it is wanted."""
     paths = run.paths
     temporary = paths.scratch_path("model")
@@ -410,7 +410,7 @@ def _write_companions(run: MergeRun, weights: Path) -> None:
     except ModelError as error:  # they were there when the run began
         raise RunError(
             f"{error}\n  intact: the merged weights, in {weights}\n"
-            f"  fix:    put the file back, then `opd merge --resume {as_typed(run.paths.whole)}`"
+            f"  fix:    put the file back, then `opd merge --resume {quote_for_shell(run.paths.merge_root)}`"
         ) from None
     for name, content in companions.items():
         (weights / name).write_bytes(content)

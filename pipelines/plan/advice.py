@@ -57,7 +57,7 @@ def _drop_idle(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]
     """Return the changes without those that it fits without."""
     needed = list(changes)
     for change in reversed(changes):
-        fewer = [one for one in needed if one != change]
+        fewer = [needed_change for needed_change in needed if needed_change != change]
         if _fits_with_changes(config, spec, fewer):
             needed = fewer
     return needed

@@ -100,10 +100,10 @@ class WorkerHardware:
 
     def first_touch_seconds(self, nbytes: float) -> float:
         """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
-        fresh, known = self.spec.rates.fresh, self.spec.rates.memory
+        fresh, touched = self.spec.rates.fresh, self.spec.rates.memory
         if self.spec.machine.gpus or fresh is None:
             return 0.0
-        return max(0.0, nbytes / fresh - nbytes / known) / self.at_work
+        return max(0.0, nbytes / fresh - nbytes / touched) / self.at_work
 
     def collective_seconds(self, nbytes: float, members: float) -> float:
         """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
@@ -119,7 +119,7 @@ class WorkerHardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class Hardware:
     """The hardware under all roles."""
 
     rollout: WorkerHardware
@@ -138,23 +138,23 @@ class Places:
         workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
         engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
         gpus = (engine, scorer, cluster.trainer_gpus)
-        beside = 1 if on_gpus else roles_at_once(config)
+        roles = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
-            WorkerHardware(spec=spec, workers=n, devices=(own or 1) if on_gpus else _worker_cores(spec, n, beside))
+            WorkerHardware(spec=spec, workers=n, devices=(own or 1) if on_gpus else _worker_cores(spec, n, roles))
             for n, own in zip(workers, gpus, strict=True)
         )
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
         shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
-        found = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
-        return found if beside == 1 else replace(found, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
+        hardware = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
+        return hardware if roles == 1 else replace(hardware, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
 
 
-def _worker_cores(spec: ClusterSpec, workers: int, beside: int) -> float:
-    """The share of a machine's cores that one of a role's workers computes with, where `beside` roles do at the same time: its
+def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:
+    """The share of a machine's cores that one of a role's workers computes with, where `roles` roles do at the same time: its
     threads, as `opd merge` counts them, or less where there are more threads than cores."""
-    there = ceil(workers / spec.machines)
-    threads = max(1, spec.machine.cores // there // beside)
-    return min(1 / there, threads / spec.machine.cores)
+    per_machine = ceil(workers / spec.machines)
+    threads = max(1, spec.machine.cores // per_machine // roles)
+    return min(1 / per_machine, threads / spec.machine.cores)
 
 
 def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:

@@ -41,23 +41,23 @@ def simulate_writing(prompt: int, groups: Sequence[Sequence[int]], slots: int, c
 
     A prompt is read once for all responses to it.
     """
-    waiting = deque((length, place == 0) for group in groups for place, length in enumerate(group))
+    waiting = deque((length, index == 0) for group in groups for index, length in enumerate(group))
     running: list[tuple[int, int]] = []  # (step after which it ends, step at which it began)
     spent, now, begun, sampled = cost.phase, 0, 0, 0
     while waiting or running:
         new = 0
         while waiting and len(running) < slots:
-            length, first = waiting.popleft()
+            length, is_first = waiting.popleft()
             heapq.heappush(running, (now + length, now))
             begun += now
-            new += prompt * first
+            new += prompt * is_first
             spent += cost.request
         if new:
             spent += cost.prefill(new)
         ends = running[0][0]
         steps, batch = ends - now, len(running)
-        seen = prompt + (now + ends) / 2 - begun / batch
-        spent += cost.step(batch, seen).times(steps)
+        context = prompt + (now + ends) / 2 - begun / batch
+        spent += cost.step(batch, context).times(steps)
         sampled += steps * batch
         now = ends
         while running and running[0][0] == now:

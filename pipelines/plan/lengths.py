@@ -39,13 +39,13 @@ class StepLengths:
     @cached_property
     def units(self) -> list[tuple[RowSize, tuple[int, ...]]]:
         """What is laid out together, and its responses: a response with its prompt, or trees of responses to one prompt."""
-        found = []
+        pairs = []
         for number, (domain, group) in enumerate(zip(self.domains, self.groups, strict=True)):
-            for place, responses in enumerate(_share_prompts(self.prompt, group)):
+            for tree, responses in enumerate(_share_prompts(self.prompt, group)):
                 size = self.prompt + sum(responses)
-                others = tuple(f"{number}/{place}/{i}" for i in range(1, len(responses)))
-                found.append((RowSize(f"{number}/{place}/0", domain, size, others), responses))
-        return found
+                other_ids = tuple(f"{number}/{tree}/{i}" for i in range(1, len(responses)))
+                pairs.append((RowSize(f"{number}/{tree}/0", domain, size, other_ids), responses))
+        return pairs
 
 
 def draw_responses(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> StepLengths:

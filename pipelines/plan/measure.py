@@ -33,7 +33,7 @@ SMALL, CALLS = 8, 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class MeasuredLayer:
     """A dense decoder layer, as far as its time goes."""
 
     whose: str
@@ -57,16 +57,16 @@ class Layer:
         return sum(of * out for of, out in self.products.values())
 
 
-SMOLLM2 = Layer(whose="SmolLM2", hidden=576, queries=576, keys=192, head=64, inside=1536)
+SMOLLM2 = MeasuredLayer(whose="SmolLM2", hidden=576, queries=576, keys=192, head=64, inside=1536)
 """The layer that is measured where the student's own is no dense layer, or too large."""
 
 
-def layer_of(model_dir: Path) -> Layer:
+def layer_of(model_dir: Path) -> MeasuredLayer:
     """The student's own layer, or SmolLM2's. Raises: as `read_config`."""
     config = read_config(model_dir)
     heads = config.num_attention_heads
     head = config.head_dim or config.hidden_size // heads
-    own = Layer(
+    own = MeasuredLayer(
         whose="the student",
         hidden=config.hidden_size,
         queries=heads * head,
@@ -78,7 +78,7 @@ def layer_of(model_dir: Path) -> Layer:
     return own if dense and own.parameters <= LARGEST else SMOLLM2
 
 
-def measured_spec(base: ClusterSpec, layer: Layer = SMOLLM2) -> ClusterSpec:
+def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterSpec:
     """The spec with this machine's cores, memory and rates, and the shares of a product that a layer reaches; a machine
     without GPUs."""
     import torch
@@ -100,11 +100,11 @@ def measured_spec(base: ClusterSpec, layer: Layer = SMOLLM2) -> ClusterSpec:
     return ClusterSpec.model_validate(data)
 
 
-def measured_factors(torch: Any, rate: float, layer: Layer) -> dict[str, dict[str, Any]]:
+def measured_factors(torch: Any, rate: float, layer: MeasuredLayer) -> dict[str, dict[str, Any]]:
     """Shares of the float32 product that a layer reaches: whole rows forward, the same forward and backward, and one token of
     each of some sequences."""
     rows, batch = f"{LAYER_ROWS} rows of {LAYER_WIDE}", f"{LAYER_BATCH} rows of 1"
-    found = {
+    rates = {
         "forward": (rows, _layer_rate(torch, layer, 1)),
         "backward": (rows, _layer_rate(torch, layer, 3)),
         "decode": (batch, _decode_rate(torch, layer)),
@@ -112,13 +112,13 @@ def measured_factors(torch: Any, rate: float, layer: Layer) -> dict[str, dict[st
     return {
         name: {
             "share": round(min(1.0, reached / rate), 3),
-            "why": f"measured: a layer of {layer.whose}'s shape, {what}, in float32: {reached / rate:.2f} of the product",
+            "why": f"measured: a layer of {layer.whose}'s shape, {rows_text}, in float32: {reached / rate:.2f} of the product",
         }
-        for name, (what, reached) in found.items()
+        for name, (rows_text, reached) in rates.items()
     }
 
 
-def _layer_rate(torch: Any, layer: Layer, passes: int) -> float:
+def _layer_rate(torch: Any, layer: MeasuredLayer, passes: int) -> float:
     """FLOP/s of a layer: forward, or with three passes' products forward and backward."""
     draw = torch.Generator().manual_seed(0)
     weights = [torch.randn(out, of, generator=draw).mul_(0.02) for of, out in layer.products.values()]
@@ -137,7 +137,7 @@ def _layer_rate(torch: Any, layer: Layer, passes: int) -> float:
         return float(passes * flops / _quickest_seconds(run))
 
 
-def _layer_forward(torch: Any, layer: Layer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
+def _layer_forward(torch: Any, layer: MeasuredLayer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
     """[B, T, D] of one layer, without norms and positions."""
     q, k, v, o, gate, up, down = weights
     linear = torch.nn.functional.linear
@@ -157,7 +157,7 @@ def _layer_forward(torch: Any, layer: Layer, weights: Sequence[Any], hidden_B_T_
     return seen_B_T_D + linear(inner_B_T_F, down)
 
 
-def _decode_rate(torch: Any, layer: Layer) -> float:
+def _decode_rate(torch: Any, layer: MeasuredLayer) -> float:
     """FLOP/s of a layer's matrices with one token of each of `LAYER_BATCH` sequences."""
     draw = torch.Generator().manual_seed(0)
     pairs = [
@@ -195,10 +195,10 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     Raises: StorageError, before anything is measured if the file's directory cannot be made; ConfigError if `path` is a
     directory, or in a file.
     """
-    file = next((place for place in path.parents if place.is_file()), None)
+    file = next((parent for parent in path.parents if parent.is_file()), None)
     if file or path.is_dir():
-        found = f"{file} is a file" if file else f"{path}, a directory"
-        raise ConfigError.at("--measure", found=found, wanted="a file to write", fix="name another, such as here.yaml")
+        problem = f"{file} is a file" if file else f"{path}, a directory"
+        raise ConfigError.at("--measure", found=problem, wanted="a file to write", fix="name another, such as here.yaml")
     with raise_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))
@@ -229,12 +229,12 @@ def _measure_small_calls(torch: Any) -> float:
     """Small operations a second that one core begins: Python's part and torch's, no arithmetic worth the name."""
     row_1_D, square_D_D = torch.ones(1, SMALL), torch.ones(SMALL, SMALL)
 
-    def some() -> None:
+    def multiply_rows() -> None:
         for _ in range(CALLS):
             torch.nn.functional.linear(row_1_D, square_D_D)
 
     with torch.inference_mode():
-        return CALLS / _quickest_seconds(some)
+        return CALLS / _quickest_seconds(multiply_rows)
 
 
 def _quickest_seconds(work: Callable[[], Any]) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.adapter import AdapterInfo, inspect_adapter, named_base
-from experts.json_files import read_as
+from experts.json_files import read_model
 from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
@@ -15,7 +15,7 @@ from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
 from opd.prompts.balance import round_counts, samples_by_weight
-from pipelines.routes import START, Expert, route_domains, scoring_routes
+from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.sizing.models import (
     MergeModels,
     has_weights,
@@ -49,8 +49,8 @@ class Models:
         """Name of everyone who scores -> rows of a step."""
         rows = dict.fromkeys(self.scorers, 0)
         for domain, assigned in self.merge.scoring.items():
-            for one in assigned:
-                rows[one.teacher.name] += self.samples[domain]
+            for weighted_teacher in assigned:
+                rows[weighted_teacher.teacher.name] += self.samples[domain]
         return rows
 
     @property
@@ -64,14 +64,14 @@ def read_models(config: PipelineConfig) -> Models:
     shape = read_shape(config.student.model)
     student = model_facts(config.student.model, shape)
     refuse_past_context(config, student)
-    shapes, experts, notes = {START: shape}, dict[str, Expert](), list[str]()
+    shapes, experts, notes = {START: shape}, dict[str, RoutedExpert](), list[str]()
     for name, expert, own in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, own
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
     start = unhashed_expert(START, "", student)
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = experts | {START: start}
-    names = [one.teacher.name for assigned in scoring.values() for one in assigned]
+    names = [weighted_teacher.teacher.name for assigned in scoring.values() for weighted_teacher in assigned]
     scorers = {name: everyone[name] for name in dict.fromkeys(names)}
     lora = config.student.lora
     if lora is not None:
@@ -94,17 +94,17 @@ def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
-def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, Expert, Shape]]:
+def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, RoutedExpert, Shape]]:
     """Name, expert and shape. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
-        for name, given in config.experts.items():
-            yield (name, *_inline_model(name, given))
+        for name, expert_config in config.experts.items():
+            yield (name, *_inline_model(name, expert_config))
         return
     registry = Registry(config.registry or default_root())
-    there = registry.names()
+    registered_names = registry.names()
     missing = []
-    for name in there if config.experts.use == "all" else config.experts.use:
-        if name in there:
+    for name in registered_names if config.experts.use == "all" else config.experts.use:
+        if name in registered_names:
             manifest = registry.get(name)
             expert = unhashed_expert(name, manifest.domain, manifest.info, manifest.adapter)
             yield name, expert, read_shape(Path(manifest.info.path))
@@ -115,12 +115,12 @@ def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> 
         notes.append(f"not registered yet, planned as full models of the student's shape: {', '.join(missing)}")
 
 
-def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
-    file = locate_file(given.model, ADAPTER_CONFIG)
+def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert, Shape]:
+    file = locate_file(expert_config.model, ADAPTER_CONFIG)
     if not file.is_file():
-        shape = read_shape(given.model)
-        return unhashed_expert(name, given.domain, model_facts(given.model, shape)), shape
-    named = given.base or named_base(file.parent)
+        shape = read_shape(expert_config.model)
+        return unhashed_expert(name, expert_config.domain, model_facts(expert_config.model, shape)), shape
+    named = expert_config.base or named_base(file.parent)
     if named is None:
         raise ConfigError.at(
             f"experts.{name}.base",
@@ -129,13 +129,13 @@ def _inline_model(name: str, given: ExpertConfig) -> tuple[Expert, Shape]:
             fix=f"set experts.{name}.base to its directory",
         )
     # Adapters that name one directory in several ways share it.
-    base = given.base or named.resolve()
+    base = expert_config.base or named.resolve()
     shape = read_shape(base)
-    if has_weights(given.model) and has_weights(base):
-        adapter = inspect_adapter(given.model, base, hash_files=False)
+    if has_weights(expert_config.model) and has_weights(base):
+        adapter = inspect_adapter(expert_config.model, base, hash_files=False)
     else:
-        adapter = _adapter_by_config(given.model, base, read_as(_Adapter, file), shape)
-    return unhashed_expert(name, given.domain, model_facts(base, shape), adapter), shape
+        adapter = _adapter_by_config(expert_config.model, base, read_model(_Adapter, file), shape)
+    return unhashed_expert(name, expert_config.domain, model_facts(base, shape), adapter), shape
 
 
 def _adapter_by_config(path: Path, base: Path, lora: _Adapter, shape: Shape) -> AdapterInfo:

@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.config import PipelineConfig
-from opd.config.sections import HELD_WHOLE
+from opd.config.sections import MAX_UNSHARDED
 from opd.config.teachers import TransformersTeachers
 from opd.models.packing import pack_into_rows
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
-from pipelines.plan.cost import Places, Seconds
+from pipelines.plan.cost import Hardware, Seconds
 from pipelines.plan.engine import EngineCost, EngineTimeline, simulate_writing
 from pipelines.plan.lengths import StepLengths
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
-from pipelines.routes import asked_by_trainer
+from pipelines.routes import start_student_weights
 from pipelines.sizing.cache import cache_copies
 from pipelines.sizing.memory import in_memory, off_gpus
 from teachers.scorers import SCORE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
+class TrainingCost:
     """The trainer's part of a step."""
 
     micro_batches: tuple[Seconds, ...]
@@ -53,18 +53,18 @@ class StepCost:
     config: PipelineConfig
     spec: ClusterSpec
     models: Models
-    places: Places
+    hardware: Hardware
     slots: int
     """Sequences that one engine writes at a time."""
 
     def rollout_seconds(self, lengths: StepLengths) -> list[EngineTimeline]:
         """Every engine's part of a step; prompts are dealt out one by one."""
-        workers, cost = self.places.rollout.workers, self._engine_cost(lengths.prompt)
-        shares = [lengths.groups[first::workers] for first in range(workers)]
+        workers, cost = self.hardware.rollout.workers, self._engine_cost(lengths.prompt)
+        shares = [lengths.groups[worker::workers] for worker in range(workers)]
         return [simulate_writing(lengths.prompt, share, self.slots, cost) for share in shares if share]
 
     def _engine_cost(self, prompt: int) -> EngineCost:
-        place, shape, spec = self.places.rollout, self.models.student, self.spec
+        engine, shape, spec = self.hardware.rollout, self.models.student, self.spec
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
         factors, extra = spec.factors, spec.overheads
@@ -73,20 +73,20 @@ class StepCost:
         def prefill(tokens: int) -> Seconds:
             flops = shape.forward(tokens, prompt / 2)
             return Seconds(
-                compute=place.matmul_seconds(flops, dtype, factors.forward.share), link=self._reduce_seconds(tokens)
+                compute=engine.matmul_seconds(flops, dtype, factors.forward.share), link=self._reduce_seconds(tokens)
             )
 
-        def step(batch: int, seen: float) -> Seconds:
-            flops = shape.forward(batch, seen) + 2 * batch * shape.head
-            products = place.matmul_seconds(flops, dtype, factors.decode.share)
-            looked_at = min(seen, shape.attention.window or seen)
+        def step(batch: int, context: float) -> Seconds:
+            flops = shape.forward(batch, context) + 2 * batch * shape.head
+            products = engine.matmul_seconds(flops, dtype, factors.decode.share)
+            looked_at = min(context, shape.attention.window or context)
             cache = batch * looked_at * shape.attention.kv_values * copies
-            read = place.copy_seconds((shape.numbers_read(batch) + cache) * width)
+            read = engine.copy_seconds((shape.numbers_read(batch) + cache) * width)
             return Seconds(
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
                 link=self._reduce_seconds(batch),
-                overhead=place.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
+                overhead=engine.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
             )
 
         return EngineCost(
@@ -95,42 +95,42 @@ class StepCost:
 
     def _reduce_seconds(self, tokens: int) -> float:
         """Two sums a layer among the devices of one engine."""
-        place, shape = self.places.rollout, self.models.student
-        if place.devices <= 1:
+        engine, shape = self.hardware.rollout, self.models.student
+        if engine.devices <= 1:
             return 0.0
         nbytes = 2 * tokens * shape.hidden * DTYPE_BYTES[self.config.rollout.dtype]
-        once = self.spec.overheads.message.s + place.collective_seconds(nbytes, place.devices)
+        once = self.spec.overheads.message.s + engine.collective_seconds(nbytes, engine.devices)
         return 2 * shape.layers * once
 
     def score(self, lengths: StepLengths) -> list[Seconds]:
         """Every worker's part of a step: the teacher with the most rows goes to the worker with the fewest."""
         if self.config.teachers.elsewhere or not self.models.scorers:
             return []
-        workers = self.places.teachers.workers
+        workers = self.hardware.teachers.workers
         rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
-        found = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
-        for name in sorted(rows, key=lambda one: -sum(rows[one])):
+        seconds = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
+        for name in sorted(rows, key=lambda scorer: -sum(rows[scorer])):
             load, worker = heapq.heappop(loads)
-            found[worker] += self._score_seconds(name, rows[name])
+            seconds[worker] += self._score_seconds(name, rows[name])
             heapq.heappush(loads, (load + sum(rows[name]), worker))
-        return found
+        return seconds
 
     def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
         scoring = self.models.merge.scoring
-        mine = {domain for domain, given in scoring.items() if name in [one.teacher.name for one in given]}
-        return [unit.length for unit, _ in lengths.units if unit.domain in mine]
+        domains = {domain for domain, assigned in scoring.items() if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]}
+        return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
     def _score_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
-        place, shape, dtype = self.places.teachers, self.models.scorers[name], self.config.teachers.dtype
+        worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
         compute, read, passes = 0.0, 0, 0
         for batch in cut_into_runs(sorted(sizes), SCORE_TOKENS):
             tokens, wide = computed_tokens(batch)
             read += tokens
             flops = shape.forward(tokens, wide / 2)
-            compute += place.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
+            compute += worker.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
             passes += 1
         rows = self.models.rows_by_scorer()[name]
         return Seconds(
@@ -142,10 +142,10 @@ class StepCost:
     def _load_seconds(self, name: str) -> float:
         """Seconds until a teacher's weights are where it computes. Weights within `teachers.memory` stay there on CPUs, those
         within `teachers.gpu_memory` on GPUs."""
-        place, spec, teachers = self.places.teachers, self.spec, self.config.teachers
+        worker, spec, teachers = self.hardware.teachers, self.spec, self.config.teachers
         sizes = teacher_bytes(self.config, self.models)
         share, every = spec.factors.link.share, sum(sizes.values())
-        read = sizes[name] / (spec.links.disk * max(1.0, place.machines / place.workers) * share)
+        read = sizes[name] / (spec.links.disk * max(1.0, worker.machines / worker.workers) * share)
         budget = 0
         if isinstance(teachers, TransformersTeachers):
             budget = teachers.gpu_memory if spec.machine.gpus else teachers.memory
@@ -153,9 +153,9 @@ class StepCost:
             return 0.0
         if not spec.machine.gpus:
             return read
-        copied = sizes[name] / (spec.links.load * place.at_work * share)
+        copied = sizes[name] / (spec.links.load * worker.at_work * share)
         # Files that machines have read stay in half of their memory.
-        return copied if every / place.machines <= spec.machine.memory / 2 else max(copied, read)
+        return copied if every / worker.machines <= spec.machine.memory / 2 else max(copied, read)
 
     def _offload_seconds(self, name: str) -> float:
         """Seconds of a pass in which layers that are on no GPU come to the first one: from memory, and from the files."""
@@ -167,15 +167,15 @@ class StepCost:
         on_disk = off - in_memory(teachers, weights)
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
 
-    def train_seconds(self, lengths: StepLengths) -> Trained:
+    def train_seconds(self, lengths: StepLengths) -> TrainingCost:
         """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
-        place, config = self.places.trainer, self.config
+        trainer, config = self.hardware.trainer, self.config
         units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
         rows = [unit for unit, _ in units.values()]
-        plan = plan_micro_batches(rows, place.workers, config.trainer.micro_batch_tokens)
+        plan = plan_micro_batches(rows, trainer.workers, config.trainer.micro_batch_tokens)
         ranks = [[[units[i] for i in part if i in units] for part in rank] for rank in plan]
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
-        return Trained(
+        return TrainingCost(
             micro_batches=tuple(self._micro_batch(part) for part in busiest),
             last=self._optimiser_seconds(),
             gathers=sum(3 if self._start_student_sizes(part) else 2 for part in busiest),
@@ -183,32 +183,32 @@ class StepCost:
 
     def _start_student_sizes(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
         """Sizes of the units for which the ranks run the student without its adapters: it is one of their teachers."""
-        domains = asked_by_trainer(self.config)
+        domains = start_student_weights(self.config)
         return [unit.length for unit, _ in rows if unit.domain in domains]
 
     def _micro_batch(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
-        config, shape, place = self.config, self.models.student, self.places.trainer
+        config, shape, trainer = self.config, self.models.student, self.hardware.trainer
         spec, dtype = self.spec, config.trainer.dtype
         tokens, wide = computed_tokens([unit.length for unit, _ in rows])
         trained = sum(sum(responses) for _, responses in rows)
         flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
-        compute = place.matmul_seconds(flops, dtype, spec.factors.backward.share)
-        asked = self._start_student_sizes(rows)
-        asked_tokens, asked_wide = computed_tokens(asked)
-        compute += place.matmul_seconds(shape.forward(asked_tokens, asked_wide / 2), dtype, spec.factors.forward.share)
+        compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
+        start_sizes = self._start_student_sizes(rows)
+        start_tokens, start_wide = computed_tokens(start_sizes)
+        compute += trainer.matmul_seconds(shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share)
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
-        gathers = 3 if asked else 2
+        gathers = 3 if start_sizes else 2
         talk = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
         hidden = min(spec.factors.hidden.share * talk, compute)
         # Logits of student and teachers in float32: written and read once each.
-        logits = place.copy_seconds(trained * shape.vocab * 8 * (1 + self._teacher_heads()))
+        logits = trainer.copy_seconds(trained * shape.vocab * 8 * (1 + self._teacher_heads()))
         return Seconds(
             compute=compute,
             memory=logits,
             link=talk - hidden,
-            overhead=place.crowd * own + self._micro_batch_messages(gathers),
+            overhead=trainer.crowd * own + self._micro_batch_messages(gathers),
         )
 
     @property
@@ -219,17 +219,17 @@ class StepCost:
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
         """FLOPs of each phase that the models ask for, padding left out."""
-        shape, seen = self.models.student, lengths.tokens / len(lengths.responses) / 2
+        shape, context = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
-        scored = sum(one.forward(sum(self._rows_of(name, lengths)), seen) for name, one in self.models.scorers.items())
+        scored = sum(scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items())
         laid_out = sum(unit.length for unit, _ in lengths.units)
-        asked = sum(self._start_student_sizes(lengths.units))
+        start_tokens = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
         return {
-            "rollout": shape.forward(prompts + responses, seen) + 2 * responses * shape.head,
+            "rollout": shape.forward(prompts + responses, context) + 2 * responses * shape.head,
             "score": scored,
-            "train": self._passes * shape.forward(laid_out, seen) + shape.forward(asked, seen) + heads,
+            "train": self._passes * shape.forward(laid_out, context) + shape.forward(start_tokens, context) + heads,
             "sync": 0.0,
         }
 
@@ -242,44 +242,44 @@ class StepCost:
         """Heads beside the student's for each trained token: none where teachers send log-probs, but that of a start student that
         the trainer asks."""
         sends = answer_class(self.config.teachers.payload).SENDS_HEADS
-        asked = sum(self.models.samples[domain] for domain in asked_by_trainer(self.config))
-        return ((self.models.opinions if sends else 0) + asked) / max(1, self.config.trainer.samples_per_step)
+        start_samples = sum(self.models.samples[domain] for domain in start_student_weights(self.config))
+        return ((self.models.opinions if sends else 0) + start_samples) / max(1, self.config.trainer.samples_per_step)
 
     def gather_seconds(self, times: int = 2) -> float:
         """Seconds to gather all weights so many times; a micro-batch does forward, and backward."""
-        place = self.places.trainer
+        trainer = self.hardware.trainer
         nbytes = times * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
-        return place.collective_seconds(nbytes, place.workers) if self._is_sharded() else 0.0
+        return trainer.collective_seconds(nbytes, trainer.workers) if self._is_sharded() else 0.0
 
     def reduce_gradients_seconds(self) -> float:
         """Seconds to add up gradients, each rank its shard."""
-        place = self.places.trainer
+        trainer = self.hardware.trainer
         nbytes = self.models.merge.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
-        return place.collective_seconds(nbytes, place.workers) if self._is_sharded() else 0.0
+        return trainer.collective_seconds(nbytes, trainer.workers) if self._is_sharded() else 0.0
 
     def _is_sharded(self) -> bool:
-        return self.places.trainer.workers > 1
+        return self.hardware.trainer.workers > 1
 
     def _micro_batch_messages(self, gathers: int) -> float:
         """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered."""
         if not self._is_sharded():
             return 0.0
-        large = sum(p.layers for p in self.models.student.parts if p.parameters > HELD_WHOLE * p.layers)
+        large = sum(p.layers for p in self.models.student.parts if p.parameters > MAX_UNSHARDED * p.layers)
         return (self.models.student.tensors + gathers * large) * self.spec.overheads.message.s
 
     def _optimiser_seconds(self) -> Seconds:
         """One pass over gradient, master, both moments and compute copy of a shard."""
-        place, trainer = self.places.trainer, self.config.trainer
-        each = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
-        nbytes = self.models.merge.trained * each / place.workers
+        rank, trainer = self.hardware.trainer, self.config.trainer
+        bytes_per_weight = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
+        nbytes = self.models.merge.trained * bytes_per_weight / rank.workers
         return Seconds(
-            memory=place.copy_seconds(nbytes),
-            overhead=self.spec.overheads.phase.s + place.crowd * self.spec.overheads.step.s,
+            memory=rank.copy_seconds(nbytes),
+            overhead=self.spec.overheads.phase.s + rank.crowd * self.spec.overheads.step.s,
         )
 
     def push_seconds(self, lengths: StepLengths) -> Seconds:
         """A push to every engine, and its probe."""
-        gathered = self.places.trainer.collective_seconds(self.push.nbytes, self.places.trainer.workers)
+        gathered = self.hardware.trainer.collective_seconds(self.push.nbytes, self.hardware.trainer.workers)
         # The probe's pass of the trainer gathers all weights once more.
         return self.push.push_seconds(lengths.prompt, gathered + self.gather_seconds(1))
 
@@ -289,7 +289,7 @@ class StepCost:
             config=self.config,
             spec=self.spec,
             shape=self.models.student,
-            places=self.places,
+            hardware=self.hardware,
             pushed=self.models.merge.pushed,
         )
 
@@ -297,10 +297,10 @@ class StepCost:
 def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
     """Bytes that a teacher's turn brings in: an adapter where its base is another teacher's too."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    found = {}
+    sizes = {}
     for name, expert in models.merge.scorers.items():
-        found[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
-    return found
+        sizes[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
+    return sizes
 
 
 def computed_tokens(sizes: Sequence[int]) -> tuple[int, int]:
@@ -313,10 +313,10 @@ def computed_tokens(sizes: Sequence[int]) -> tuple[int, int]:
 
 def cut_into_runs(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Consecutive runs of at most so many tokens; a longer unit is alone."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for size in sizes:
-        if found and sum(found[-1]) + size <= most:
-            found[-1].append(size)
+        if runs and sum(runs[-1]) + size <= most:
+            runs[-1].append(size)
         else:
-            found.append([size])
-    return found
+            runs.append([size])
+    return runs

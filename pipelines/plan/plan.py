@@ -9,7 +9,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.plan.cost import Places, Seconds, apply_placement
+from pipelines.plan.cost import Hardware, Seconds, apply_placement
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import StepCost, teacher_bytes
@@ -17,9 +17,9 @@ from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
 from pipelines.sizing.cache import cache_bytes, cache_tokens
-from pipelines.sizing.gpu_memory import Room, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
+from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
 from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
-from pipelines.sizing.parts import Held, worker_parts
+from pipelines.sizing.parts import MemoryPart, worker_parts
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
@@ -29,7 +29,7 @@ ROW = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class Transfer:
     """A transfer of one step."""
 
     what: str
@@ -83,11 +83,11 @@ class MergePlan:
     """Mean tokens of a response."""
     sequences: float
     """Mean sequences in an engine's step."""
-    memory: tuple[Held, ...]
+    memory: tuple[MemoryPart, ...]
     fullest: dict[str, int]
     """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
-    room: tuple[Room, ...]
-    traffic: tuple[Sent, ...]
+    room: tuple[MemoryRoom, ...]
+    traffic: tuple[Transfer, ...]
     phases: tuple[PhasePlan, ...]
     roles: tuple[RoleRow, ...]
     step_s: float
@@ -107,15 +107,15 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
     spec, config = spec.at_its_speed(), apply_placement(config, spec)
     models = _read_models(config)
-    places = Places.of(config, spec)
-    refuse_apart(config, spec, places)
+    hardware = Hardware.of(config, spec)
+    refuse_apart(config, spec, hardware)
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
-    work = StepCost(config=config, spec=spec, models=models, places=places, slots=max(1, slots))
-    total = sum(one.trainer.steps for one in rounds_of(config))
+    work = StepCost(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
+    total = sum(round_config.trainer.steps for round_config in rounds_of(config))
     steps = simulate_steps(work, spec.lengths, min(SIMULATED, total))
-    first = draw_responses(config, models, spec.lengths, 0)
-    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(first).items())
+    lengths = draw_responses(config, models, spec.lengths, 0)
+    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(lengths).items())
     step_s = sum(step.wall for step in steps) / len(steps)
     room = tuple(memory_rooms(config, models.merge, spec.hardware, shared=spec.takes_turns))
     return MergePlan(
@@ -134,24 +134,24 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         ),
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
-        traffic=tuple(_step_traffic(work, first)),
+        traffic=tuple(_step_traffic(work, lengths)),
         phases=phases,
-        roles=tuple(_role_rows(steps, places)),
+        roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
         hours=total * step_s / HOUR,
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
         fits=slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns),
-        notes=(*models.notes, *notes, *_plan_notes(config, models, spec, places)),
+        notes=(*models.notes, *notes, *_plan_notes(config, models, spec, hardware)),
     )
 
 
 def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = apply_placement(config, spec)
-    models, places = _read_models(config), Places.of(config, spec)
-    refuse_apart(config, spec, places)
+    models, hardware = _read_models(config), Hardware.of(config, spec)
+    refuse_apart(config, spec, hardware)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
     return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
 
@@ -172,18 +172,18 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
     """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds. With 0 the
     merge does not fit, and is planned as if it had room for one, to say what is missing."""
     lengths = draw_responses(config, models, spec.lengths, 0)
-    each = lengths.tokens / len(lengths.responses)
-    room, wanted = (
-        int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / each),
+    sequence_tokens = lengths.tokens / len(lengths.responses)
+    room, max_sequences = (
+        int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / sequence_tokens),
         config.rollout.max_num_seqs,
     )
-    if room >= min(wanted, len(lengths.responses)):
-        return wanted, []
+    if room >= min(max_sequences, len(lengths.responses)):
+        return max_sequences, []
     if not room:
         return 0, [
-            f"the key-value cache has no room for a sequence of {each:.0f} tokens; planned as if it had room for one"
+            f"the key-value cache has no room for a sequence of {sequence_tokens:.0f} tokens; planned as if it had room for one"
         ]
-    return room, [f"the key-value cache holds {room} sequences of {each:.0f} tokens, rollout.max_num_seqs is {wanted}"]
+    return room, [f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"]
 
 
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:
@@ -191,37 +191,37 @@ def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> Phase
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
 
 
-def _step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Sent]:
+def _step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Transfer]:
     """Everything of size that a step moves between processes."""
     config, models = work.config, work.models
     shape, merge = models.student, models.merge
     rows, responses = len(lengths.responses), sum(lengths.responses)
     rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
-    yield Sent(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
+    yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
     if models.scorers:
         opinions = models.opinions / rows
         targets = opinions * (rollouts + target_bytes(config, merge) * responses)
-        yield Sent(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
+        yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
         turns = teacher_bytes(config, models)
-        yield Sent(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
+        yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = work.train_seconds(lengths)
         parts = len(trained.micro_batches)
         gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
         summed = parts * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
-        yield Sent(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
-        yield Sent(what="summed gradients", link="rank ↔ rank", nbytes=summed)
+        yield Transfer(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
+        yield Transfer(what="summed gradients", link="rank ↔ rank", nbytes=summed)
     way = "rank 0 → object stores → engines" if work.push.over_network else "rank 0 → engines"
-    yield Sent(what="new weights", link=way, nbytes=work.push.sent)
+    yield Transfer(what="new weights", link=way, nbytes=work.push.sent)
 
 
-def _role_rows(steps: Sequence[SimulatedStep], places: Places) -> list[RoleRow]:
+def _role_rows(steps: Sequence[SimulatedStep], hardware: Hardware) -> list[RoleRow]:
     shares = {role: busy for role, busy, _ in role_timeline(steps)}
-    each = {"rollout": places.rollout, "teachers": places.teachers, "trainer": places.trainer}
+    by_role = {"rollout": hardware.rollout, "teachers": hardware.teachers, "trainer": hardware.trainer}
     return [
-        RoleRow(name=name, workers=place.workers, devices=place.devices, busy=shares[name])
-        for name, place in each.items()
+        RoleRow(name=name, workers=worker.workers, devices=worker.devices, busy=shares[name])
+        for name, worker in by_role.items()
     ]
 
 
@@ -230,7 +230,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, places: Places) -> Iterator[str]:
+def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
     """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
@@ -244,7 +244,7 @@ def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, place
     gpus = count_gpus(config, models.merge, shared=spec.takes_turns)
     if spec.machine.gpus and gpus > spec.devices:
         yield f"{gpus} devices are placed, the cluster has {spec.devices}"
-    if spec.machine.gpus and places.rollout.devices > spec.machine.gpus:
+    if spec.machine.gpus and hardware.rollout.devices > spec.machine.gpus:
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
-    if spec.machine.gpus and places.teachers.devices > spec.machine.gpus:
+    if spec.machine.gpus and hardware.teachers.devices > spec.machine.gpus:
         yield "a teacher on several machines is planned; `opd merge` keeps each scoring worker on one"

@@ -15,7 +15,7 @@ from opd.errors import ConfigError
 from opd.models.buckets import BUCKET_BYTES
 from opd.settings.strict import DTYPE_BYTES
 from opd.sync.proof import PROBE_SEQUENCES
-from pipelines.plan.cost import Places, Seconds, WorkerHardware
+from pipelines.plan.cost import Hardware, Seconds, WorkerHardware
 from pipelines.plan.spec import ClusterSpec
 from pipelines.sizing.shape import Shape
 
@@ -38,7 +38,7 @@ class Push:
     config: PipelineConfig
     spec: ClusterSpec
     shape: Shape
-    places: Places
+    hardware: Hardware
     pushed: int
     """Numbers that are pushed."""
 
@@ -61,8 +61,8 @@ class Push:
     @property
     def _away(self) -> int:
         """Machines with engines that are not rank 0's: it shares one where roles share devices, or the machine is the only one."""
-        machines = self.places.rollout.machines
-        return machines - 1 if self.places.shared or self.spec.machines == 1 else machines
+        machines = self.hardware.rollout.machines
+        return machines - 1 if self.hardware.shared or self.spec.machines == 1 else machines
 
     @property
     def _buckets(self) -> int:
@@ -74,7 +74,7 @@ class Push:
     def push_seconds(self, prompt: int, gathered: float) -> Seconds:
         """A push whose weights the ranks gather in so many seconds, and its proof; prompts of so many tokens are its probe."""
         # Ranks gather and prove, engines read and prove, on cores that they may have to share.
-        crowd = RANKS * self.places.trainer.crowd + (1 - RANKS) * self.places.rollout.crowd
+        crowd = RANKS * self.hardware.trainer.crowd + (1 - RANKS) * self.hardware.rollout.crowd
         overhead = self.spec.overheads.phase.s + crowd * self.spec.overheads.push.of(self.shape.tensors)
         out, into = self._send_seconds(), self._receive_seconds()
         link = gathered + out.link + into.link
@@ -91,60 +91,60 @@ class Push:
     def _send_seconds(self) -> Seconds:
         """Until weights that are gathered have left rank 0."""
         if not self.over_network:
-            return self._in_host(self.places.trainer, WRITTEN, 1.0)
+            return self._in_host(self.hardware.trainer, WRITTEN, 1.0)
         # A bucket is filled by the way from the GPU.
-        return self._in_host(self.places.trainer, STORED - 1 if self.spec.machine.gpus else STORED, 1.0)
+        return self._in_host(self.hardware.trainer, STORED - 1 if self.spec.machine.gpus else STORED, 1.0)
 
     def _receive_seconds(self) -> Seconds:
         """From there into every engine; all of them read at the same time."""
-        place = self.places.rollout
+        engine = self.hardware.rollout
         nbytes = 2 * LOADED * self.nbytes
         if not self.spec.machine.gpus:  # vLLM's CPU build multiplies with packed weights, and the head is packed apart
             nbytes += 2 * self.shape.head * DTYPE_BYTES[self.config.rollout.dtype]
         rate = self.spec.links.between * self.spec.factors.link.share
         wire = WIRE * self.nbytes * min(1, self._away) / rate if self.over_network else 0.0
-        taken = self._in_host(place, TAKEN if self.over_network else 0, max(1.0, place.devices))
+        seconds = self._in_host(engine, TAKEN if self.over_network else 0, max(1.0, engine.devices))
         # With GPUs nobody waits for the copy that is passed on: it is made while the engine takes its own, which is no shorter.
         if self.over_network and self._away > 1 and not self.spec.machine.gpus:
-            taken += self._in_host(place, PASSED, 1.0)
-        loaded = place.copy_seconds(nbytes) + place.first_touch_seconds((LOADED - REPLACED) * self.nbytes)
-        return taken + Seconds(memory=loaded, link=wire)
+            seconds += self._in_host(engine, PASSED, 1.0)
+        loaded = engine.copy_seconds(nbytes) + engine.first_touch_seconds((LOADED - REPLACED) * self.nbytes)
+        return seconds + Seconds(memory=loaded, link=wire)
 
-    def _in_host(self, place: WorkerHardware, copies: int, devices: float) -> Seconds:
+    def _in_host(self, worker: WorkerHardware, copies: int, devices: float) -> Seconds:
         """Copies in the host's memory by one process; with GPUs, also the way between host and so many GPUs, each with its part."""
         if not self.spec.machine.gpus:
             return Seconds(
-                memory=place.copy_seconds(2 * copies * self.nbytes) + place.first_touch_seconds(copies * self.nbytes)
+                memory=worker.copy_seconds(2 * copies * self.nbytes) + worker.first_touch_seconds(copies * self.nbytes)
             )
         rate = self.spec.links.load * self.spec.factors.link.share
         return Seconds(link=(copies + 1 / devices) * self.nbytes / rate)
 
     def _probe_seconds(self, prompt: int) -> float:
         """Seconds for the beginnings of a few prompts in the trainer, then in the engines."""
-        config, wanted = self.config, self.config.sync.probe_tokens
-        each = max(2, min(prompt, config.rollout.max_model_len - 1, wanted // PROBE_SEQUENCES + 1))
-        tokens = each * max(PROBE_SEQUENCES, ceil(wanted / (each - 1)))
-        flops = self.shape.forward(tokens, each / 2) + 2 * tokens * self.shape.head
+        config, probe_tokens = self.config, self.config.sync.probe_tokens
+        sequence_tokens = max(2, min(prompt, config.rollout.max_model_len - 1, probe_tokens // PROBE_SEQUENCES + 1))
+        tokens = sequence_tokens * max(PROBE_SEQUENCES, ceil(probe_tokens / (sequence_tokens - 1)))
+        flops = self.shape.forward(tokens, sequence_tokens / 2) + 2 * tokens * self.shape.head
         share = self.spec.factors.forward.share
-        there = self.places.rollout.matmul_seconds(flops, config.rollout.dtype, share)
-        here = self.places.trainer.matmul_seconds(flops, config.trainer.dtype, share)
-        return there + here
+        engine_seconds = self.hardware.rollout.matmul_seconds(flops, config.rollout.dtype, share)
+        trainer_seconds = self.hardware.trainer.matmul_seconds(flops, config.trainer.dtype, share)
+        return engine_seconds + trainer_seconds
 
 
-def refuse_apart(config: PipelineConfig, spec: ClusterSpec, places: Places) -> None:
+def refuse_apart(config: PipelineConfig, spec: ClusterSpec, hardware: Hardware) -> None:
     """Raises: ConfigError, as `opd merge` does when it places its workers, if engines and rank 0 are to share a memory and cannot
     be on one machine."""
     if config.sync.kind != "shared_memory" or spec.machines == 1:
         return
-    engines = places.rollout.workers * places.rollout.devices
-    together = engines if places.shared else engines + places.trainer.devices
+    engines = hardware.rollout.workers * hardware.rollout.devices
+    together = engines if hardware.shared else engines + hardware.trainer.devices
     room = max(1, spec.machine.gpus)
-    if places.rollout.machines == 1 and together <= room + 1e-9:
+    if hardware.rollout.machines == 1 and together <= room + 1e-9:
         return
     gpus = f", which have {together:g} GPUs, and {room} on a machine" if spec.machine.gpus else ""
     raise ConfigError.at(
         "sync.kind",
-        found=f"shared_memory, with {places.rollout.workers} rollout engines and trainer rank 0 on several machines{gpus}",
+        found=f"shared_memory, with {hardware.rollout.workers} rollout engines and trainer rank 0 on several machines{gpus}",
         wanted="all of these on one machine, whose memory they share",
         fix="set sync.kind to network",
     )

@@ -16,7 +16,7 @@ from opd.config.pipeline import is_overlapped
 from pipelines.plan.cost import Seconds
 from pipelines.plan.engine import EngineTimeline
 from pipelines.plan.lengths import StepLengths, draw_responses
-from pipelines.plan.phases import StepCost, Trained
+from pipelines.plan.phases import StepCost, TrainingCost
 from pipelines.plan.spec import LengthsSpec
 
 PHASES = ("rollout", "score", "train", "sync")
@@ -47,11 +47,11 @@ def simulate_steps(work: StepCost, lengths: LengthsSpec, steps: int) -> list[Sim
 
 def _simulate_step(work: StepCost, now: StepLengths, after: StepLengths) -> SimulatedStep:
     config = work.config
-    beside = config.schedule.mode == "one_step_off"
-    wrote = work.rollout_seconds(after if beside else now)
+    writes_ahead = config.schedule.mode == "one_step_off"
+    timelines = work.rollout_seconds(after if writes_ahead else now)
     scored, trained, pushed = work.score(now), work.train_seconds(now), work.push_seconds(now)
     phases = {
-        "rollout": _slowest_worker([one.spent for one in wrote]),
+        "rollout": _slowest_worker([timeline.spent for timeline in timelines]),
         "score": _slowest_worker(scored),
         "train": trained.spent,
         "sync": pushed,
@@ -59,44 +59,44 @@ def _simulate_step(work: StepCost, now: StepLengths, after: StepLengths) -> Simu
     taught = _overlapped_seconds(work, phases["score"].total, trained)
     writing = phases["rollout"].total
     # Devices that roles share do one thing at a time; CPU cores are divided between them instead.
-    apart = beside and not (work.places.shared and work.spec.machine.gpus)
-    both = writing + taught
+    apart = writes_ahead and not (work.hardware.shared and work.spec.machine.gpus)
+    phase_wall = writing + taught
     if apart:
-        together, crowd = min(writing, taught), work.places.crowd
-        both = max(writing, taught) + (crowd - 1) * together
+        together, crowd = min(writing, taught), work.hardware.crowd
+        phase_wall = max(writing, taught) + (crowd - 1) * together
         phases = _slow_down_phases(phases, together, crowd)
     return SimulatedStep(
-        wall=both + pushed.total,
+        wall=phase_wall + pushed.total,
         phases=phases,
         busy={
-            "rollout": _mean_worker([one.spent for one in wrote], work.places.rollout.workers),
-            "teachers": _mean_worker(scored, work.places.teachers.workers),
+            "rollout": _mean_worker([timeline.spent for timeline in timelines], work.hardware.rollout.workers),
+            "teachers": _mean_worker(scored, work.hardware.teachers.workers),
             "trainer": trained.spent.total,
         },
         response_tokens=sum(now.responses),
         tokens=now.tokens,
-        engine_steps=max((one.steps for one in wrote), default=0),
-        sequences=_mean_sequences(wrote),
+        engine_steps=max((timeline.steps for timeline in timelines), default=0),
+        sequences=_mean_sequences(timelines),
     )
 
 
 def _slow_down_phases(phases: dict[str, Seconds], together: float, crowd: float) -> dict[str, Seconds]:
     """The phases as they last where the engines, for so many seconds of their work, share cores with scoring and training."""
-    left = {"rollout": together, "score": together, "train": max(0.0, together - phases["score"].total)}
-    found = dict(phases)
-    for name, beside in left.items():
+    shared_seconds = {"rollout": together, "score": together, "train": max(0.0, together - phases["score"].total)}
+    slowed = dict(phases)
+    for name, overlap in shared_seconds.items():
         alone = phases[name].total
-        found[name] = phases[name].times(1 + (crowd - 1) * min(alone, beside) / alone) if alone else phases[name]
-    return found
+        slowed[name] = phases[name].times(1 + (crowd - 1) * min(alone, overlap) / alone) if alone else phases[name]
+    return slowed
 
 
-def _overlapped_seconds(work: StepCost, scoring: float, trained: Trained) -> float:
+def _overlapped_seconds(work: StepCost, scoring: float, trained: TrainingCost) -> float:
     """Seconds from the first row that is scored to the end of the optimiser's step."""
-    if not is_overlapped(work.config) or work.places.shared:
+    if not is_overlapped(work.config) or work.hardware.shared:
         return scoring + trained.spent.total
     parts, clock = len(trained.micro_batches), 0.0
-    for number, one in enumerate(trained.micro_batches, start=1):
-        clock = max(clock, scoring * number / parts) + one.total
+    for number, micro_batch in enumerate(trained.micro_batches, start=1):
+        clock = max(clock, scoring * number / parts) + micro_batch.total
     return clock + trained.last.total
 
 
@@ -109,13 +109,13 @@ def role_timeline(steps: Sequence[SimulatedStep]) -> Iterator[tuple[str, float, 
 
 
 def _slowest_worker(workers: Sequence[Seconds]) -> Seconds:
-    return max(workers, key=lambda one: one.total, default=Seconds())
+    return max(workers, key=lambda seconds: seconds.total, default=Seconds())
 
 
 def _mean_worker(workers: Sequence[Seconds], count: int) -> float:
-    return sum(one.total for one in workers) / count
+    return sum(seconds.total for seconds in workers) / count
 
 
-def _mean_sequences(wrote: Sequence[EngineTimeline]) -> float:
-    steps = sum(one.steps for one in wrote)
-    return sum(one.sequences * one.steps for one in wrote) / max(1, steps)
+def _mean_sequences(timelines: Sequence[EngineTimeline]) -> float:
+    steps = sum(timeline.steps for timeline in timelines)
+    return sum(timeline.sequences * timeline.steps for timeline in timelines) / max(1, steps)

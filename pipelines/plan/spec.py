@@ -14,7 +14,7 @@ from opd.errors import ConfigError
 from opd.settings.strict import DType, Strict
 from opd.settings.yaml_files import load_yaml, validate_section
 from pipelines.catalog import PLANS
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 
 DEFAULT = "two-cores"
 """The shipped spec with which a merge is planned if nobody names one; a measured spec has its overheads."""
@@ -146,7 +146,7 @@ class OverheadsSpec(Strict):
         """The same on a machine of this rate."""
         if self.calls is None or calls is None:
             return self
-        changed = {name: one.times(self.calls / calls) for name, one in self if isinstance(one, SecondsSpec)}
+        changed = {name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)}
         return self.model_copy(update=changed | {"calls": calls})
 
 
@@ -202,10 +202,10 @@ class ClusterSpec(Strict):
         return self.machines * max(1, self.machine.gpus)
 
     @property
-    def hardware(self) -> Machine:
+    def hardware(self) -> MachineFacts:
         """All machines as one."""
         gpus = (int(self.machine.gpu_memory),) * (self.machines * self.machine.gpus)
-        return Machine(cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus)
+        return MachineFacts(cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus)
 
     @property
     def takes_turns(self) -> bool:
@@ -233,6 +233,6 @@ def load_spec(name_or_path: str) -> ClusterSpec:
 
 def with_lengths(spec: ClusterSpec, prompt: int | None, response: float | None, tail: float | None) -> ClusterSpec:
     """The spec with the lengths that are given; the others stay."""
-    given = {"prompt": prompt, "response": response, "tail": tail}
-    changed = {name: value for name, value in given.items() if value is not None}
+    lengths = {"prompt": prompt, "response": response, "tail": tail}
+    changed = {name: value for name, value in lengths.items() if value is not None}
     return spec.model_copy(update={"lengths": spec.lengths.model_copy(update=changed)})

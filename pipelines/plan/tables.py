@@ -11,7 +11,7 @@ UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Printed:
+class PrintedTable:
     """One table."""
 
     title: str
@@ -19,46 +19,46 @@ class Printed:
     rows: Sequence[tuple[str, ...]]
 
 
-def plan_tables(plan: MergePlan) -> Iterator[Printed]:
+def plan_tables(plan: MergePlan) -> Iterator[PrintedTable]:
     """Return tables of the inputs, memory, bytes, seconds, and busy shares of the roles."""
-    yield Printed(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_inputs_table(plan))
-    yield Printed(
+    yield PrintedTable(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_inputs_table(plan))
+    yield PrintedTable(
         title="memory of one worker, on each of its devices",
         columns=("role", "part", "GiB"),
         rows=[
-            *((one.role, one.part, format_gib(one.nbytes)) for one in plan.memory),
+            *((row.role, row.part, format_gib(row.nbytes)) for row in plan.memory),
             *((role, "at its fullest, with its process", format_gib(nbytes)) for role, nbytes in plan.fullest.items()),
         ],
     )
-    yield Printed(
+    yield PrintedTable(
         title="does it fit?",
         columns=("at its fullest", "GiB needed", "GiB there", "fits"),
         rows=[
-            (one.what, format_gib(one.needed), format_gib(one.there), "yes" if one.fits else "no") for one in plan.room
+            (row.what, format_gib(row.needed), format_gib(row.there), "yes" if row.fits else "no") for row in plan.room
         ],
     )
-    yield Printed(
+    yield PrintedTable(
         title="bytes of one step",
         columns=("what", "link", "bytes"),
-        rows=[(one.what, one.link, format_short(one.nbytes) + "B") for one in plan.traffic],
+        rows=[(row.what, row.link, format_short(row.nbytes) + "B") for row in plan.traffic],
     )
-    yield Printed(
+    yield PrintedTable(
         title="seconds of one step, slowest worker",
         columns=("phase", "FLOPs", "seconds", "products", "memory", "links", "overhead", "limited by"),
         rows=[
             (
-                one.name,
-                format_short(one.flops),
-                *(f"{value:.3g}" for value in (one.seconds, one.compute, one.memory, one.link, one.overhead)),
-                one.limit,
+                row.name,
+                format_short(row.flops),
+                *(f"{value:.3g}" for value in (row.seconds, row.compute, row.memory, row.link, row.overhead)),
+                row.limit,
             )
-            for one in plan.phases
+            for row in plan.phases
         ],
     )
-    yield Printed(
+    yield PrintedTable(
         title="how busy",
         columns=("role", "workers", "devices of each", "busy"),
-        rows=[(one.name, str(one.workers), f"{one.devices:g}", f"{one.busy:.0%}") for one in plan.roles],
+        rows=[(row.name, str(row.workers), f"{row.devices:g}", f"{row.busy:.0%}") for row in plan.roles],
     )
 
 

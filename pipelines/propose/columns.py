@@ -12,7 +12,7 @@ from typing import Any
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
 from opd.prompts.broken import BrokenRow
-from opd.prompts.readers import DAMAGED, RowLocation, column_names, csv_rows, refuse_large_groups, source_rows
+from opd.prompts.readers import GZIP_ERRORS, RowLocation, column_names, csv_rows, refuse_large_groups, source_rows
 from opd.prompts.sources import Source, find_source, import_datasets
 
 ASKING = (
@@ -52,49 +52,49 @@ class Columns:
     @property
     def renamed(self) -> dict[Column, str]:
         """Our name -> theirs, where they differ."""
-        ours: dict[Column, str | None] = {"prompt": self.prompt, "answer": self.answer}
-        return {name: theirs for name, theirs in ours.items() if theirs is not None and theirs != name}
+        by_name: dict[Column, str | None] = {"prompt": self.prompt, "answer": self.answer}
+        return {name: column for name, column in by_name.items() if column is not None and column != name}
 
 
-def look_at_columns(path: Path, given: Sequence[str]) -> Columns:
-    """The columns of a file; `given` are the names of prompt and answer, as far as the user said. Raises: OpdError."""
+def look_at_columns(path: Path, columns: Sequence[str]) -> Columns:
+    """The columns of a file; `columns` are the names of prompt and answer, as far as the user said. Raises: OpdError."""
     source = find_source(path)
     names, rows = first_rows(source)
-    for name in given:
+    for name in columns:
         if name not in names:
             raise ConfigError.at(
-                f"--columns {','.join(given)}",
+                f"--columns {','.join(columns)}",
                 found=f"no column `{name}` in {path}",
                 wanted=f"one of: {', '.join(names)}",
                 fix="correct the name: --columns PROMPT or --columns PROMPT,ANSWER",
             )
-    prompt = given[0] if given else _find_prompt_column(path, names)
-    if not given:
+    prompt = columns[0] if columns else _find_prompt_column(path, names)
+    if not columns:
         _refuse_two_parts(source, prompt)
     return Columns(
         prompt=prompt,
-        answer=given[1] if len(given) > 1 else _find_answer_column(names, rows, prompt),
+        answer=columns[1] if len(columns) > 1 else _find_answer_column(names, rows, prompt),
         messages=any(isinstance(row.get(prompt), list) for row in rows),
     )
 
 
 def _find_prompt_column(path: Path, names: Sequence[str]) -> str:
-    found = _first_of(ASKING, names) or (names[0] if len(names) == 1 else None)
-    if found is None:
+    column = _first_of(ASKING, names) or (names[0] if len(names) == 1 else None)
+    if column is None:
         raise PromptError.at(
             path,
             found=f"the columns {', '.join(names) or '(none)'}",
             wanted=f"one that asks, with a name such as {', '.join(ASKING[:2])}, question, instruction, problem",
             fix="say which one it is: --columns PROMPT, or --columns PROMPT,ANSWER",
         )
-    if len(names) == 1 and (";" in found or "\t" in found):  # its cells would have the answers in the prompts
+    if len(names) == 1 and (";" in column or "\t" in column):  # its cells would have the answers in the prompts
         raise PromptError.at(
             path,
-            found=f"the one column {found!r}",
+            found=f"the one column {column!r}",
             wanted="a CSV file with commas between its cells",
-            fix=f"write it with commas; if that is one column, say so: --columns '{found}'",
+            fix=f"write it with commas; if that is one column, say so: --columns '{column}'",
         )
-    return found
+    return column
 
 
 def _find_answer_column(names: Sequence[str], rows: Sequence[Row], prompt: str) -> str | None:
@@ -107,9 +107,9 @@ def _find_answer_column(names: Sequence[str], rows: Sequence[Row], prompt: str) 
     return _first_of(ANSWERING, plain)
 
 
-def _first_of(wanted: Sequence[str], names: Sequence[str]) -> str | None:
+def _first_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
     by_lower = {name.strip().lower(): name for name in reversed(names)}
-    return next((by_lower[name] for name in wanted if name in by_lower), None)
+    return next((by_lower[name] for name in candidates if name in by_lower), None)
 
 
 def _refuse_two_parts(source: Source, prompt: str) -> None:
@@ -120,10 +120,10 @@ def _refuse_two_parts(source: Source, prompt: str) -> None:
     # As another column it is read from a table, too.
     columns: dict[Column, str | None] = {"prompt": prompt, **({"answer": "input"} if table else {})}
     rows = source_rows(source, PromptsConfig(path=source.files[0], columns=columns))
-    found = next((place for place, row in rows if isinstance(row, dict) and str(row.get("input") or "").strip()), None)
-    if found is not None:
+    first_input = next((location for location, row in rows if isinstance(row, dict) and str(row.get("input") or "").strip()), None)
+    if first_input is not None:
         raise PromptError.at(
-            found,
+            first_input,
             found="a prompt in two columns, `instruction` and `input`",
             wanted="what asks in one column",
             fix="write a column `prompt` with both texts; or take one of the two: --columns instruction",
@@ -137,7 +137,7 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     file = source.files[0]
     try:
         if source.kind == "jsonl":
-            rows = [_parse_row(*found) for found in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
+            rows = [_parse_row(*located_row) for located_row in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
             return list(dict.fromkeys(name for row in rows for name in row)), rows
         if source.kind == "csv":
             return _first_of_csv(file)
@@ -146,7 +146,7 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
         assert source.directory is not None
         saved = import_datasets().load_from_disk(str(source.directory))
         return list(saved.column_names), saved.select(range(min(FIRST_ROWS, len(saved)))).to_list()
-    except (OSError, csv.Error, pa.ArrowException, *DAMAGED) as error:
+    except (OSError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:
         raise PromptError.at(
             source.label,
             found=f"a file that cannot be read: {error}",
@@ -155,10 +155,10 @@ def first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
         ) from None
 
 
-def _parse_row(place: RowLocation, row: Any) -> Row:
+def _parse_row(location: RowLocation, row: Any) -> Row:
     """The row of a JSONL file, if it has columns. Raises: PromptError."""
     if not isinstance(row, dict):
-        raise place.make_error(
+        raise location.make_error(
             BrokenRow(f"a {type(row).__name__}", "write every row as an object on a line of its own")
         )
     return row

@@ -19,7 +19,7 @@ from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.verifiers.numeric import NUMBER
 from opd.verifiers.reasoning_gym import ReasoningGym
 from pipelines.propose.columns import Columns, look_at_columns
-from pipelines.propose.given import Ask, GivenExpert, InitAnswers, Tell, ask_until_valid
+from pipelines.propose.given import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
 from pipelines.propose.text import on_one_line
 
 LOOKED_AT = 500
@@ -47,7 +47,7 @@ class Sources:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenDomain:
+class DomainFacts:
     """The prompts of one expert."""
 
     sources: Sources
@@ -55,7 +55,7 @@ class SeenDomain:
     """The training prompts, tokenised, before anything is held out."""
     verifier: Any
     """The verifier as a pipeline spells it; None if there is nothing to judge."""
-    why: str
+    reason: str
     """Reason for this verifier, or for none."""
     answer_tokens: int
     """Tokens of the longest answer that was looked at."""
@@ -63,16 +63,16 @@ class SeenDomain:
     """The same for completions: 0 if the prompts have none."""
 
 
-def find_sources(given: InitAnswers, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
+def find_sources(answers: InitAnswers, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
     """Every domain's files and columns. `chat`: whether texts are what a user says; None: it follows from the chat template.
 
     This imports nothing large. Raises: PromptError, ConfigError.
     """
     templated = student.chat_template_hash is not None
-    return {name: _prompt_sources(expert, chat, templated) for name, expert in given.experts.items()}
+    return {name: _prompt_sources(expert, chat, templated) for name, expert in answers.experts.items()}
 
 
-def _prompt_sources(expert: GivenExpert, chat: bool | None, templated: bool) -> Sources:
+def _prompt_sources(expert: ExpertAnswer, chat: bool | None, templated: bool) -> Sources:
     as_chat = templated if chat is None else chat
     _parse_verifier(expert.verifier)
     columns = look_at_columns(expert.prompts, expert.columns)
@@ -89,41 +89,41 @@ def _prompts_config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfi
 
 
 def look_at_domains(
-    given: InitAnswers, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
-) -> dict[str, SeenDomain]:
+    answers: InitAnswers, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
+) -> dict[str, DomainFacts]:
     """Read and tokenise every prompt, and propose how answers are judged. Raises: PromptError, ConfigError."""
 
-    def chosen(name: str, proposal: str) -> str:
-        said = given.experts[name].verifier
-        if said or ask is None:
-            return said
+    def choose_verifier(name: str, proposal: str) -> str:
+        verifier = answers.experts[name].verifier
+        if verifier or ask is None:
+            return verifier
         answer = ask_until_valid(ask, tell, f"How are answers of {name} judged ({JUDGES})", _parse_verifier, proposal)
         return "" if answer == proposal else answer
 
-    return {name: _look_at_domain(name, source, tokenizer, chosen) for name, source in sources.items()}
+    return {name: _look_at_domain(name, source, tokenizer, choose_verifier) for name, source in sources.items()}
 
 
-def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> SeenDomain:
+def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> DomainFacts:
     """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
     sources = _without_chat(sources, tokenizer)
     table = load_prompts(sources.training, name, tokenizer)
     lines = _sample_prompts(table)
     judged = lines if sources.exam is None else _sample_prompts(load_prompts(sources.exam, name, tokenizer))
-    verifier, why = propose_verifier(judged)
+    verifier, reason = propose_verifier(judged)
     if wish := chosen(name, "none" if verifier is None else on_one_line(verifier)):
-        verifier, why = _parse_verifier(wish), "as you said"
+        verifier, reason = _parse_verifier(wish), "as you said"
     if verifier is None and sources.exam is not None:
         raise ConfigError.at(
             f"--eval {name}={sources.exam.path}",
-            found=why,
+            found=reason,
             wanted="answers in a column such as `answer`, or a verifier of yours",
             fix=f"name the column with --columns {name}=PROMPT,ANSWER, or --verifier {name}=..., or leave --eval out",
         )
-    return SeenDomain(
+    return DomainFacts(
         sources=sources,
         table=table,
         verifier=verifier,
-        why=why,
+        reason=reason,
         answer_tokens=_longest_text(tokenizer, [line.answer for line in lines]),
         completion_tokens=_longest_text(tokenizer, [_text_of(line.completion) for line in lines]),
     )
@@ -148,13 +148,13 @@ def _without_chat(sources: Sources, tokenizer: Any) -> Sources:
 def _parse_verifier(text: str) -> Any:
     """A verifier that the user names. Raises: ConfigError."""
     try:
-        found = parse_yaml(text)
+        verifier = parse_yaml(text)
     except (ValueError, yaml.YAMLError):
-        found = text
-    if found in (None, "", "none"):
+        verifier = text
+    if verifier in (None, "", "none"):
         return None
-    validate_section(DomainEvalConfig, {"holdout": 0.5, "verifier": found}, "--verifier")
-    return found
+    validate_section(DomainEvalConfig, {"holdout": 0.5, "verifier": verifier}, "--verifier")
+    return verifier
 
 
 def _sample_prompts(table: PromptTable) -> list[PromptLine]:
@@ -162,8 +162,8 @@ def _sample_prompts(table: PromptTable) -> list[PromptLine]:
 
 
 def _longest_text(tokenizer: Any, texts: Sequence[str]) -> int:
-    said = [text for text in texts if text]
-    return max((len(ids) for ids in tokenizer(said, add_special_tokens=False)["input_ids"]), default=0) if said else 0
+    filled = [text for text in texts if text]
+    return max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
 
 
 def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
@@ -201,8 +201,8 @@ def _choice_verifier(last: str) -> Any:
 
 def _shows_working(line: PromptLine) -> bool:
     """True if the completion has more lines than the answer, which is its last one."""
-    said = _text_of(line.completion).strip().splitlines()
-    return len(said) > 1 and said[-1].strip() == line.answer.strip()
+    lines = _text_of(line.completion).strip().splitlines()
+    return len(lines) > 1 and lines[-1].strip() == line.answer.strip()
 
 
 def _text_of(said: str | Messages | None) -> str:
@@ -210,20 +210,20 @@ def _text_of(said: str | Messages | None) -> str:
     return said or "" if isinstance(said, str | None) else "".join(message["content"] for message in said)
 
 
-def choose_share(domains: Mapping[str, SeenDomain]) -> float:
+def choose_share(domains: Mapping[str, DomainFacts]) -> float:
     """The share of prompts to hold out: one for all domains, so that a prompt of two files is on the same side in both.
 
     As small as gives every exam enough questions, and as large as leaves none without.
     """
-    tables = [seen.table for seen in domains.values() if wants_share(seen)]
+    tables = [facts.table for facts in domains.values() if wants_share(facts)]
     fewest = min((len(table) for table in tables), default=QUESTIONS)
-    first = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
-    return next((share for share in (first, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1])
+    smallest = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
+    return next((share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1])
 
 
-def wants_share(seen: SeenDomain) -> bool:
+def wants_share(facts: DomainFacts) -> bool:
     """True if the domain's exam is held out of its training prompts."""
-    return seen.verifier is not None and seen.sources.exam is None
+    return facts.verifier is not None and facts.sources.exam is None
 
 
 def can_split(table: PromptTable, share: float) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from experts.adapter import is_adapter
 from opd.errors import ConfigError, OpdError
 from opd.settings.strict import NAME_PATTERN
-from opd.text import with_home
+from opd.text import expand_home
 
 Ask = Callable[[str, str], str]
 """(question, proposal) -> the answer. An empty proposal: there is none, and an empty answer is one."""
@@ -47,7 +47,7 @@ class Flags:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenExpert:
+class ExpertAnswer:
     """One expert, and what was said about its domain, which has the same name."""
 
     model: Path
@@ -65,7 +65,7 @@ class InitAnswers:
     """Everything that a proposal starts from."""
 
     student: Path
-    experts: Mapping[str, GivenExpert]
+    experts: Mapping[str, ExpertAnswer]
 
 
 def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
@@ -73,7 +73,7 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
     if ask is None:
         _refuse_missing(flags)
     else:
-        flags = _with_models(flags, ask, tell)
+        flags = _ask_for_models(flags, ask, tell)
     assert flags.student is not None
     models = experts_of(flags.experts)
     prompts = by_expert("--prompts", flags.prompts, models)
@@ -94,13 +94,13 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
     verifiers = by_expert("--verifier", flags.verifiers, models, files=False)
     exams, bases = by_expert("--eval", flags.exams, models), _parse_bases(flags.bases, models)
     experts = {
-        name: GivenExpert(
+        name: ExpertAnswer(
             model=model,
             prompts=_existing_file(prompts[name]),
             exam=_existing_file(exams[name]) if name in exams else None,
             columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
             verifier=verifiers.get(name, ""),
-            base=Path(with_home(bases[name])) if name in bases else None,
+            base=Path(expand_home(bases[name])) if name in bases else None,
         )
         for name, model in models.items()
     }
@@ -119,16 +119,16 @@ def _refuse_missing(flags: Flags) -> None:
         )
 
 
-def _with_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
+def _ask_for_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     """The flags with a student and at least one expert."""
     if flags.student is None:
         question = "Student, the model that learns (a directory; usually what the experts were trained from)"
         flags = replace(flags, student=Path(ask_until_valid(ask, tell, question, _existing_directory)))
     experts = list(flags.experts)
     while not flags.experts:
-        more = "" if not experts else "; empty: no more"
+        hint = "" if not experts else "; empty: no more"
         text = ask_until_valid(
-            ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{more})", _expert_or_end(experts)
+            ask, tell, f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{hint})", _make_expert_check(experts)
         )
         if not text:
             break
@@ -136,10 +136,10 @@ def _with_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     return replace(flags, experts=tuple(experts))
 
 
-def _expert_or_end(before: list[str]) -> Callable[[str], str]:
+def _make_expert_check(experts: list[str]) -> Callable[[str], str]:
     def check(text: str) -> str:
-        if text or not before:
-            experts_of([*before, text])
+        if text or not experts:
+            experts_of([*experts, text])
         return text
 
     return check
@@ -158,7 +158,7 @@ def ask_until_valid(ask: Ask, tell: Tell, question: str, check: Callable[[str], 
 
 
 def _existing_directory(text: str) -> Path:
-    text = with_home(text)  # a shell leaves the `~` of NAME=~/DIR
+    text = expand_home(text)  # a shell leaves the `~` of NAME=~/DIR
     if not text or not Path(text).is_dir():
         raise ConfigError.at(
             text or "a model",
@@ -170,7 +170,7 @@ def _existing_directory(text: str) -> Path:
 
 
 def _existing_file(text: str | Path) -> Path:
-    text = with_home(str(text))
+    text = expand_home(str(text))
     if not text or not Path(text).exists():
         raise ConfigError.at(
             text or "prompts",
@@ -183,16 +183,16 @@ def _existing_file(text: str | Path) -> Path:
 
 def experts_of(texts: Iterable[str]) -> dict[str, Path]:
     """Name -> directory, of `NAME=DIR` or `DIR`. Raises: ConfigError for a missing directory, or a name that comes twice."""
-    found = [_parse_name_value(text, path=True) for text in texts]
-    named = [(name or name_of(Path(value)), _existing_directory(value)) for name, value in found]
+    pairs = [_parse_name_value(text, path=True) for text in texts]
+    named = [(name or name_of(Path(value)), _existing_directory(value)) for name, value in pairs]
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
-        places = [str(path) for name, path in named if name == twice[0]]
+        paths = [str(path) for name, path in named if name == twice[0]]
         raise ConfigError.at(
             "--expert",
-            found=f"two experts named {twice[0]}: {', '.join(places)}",
+            found=f"two experts named {twice[0]}: {', '.join(paths)}",
             wanted="a name of its own for each",
-            fix=f"name them: --expert NAME={places[-1]}",
+            fix=f"name them: --expert NAME={paths[-1]}",
         )
     return dict(named)
 
@@ -218,7 +218,7 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
     A file without a name goes to the expert that its own name, or its directory's, has in it. Any other value goes to all
     experts that have none of their own. Raises: ConfigError.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for_all: list[str] = []
     for text in texts:
         name, value = _parse_name_value(text, path=files)
@@ -226,22 +226,22 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
             for_all.append(value)
             continue
         name = name or _expert_of_file(option, value, list(experts))
-        if name not in experts or name in found:
+        if name not in experts or name in values:
             raise ConfigError.at(
                 f"{option} {text}",
-                found=f"a second value for {name}" if name in found else f"{name}, which is no expert",
+                found=f"a second value for {name}" if name in values else f"{name}, which is no expert",
                 wanted=f"one for each expert: {', '.join(experts)}",
                 fix="correct the name, or name the expert: --expert NAME=DIR",
             )
-        found[name] = value
-    return dict.fromkeys(experts, for_all[-1]) | found if for_all else found
+        values[name] = value
+    return dict.fromkeys(experts, for_all[-1]) | values if for_all else values
 
 
 def _parse_bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
     """Expert -> base. One without a name is meant for adapters alone."""
     named = {_parse_name_value(text, path=False)[0] for text in texts}
-    found = by_expert("--base", texts, experts, files=False)
-    return {name: base for name, base in found.items() if name in named or is_adapter(experts[name])}
+    bases = by_expert("--base", texts, experts, files=False)
+    return {name: base for name, base in bases.items() if name in named or is_adapter(experts[name])}
 
 
 def _expert_of_file(option: str, file: str, experts: list[str]) -> str:

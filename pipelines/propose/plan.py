@@ -12,24 +12,24 @@ import numpy as np
 from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
-from pipelines.propose.domains import SeenDomain, can_split, choose_share, wants_share
-from pipelines.propose.models import SeenExpert
+from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_share
+from pipelines.propose.models import ExpertFacts
 from pipelines.propose.sizes import choose_lengths, choose_sizes, has_room, longest_prompt, merge_models
 from pipelines.propose.text import Flow, on_one_line
 from pipelines.sizing.cache import cache_gib
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.shrink import ADAPTERS, Data, apply_change, shrink_to_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class MergeFacts:
     """Everything that was looked at."""
 
     student_dir: Path
     student: ModelInfo
-    experts: Mapping[str, SeenExpert]
-    domains: Mapping[str, SeenDomain]
-    machine: Machine
+    experts: Mapping[str, ExpertFacts]
+    domains: Mapping[str, DomainFacts]
+    machine: MachineFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +42,33 @@ class Proposal:
     warnings: tuple[str, ...]
 
 
-def propose_pipeline(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
+def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Proposal:
     """Return a pipeline for what was seen; with `lora` its student trains adapters, however much memory there is."""
-    rollout = choose_lengths(seen.domains, seen.student.context, gpu=bool(seen.machine.gpus))
-    share, room = choose_share(seen.domains), longest_prompt(rollout)
+    rollout = choose_lengths(facts.domains, facts.student.context, gpu=bool(facts.machine.gpus))
+    share, room = choose_share(facts.domains), longest_prompt(rollout)
     data: Data = {
         "name": name,
         "seed": 0,
-        "student": {"model": seen.student_dir},
-        "experts": {domain: _expert_section(domain, one) for domain, one in seen.experts.items()},
-        "domains": {domain: _domain_section(one, share, room) for domain, one in seen.domains.items()},
+        "student": {"model": facts.student_dir},
+        "experts": {domain: _expert_section(domain, part) for domain, part in facts.experts.items()},
+        "domains": {domain: _domain_section(part, share, room) for domain, part in facts.domains.items()},
         "rollout": rollout,
     }
-    data = apply_change(data, choose_sizes(seen.student.parameters, len(seen.domains), seen.machine))
+    data = apply_change(data, choose_sizes(facts.student.parameters, len(facts.domains), facts.machine))
     if lora:
         data = apply_change(data, ADAPTERS)
-    if not seen.machine.gpus:
-        data["rollout"]["kv_cache_gib"] = cache_gib(seen.student_dir, data["rollout"])
-    models = merge_models(seen.student, seen.experts, seen.domains)
+    if not facts.machine.gpus:
+        data["rollout"]["kv_cache_gib"] = cache_gib(facts.student_dir, data["rollout"])
+    models = merge_models(facts.student, facts.experts, facts.domains)
     data, smaller, enough = shrink_to_fit(
-        data, lambda changed: has_room(changed, models, seen.machine), gpus=bool(seen.machine.gpus)
+        data, lambda changed: has_room(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
     )
-    warnings = [_no_exam(domain, one) for domain, one in seen.domains.items() if "eval" not in data["domains"][domain]]
+    warnings = [_no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]]
     if not enough:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"
         )
-    notes = NOTES | _pipeline_notes(seen, data)
+    notes = NOTES | _pipeline_notes(facts, data)
     if lora:
         notes["student.lora"] = "trains adapters; export: adapter also leaves them as PEFT has them"
     if smaller:
@@ -76,58 +76,58 @@ def propose_pipeline(name: str, seen: Seen, *, lora: bool = False) -> Proposal:
     return Proposal(data=data, notes=notes, warnings=tuple(warnings))
 
 
-def with_objective(proposal: Proposal, kind: str, why: str) -> Proposal:
+def with_objective(proposal: Proposal, kind: str, reason: str) -> Proposal:
     """The same proposal with another objective."""
     data = apply_change(proposal.data, {"objective": {"kind": kind}})
-    return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": why})
+    return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": reason})
 
 
-def in_short(proposal: Proposal, seen: Seen) -> Iterator[str]:
+def summarise_proposal(proposal: Proposal, facts: MergeFacts) -> Iterator[str]:
     """Findings and choices, for whoever does not read the file: a line for each domain, and one for the training."""
-    for name, domain in seen.domains.items():
+    for name, domain in facts.domains.items():
         columns = domain.sources.training.columns
         asks, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"
         if domain.table.rows.num_answered == len(domain.table.rows):
             answers = "the assistant's last turn"
         exam = proposal.data["domains"][name].get("eval", {})
-        held = f", {_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
+        held = f", {_count_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
         judged = f"; {on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
-        kind = "an adapter" if seen.experts[name].adapter else "a model"
+        kind = "an adapter" if facts.experts[name].adapter else "a model"
         yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{asks}`{held}{judged}"
     trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]
     yield f"{kind}, {trainer['steps']} steps of {trainer['samples_per_step']} answers, learning rate {trainer['lr']:g}"
 
 
-def _held_out(seen: SeenDomain, exam: Data) -> int:
+def _count_held_out(facts: DomainFacts, exam: Data) -> int:
     """Prompts that the share of an exam takes."""
-    return int(seen.table.held_out(exam["holdout"]).sum()) if "holdout" in exam else 0
+    return int(facts.table.held_out(exam["holdout"]).sum()) if "holdout" in exam else 0
 
 
-def _expert_section(domain: str, seen: SeenExpert) -> Flow:
-    base = {} if seen.base is None else {"base": seen.base}
-    return Flow({"model": seen.model, **base, "domain": domain})
+def _expert_section(domain: str, facts: ExpertFacts) -> Flow:
+    base = {} if facts.base is None else {"base": facts.base}
+    return Flow({"model": facts.model, **base, "domain": domain})
 
 
-def _domain_section(seen: SeenDomain, share: float, room: int) -> Data:
-    domain: Data = {"prompts": _prompts_section(seen.sources.training, seen, room)}
-    if seen.sources.exam is not None:
+def _domain_section(facts: DomainFacts, share: float, room: int) -> Data:
+    domain: Data = {"prompts": _prompts_section(facts.sources.training, facts, room)}
+    if facts.sources.exam is not None:
         domain["eval"] = {
-            "prompts": _prompts_section(seen.sources.exam, None, room),
-            "verifier": _flow_style(seen.verifier),
+            "prompts": _prompts_section(facts.sources.exam, None, room),
+            "verifier": _flow_style(facts.verifier),
         }
-    elif wants_share(seen) and can_split(seen.table, share):
-        domain["eval"] = {"holdout": share, "verifier": _flow_style(seen.verifier)}
+    elif wants_share(facts) and can_split(facts.table, share):
+        domain["eval"] = {"holdout": share, "verifier": _flow_style(facts.verifier)}
     return domain | {"weight": 1.0}
 
 
-def _prompts_section(source: PromptsConfig, seen: SeenDomain | None, room: int) -> Data:
-    """The keys that differ from their defaults; `seen` are the prompts themselves, where too long ones are to be left out."""
+def _prompts_section(source: PromptsConfig, facts: DomainFacts | None, room: int) -> Data:
+    """The keys that differ from their defaults; `facts` are the prompts themselves, where too long ones are to be left out."""
     prompts: Data = {"path": source.path}
     if source.columns:
         prompts["columns"] = Flow(**source.columns)
     if source.chat:
         prompts["chat"] = True
-    if seen is not None and bool((seen.table.lengths > room).any()):
+    if facts is not None and bool((facts.table.lengths > room).any()):
         prompts["max_prompt_tokens"] = room
     return prompts
 
@@ -136,47 +136,47 @@ def _flow_style(value: Any) -> Any:
     return Flow(value) if isinstance(value, Mapping) else value
 
 
-def _no_exam(domain: str, seen: SeenDomain) -> str:
-    why = seen.why if seen.verifier is None else f"its {len(seen.table)} prompts are too few to hold any out"
-    return f"{domain} is trained but not measured: {why} (docs/evaluation.md names the verifiers)"
+def _no_exam(domain: str, facts: DomainFacts) -> str:
+    reason = facts.reason if facts.verifier is None else f"its {len(facts.table)} prompts are too few to hold any out"
+    return f"{domain} is trained but not measured: {reason} (docs/evaluation.md names the verifiers)"
 
 
-def _pipeline_notes(seen: Seen, data: Data) -> dict[str, str]:
+def _pipeline_notes(facts: MergeFacts, data: Data) -> dict[str, str]:
     """Notes that tell what was found."""
-    found = {"student.model": _describe_model(seen.student)}
-    for name, expert in seen.experts.items():
+    notes = {"student.model": _describe_model(facts.student)}
+    for name, expert in facts.experts.items():
         kind = (
             f"LoRA adapter of rank {expert.adapter.rank} on {expert.info.architecture}"
             if expert.adapter
             else _describe_model(expert.info)
         )
-        found[f"experts.{name}"] = kind
-    for name, domain in seen.domains.items():
-        found |= {f"domains.{name}.{key}": note for key, note in _about_domain(domain, data["domains"][name]).items()}
-    first = next(iter(seen.domains), "")
-    found[f"domains.{first}.weight"] = "share of each step's samples, beside the other domains' weights"
-    return found
+        notes[f"experts.{name}"] = kind
+    for name, domain in facts.domains.items():
+        notes |= {f"domains.{name}.{key}": note for key, note in _domain_notes(domain, data["domains"][name]).items()}
+    first_domain = next(iter(facts.domains), "")
+    notes[f"domains.{first_domain}.weight"] = "share of each step's samples, beside the other domains' weights"
+    return notes
 
 
 def _describe_model(info: ModelInfo) -> str:
     return f"{info.architecture}, {info.parameters:,} parameters in {info.dtype}"
 
 
-def _about_domain(seen: SeenDomain, written: Data) -> dict[str, str]:
-    lengths = seen.table.lengths
-    held = _held_out(seen, written.get("eval", {}))
+def _domain_notes(facts: DomainFacts, written: Data) -> dict[str, str]:
+    lengths = facts.table.lengths
+    held = _count_held_out(facts, written.get("eval", {}))
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
     notes = {
-        "prompts.path": f"{len(seen.table):,} prompts of {low} to {high} tokens (median {middle})",
+        "prompts.path": f"{len(facts.table):,} prompts of {low} to {high} tokens (median {middle})",
         "prompts.columns": "our name of a column: the file's name",
         "prompts.chat": "read through the student's chat template; false: as plain text",
         "prompts.max_prompt_tokens": f"leaves out {int((lengths > written['prompts'].get('max_prompt_tokens', 0)).sum()):,} prompts",
         "eval.holdout": f"{held:,} of the prompts are never trained on: they are the exam",
         "eval.prompts": "the exam: never trained on",
-        "eval.verifier": seen.why,
+        "eval.verifier": facts.reason,
     }
     if "eval" not in written:
-        notes["weight"] = f"no `eval`: {seen.why}"
+        notes["weight"] = f"no `eval`: {facts.reason}"
     return notes
 
 

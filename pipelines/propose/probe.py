@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
-from pipelines.propose.domains import SeenDomain
+from pipelines.propose.domains import DomainFacts
 from pipelines.propose.given import Tell
-from pipelines.propose.models import SeenExpert
+from pipelines.propose.models import ExpertFacts
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ Answer = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probed:
+class ProbeResult:
     """Result of a short look at one domain."""
 
     answers: int
@@ -39,39 +39,39 @@ class Probed:
     """Answers with a token that the student hardly ever writes at that place."""
 
 
-def choose_objective(probed: Mapping[str, Probed]) -> tuple[str, str]:
+def choose_objective(probed: Mapping[str, ProbeResult]) -> tuple[str, str]:
     """The objective's kind, and why: forward KL if the student cannot get to most of what the experts would write."""
     answers, unreachable = sum(p.answers for p in probed.values()), sum(p.unreachable for p in probed.values())
     kind = "forward_kl" if 2 * unreachable > answers else DEFAULT_KIND
-    why = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
-    return kind, f"the probe: {why}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
+    reason = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
+    return kind, f"the probe: {reason}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
 
 
 def probe_experts(
-    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain], tell: Tell
-) -> dict[str, Probed]:
+    student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts], tell: Tell
+) -> dict[str, ProbeResult]:
     """Domain -> what was found. Raises: OSError or ValueError of transformers for a model that it cannot load."""
-    said: dict[str, list[Answer]] = {}
+    answers_by_expert: dict[str, list[Answer]] = {}
     for name, expert in experts.items():
         tell(f"probe: {name} answers {PROMPTS} prompts")
         with _load_expert(expert) as lm:
-            said[name] = [_greedy_answer(lm, ids, expert.info) for ids in _probe_prompts(domains[name])]
-    found = {}
-    with _load_expert(SeenExpert(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
-        for name, answers in said.items():
+            answers_by_expert[name] = [_greedy_answer(lm, ids, expert.info) for ids in _probe_prompts(domains[name])]
+    results = {}
+    with _load_expert(ExpertFacts(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
+        for name, answers in answers_by_expert.items():
             least = [_least_likely(lm, answer) for answer in answers if answer[1]]
-            found[name] = Probed(answers=len(least), unreachable=sum(p < NEVER for p in least))
-            tell(f"probe: {found[name].unreachable} of {len(least)} answers of {name} are out of the student's reach")
-    return found
+            results[name] = ProbeResult(answers=len(least), unreachable=sum(p < NEVER for p in least))
+            tell(f"probe: {results[name].unreachable} of {len(least)} answers of {name} are out of the student's reach")
+    return results
 
 
-def _probe_prompts(domain: SeenDomain) -> list[tuple[int, ...]]:
+def _probe_prompts(domain: DomainFacts) -> list[tuple[int, ...]]:
     asking = domain.table.select_prompts(domain.table.lengths > 0)
     return [prompt.token_ids for prompt in asking[:: max(1, len(asking) // PROMPTS)][:PROMPTS]]
 
 
 @contextmanager
-def _load_expert(expert: SeenExpert) -> Iterator[Any]:
+def _load_expert(expert: ExpertFacts) -> Iterator[Any]:
     """The model in memory, with its adapter."""
     import torch
     from safetensors.torch import load_file

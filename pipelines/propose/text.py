@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from opd.text import escape_control_characters, one_line
+from opd.text import escape_control_characters, to_one_line
 
 WIDTH = 120
 SCHEMA_LINE = "# yaml-language-server: $schema="
@@ -29,8 +29,8 @@ def render_pipeline(head: list[str], data: Mapping[str, Any], notes: Mapping[str
 def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, depth: int) -> Iterator[str]:
     pad = "  " * depth
     for key, value in data.items():
-        place = f"{path}{key}"
-        note = one_line(notes.get(place, ""), 400)
+        key_path = f"{path}{key}"
+        note = to_one_line(notes.get(key_path, ""), 400)
         nested = isinstance(value, Mapping) and bool(value) and not isinstance(value, Flow)
         if nested and not path:
             yield ""
@@ -43,7 +43,7 @@ def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, 
             yield from (f"{pad}# {part}" for part in textwrap.wrap(note, WIDTH - len(pad) - 2))
             yield line
         if nested:
-            yield from _render_lines(value, notes, f"{place}.", depth + 1)
+            yield from _render_lines(value, notes, f"{key_path}.", depth + 1)
 
 
 def on_one_line(value: Any) -> str:

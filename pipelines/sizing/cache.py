@@ -9,7 +9,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices
 from opd.errors import ConfigError
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.sizing.memory import GIB, engine_activations, engine_weights, format_gib
 from pipelines.sizing.models import MergeModels, read_body
@@ -43,7 +43,7 @@ def refuse_small_cache(config: PipelineConfig, models: MergeModels) -> None:
 
 def has_cpu_cache(config: PipelineConfig) -> bool:
     """Return True if an engine of ours has its cache in the machine's memory."""
-    return not config.cluster.rollout_gpus and not is_place(config.rollout.engine)
+    return not config.cluster.rollout_gpus and not is_import_name(config.rollout.engine)
 
 
 def least_bytes(config: PipelineConfig, models: MergeModels) -> int:

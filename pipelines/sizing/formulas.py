@@ -67,16 +67,16 @@ def grouped_attention(config: ShapeConfig) -> Attention:
 
 def fused_attention(config: ShapeConfig) -> Attention:
     """Return the same with queries, keys and values in one matrix."""
-    found = grouped_attention(config)
-    queries, keys, values, out = found.parts
+    attention = grouped_attention(config)
+    queries, keys, values, out = attention.parts
     outputs = queries.outputs + keys.outputs + values.outputs
-    return replace(found, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
+    return replace(attention, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
 
 
 def latent_attention(config: ShapeConfig) -> Attention:
     """Return multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    nope, rope, value, kept = (
+    nope, rope, value, kv_rank = (
         config.qk_nope_head_dim,
         config.qk_rope_head_dim,
         config.v_head_dim,
@@ -88,8 +88,8 @@ def latent_attention(config: ShapeConfig) -> Attention:
     if q_rank:
         ends = [("q_a_proj", width, q_rank), ("q_b_proj", q_rank, queries)]
     ends += [
-        ("kv_a_proj_with_mqa", width, kept + rope),
-        ("kv_b_proj", kept, heads * (nope + value)),
+        ("kv_a_proj_with_mqa", width, kv_rank + rope),
+        ("kv_b_proj", kv_rank, heads * (nope + value)),
         ("o_proj", heads * value, width),
     ]
     chosen, index = config.index_n_heads, config.index_head_dim
@@ -97,9 +97,9 @@ def latent_attention(config: ShapeConfig) -> Attention:
         ends += [("wq_b", q_rank or width, chosen * index), ("wk", width, index), ("weights_proj", width, chosen)]
     return Attention(
         parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
-        vectors=layers * ((q_rank or 0) + kept + (2 * index if chosen else 0)),
+        vectors=layers * ((q_rank or 0) + kv_rank + (2 * index if chosen else 0)),
         pair=layers * heads * (nope + rope + value),
-        kv_values=layers * (kept + rope + (index if chosen else 0)),
+        kv_values=layers * (kv_rank + rope + (index if chosen else 0)),
         kv_split=1,
         window=config.index_topk if chosen else None,
         index_pair=layers * chosen * index,
@@ -119,14 +119,14 @@ def fused_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
 
 def mixture_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
     """Return routed experts, shared experts and a router; the first layers may be dense."""
-    width, first = config.hidden_size, config.first_k_dense_replace
-    layers, experts = config.num_hidden_layers - first, config.experts
+    width, dense_layers = config.hidden_size, config.first_k_dense_replace
+    layers, experts = config.num_hidden_layers - dense_layers, config.experts
     inner = config.moe_intermediate_size or config.intermediate_size
     parts = _gated_parts("experts.", width, inner, layers, stored=experts, used=config.num_experts_per_tok)
     parts += (ShapePart(name="router", inputs=width, outputs=experts, layers=layers),)
     if config.n_shared_experts:
         parts += _gated_parts("shared_experts.", width, inner * config.n_shared_experts, layers)
-    return parts + (_gated_parts("", width, config.intermediate_size, first) if first else ())
+    return parts + (_gated_parts("", width, config.intermediate_size, dense_layers) if dense_layers else ())
 
 
 def _gated_parts(
@@ -155,11 +155,11 @@ KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig
 """`model_type` -> attention and feed-forward."""
 
 
-def shape_of(config: ShapeConfig, where: object) -> Shape:
+def shape_of(config: ShapeConfig, source: object) -> Shape:
     """Return the shape that a config describes. Raises: ModelError for a kind without formulas."""
     if config.model_type not in KINDS:
         raise ModelError.at(
-            f"{where}: model_type",
+            f"{source}: model_type",
             found=config.model_type,
             wanted=f"one of: {', '.join(KINDS)}",
             fix="a plan needs formulas for the architecture: pipelines/sizing/formulas.py has them, and a new kind is a few lines there",

@@ -18,14 +18,14 @@ from itertools import zip_longest
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices, teacher_devices
-from opd.config.drift import engines_of_worker
+from opd.config.drift import count_worker_engines
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
-from opd.settings.named import is_place
+from opd.settings.named import is_import_name
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
-from pipelines.sizing.machine import Machine, gpu_sizes
+from pipelines.sizing.machine import MachineFacts, gpu_sizes
 from pipelines.sizing.memory import (
     critic_state_bytes,
     estimate_memory,
@@ -47,13 +47,13 @@ ASLEEP = 900 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class GpuRole:
     """One worker on a GPU."""
 
-    what: str
+    name: str
     gpus: float
     """GPUs that Ray hands out to the worker, or a share of one."""
-    kept: int = 0
+    resident: int = 0
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
     """More bytes on it while the worker computes."""
@@ -73,7 +73,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class GpuPhase:
     """The contents of one GPU at one time."""
 
     parts: tuple[tuple[str, int, float], ...]
@@ -82,19 +82,19 @@ class Phase:
     def total(self, size: int) -> int:
         return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
 
-    def shown(self, size: int | None = None) -> str:
+    def describe(self, size: int | None = None) -> str:
         """Return the sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
-        words = []
-        for what, nbytes, share in self.parts:
+        summands = []
+        for name, nbytes, share in self.parts:
             if size:
-                words.append(f"{format_gib(nbytes + round(share * size))} {what}")
+                summands.append(f"{format_gib(nbytes + round(share * size))} {name}")
             else:
-                words.append(f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {what}")
-        return " + ".join(words)
+                summands.append(f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}")
+        return " + ".join(summands)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryRoom:
     """Memory of one GPU, or of machines beside their GPUs."""
 
     what: str
@@ -106,7 +106,7 @@ class Room:
         return self.needed <= self.there
 
 
-def fits_machine(config: PipelineConfig, models: MergeModels, machine: Machine, *, shared: bool = False) -> bool:
+def fits_machine(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> bool:
     """Return True if a machine has the memory and the GPUs that a merge needs: what `opd merge` and `opd check` demand, `opd plan` plans
     with and `opd init` aims at. Of a machine without GPUs only the memory is looked at. `shared`: as in `place_roles`.
 
@@ -121,7 +121,7 @@ def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = Fa
     return len(place_roles(gpu_roles(config, models), shared=shared))
 
 
-def memory_rooms(config: PipelineConfig, models: MergeModels, machine: Machine, *, shared: bool = False) -> list[Room]:
+def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> list[MemoryRoom]:
     """Return what is needed and what is there: on the smallest GPU, for everything that some GPU holds, and in the machine's own memory.
 
     `shared`: as in `place_roles`. Raises: ModelError.
@@ -131,10 +131,10 @@ def memory_rooms(config: PipelineConfig, models: MergeModels, machine: Machine, 
     rooms += [_crowd_room(crowd, min(machine.gpus)) for crowd in crowds]
     what = "all machines, beside their GPUs" if machine.gpus else "all machines"
     needed = sum(need.nbytes for need in estimate_memory(config, models))
-    rooms.append(Room(what=what, needed=needed, there=machine.memory))
+    rooms.append(MemoryRoom(what=what, needed=needed, there=machine.memory))
     if has_cpu_cache(config):
         what, there = "rollout engine: its cache and the longest sequence", config.rollout.kv_cache_gib << 30
-        rooms.append(Room(what=what, needed=sequence_bytes(config, models), there=there))
+        rooms.append(MemoryRoom(what=what, needed=sequence_bytes(config, models), there=there))
     return list(dict.fromkeys(rooms))
 
 
@@ -143,20 +143,20 @@ def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
-    wanted = gpu_roles(config, models)
-    if not wanted:
+    roles = gpu_roles(config, models)
+    if not roles:
         return []
     sizes = gpu_sizes() if config.cluster.address == LOCAL else []
     if not sizes:
-        where = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
-        crowded = max(place_roles(wanted), key=len)
-        text = max((phase.shown() for phase in memory_phases(crowded)), key=len)
-        return [f"{where}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
-    placed = place_roles(wanted)
+        reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
+        crowded = max(place_roles(roles), key=len)
+        text = max((phase.describe() for phase in memory_phases(crowded)), key=len)
+        return [f"{reason}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
+    placed = place_roles(roles)
     if len(placed) > len(sizes):
         raise ConfigError.at(
             "cluster",
-            found=f"{len(wanted)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
+            found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
             wanted="a GPU, or a part of one, for every worker, and for each process of an engine",
             fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
             "teachers.workers)",
@@ -172,7 +172,7 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
     Raises: ConfigError.
     """
     gpus = config.cluster
-    if not is_place(config.rollout.engine):  # a user's engine may use what it asks for
+    if not is_import_name(config.rollout.engine):  # a user's engine may use what it asks for
         _refuse_gpus("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _wants_several("rollout"))
     if isinstance(config.teachers, VLLMTeachers):
         _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _wants_several("teachers"))
@@ -186,13 +186,13 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
     _refuse_gpus("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)
 
 
-def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
+def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
     """Return every worker on a GPU. Reads headers only. Raises: ModelError."""
-    cluster, student, found = config.cluster, models.student, []
+    cluster, student, roles = config.cluster, models.student, []
     if cluster.rollout_gpus:
-        engines = engines_of_worker(config.domains)
-        engine = Role(
-            what="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
+        engines = count_worker_engines(config.domains)
+        engine = GpuRole(
+            name="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
             gpus=rollout_devices(cluster, config.rollout),
             share=config.rollout.gpu_memory_utilization,
             share_key="rollout.gpu_memory_utilization",
@@ -202,44 +202,44 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[Role]:
             least=least_bytes(config, models),
             least_of="weights, activations and the longest sequence",
         )
-        found += [engine] * config.rollout.workers
+        roles += [engine] * config.rollout.workers
     if cluster.teacher_gpus and not config.teachers.elsewhere:
-        found += [_teacher_memory(config, models)] * config.teachers.scoring_workers
+        roles += [_teacher_memory(config, models)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, models) if answer_class(config.teachers.payload).SENDS_HEADS else 0
         rank = _rank_memory(config, models, "trainer rank", trainer_state_bytes(config, models), models.trained)
-        found += [replace(rank, kept=rank.kept + heads)] * config.trainer.ranks
+        roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
         if config.objective.has_critic:
             critic, every = critic_state_bytes(config, models), student.parameters
-            found += [_rank_memory(config, models, "critic rank", critic, every)] * config.trainer.ranks
-    return found
+            roles += [_rank_memory(config, models, "critic rank", critic, every)] * config.trainer.ranks
+    return roles
 
 
-def _rank_memory(config: PipelineConfig, models: MergeModels, what: str, state: int, trained: int) -> Role:
+def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: int, trained: int) -> GpuRole:
     """Return a rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
     # Gradients are copied to be added up, and converted to float32 for the optimiser.
     copied = max(summed, 4 * trained // ranks)
-    return Role(
-        what=what,
+    return GpuRole(
+        name=name,
         gpus=config.cluster.trainer_gpus,
-        kept=state // ranks + summed,
+        resident=state // ranks + summed,
         passing=gathered_bytes(config, models) + max(micro_batch_bytes(config, models), copied),
     )
 
 
-def _teacher_memory(config: PipelineConfig, models: MergeModels) -> Role:
+def _teacher_memory(config: PipelineConfig, models: MergeModels) -> GpuRole:
     if isinstance(config.teachers, VLLMTeachers):
         weights, _ = scoring_bytes(config, models)
-        return Role(
-            what="scoring engine",
+        return GpuRole(
+            name="scoring engine",
             gpus=teacher_devices(config.cluster, config.teachers),
             share=config.teachers.gpu_memory_utilization,
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
-    kept, passing = scoring_gpu_bytes(config, models)
-    return Role(what="scoring worker", gpus=config.cluster.teacher_gpus, kept=kept, passing=passing)
+    resident, passing = scoring_gpu_bytes(config, models)
+    return GpuRole(name="scoring worker", gpus=config.cluster.teacher_gpus, resident=resident, passing=passing)
 
 
 def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
@@ -260,16 +260,16 @@ def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int,
     return min(weights, equal, most), passing
 
 
-def place_roles(wanted: Sequence[Role], *, shared: bool = False) -> list[list[Role]]:
+def place_roles(roles: Sequence[GpuRole], *, shared: bool = False) -> list[list[GpuRole]]:
     """Return the roles on each GPU. A worker with several GPUs is on each of them.
 
     `shared`: workers of different roles take turns on the same whole GPUs, as a cluster spec of `opd plan` may have it.
     """
-    fractions: list[list[Role]] = []
-    whole: dict[str, list[Role]] = {}
-    for role in wanted:
+    fractions: list[list[GpuRole]] = []
+    whole_gpus: dict[str, list[GpuRole]] = {}
+    for role in roles:
         if role.gpus >= 1:
-            whole.setdefault(role.what if shared else "", []).extend([role] * round(role.gpus))
+            whole_gpus.setdefault(role.name if shared else "", []).extend([role] * round(role.gpus))
             continue
         # 1e-9: three fractions that add up to 1 are a little more in floating point.
         room = [gpu for gpu in fractions if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
@@ -277,47 +277,47 @@ def place_roles(wanted: Sequence[Role], *, shared: bool = False) -> list[list[Ro
             max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
         else:
             fractions.append([role])
-    return [*fractions, *([role for role in gpu if role] for gpu in zip_longest(*whole.values()))]
+    return [*fractions, *([role for role in gpu if role] for gpu in zip_longest(*whole_gpus.values()))]
 
 
-def memory_phases(together: Sequence[Role]) -> list[Phase]:
+def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:
     """Return two phases: engines write, the others compute. One phase if no engine sleeps."""
     awake = any(role.sleeps for role in together)
     times = (True, False) if awake else (False,)
-    return [Phase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
+    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
 
 
-def _role_memory(role: Role, *, writing: bool) -> tuple[str, int, float]:
+def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
     """Return one role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
     if role.share:
         asleep = role.sleeps and not writing
         return (
-            f"{role.what}, asleep" if asleep else f"{role.what} ({role.share_key})",
+            f"{role.name}, asleep" if asleep else f"{role.name} ({role.share_key})",
             ASLEEP if asleep else CONTEXT,
             0.0 if asleep else role.share * role.engines,
         )
-    return (role.what, CONTEXT + role.kept + (0 if writing else role.passing), 0.0)
+    return (role.name, CONTEXT + role.resident + (0 if writing else role.passing), 0.0)
 
 
-def _share_rooms(together: Sequence[Role], size: int) -> list[Room]:
+def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
     """Return what each engine needs to start, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
     return [
-        Room(what=f"{role.what}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size))
+        MemoryRoom(what=f"{role.name}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size))
         for role in together
         if role.share
     ]
 
 
-def _crowd_room(together: Sequence[Role], size: int) -> Room:
+def _crowd_room(together: Sequence[GpuRole], size: int) -> MemoryRoom:
     worst = _fullest_phase(together, size)
-    return Room(what=" + ".join(name for name, _, _ in worst.parts), needed=worst.total(size), there=size)
+    return MemoryRoom(what=" + ".join(name for name, _, _ in worst.parts), needed=worst.total(size), there=size)
 
 
-def _fullest_phase(together: Sequence[Role], size: int) -> Phase:
+def _fullest_phase(together: Sequence[GpuRole], size: int) -> GpuPhase:
     return max(memory_phases(together), key=lambda phase: phase.total(size))
 
 
-def _refuse_crowd(together: Sequence[Role], size: int) -> None:
+def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
     """Raises: ConfigError with the sum if the roles do not fit."""
     engines = [role for role in together if role.share]
     for role, room in zip(engines, _share_rooms(engines, size), strict=True):
@@ -333,19 +333,19 @@ def _refuse_crowd(together: Sequence[Role], size: int) -> None:
         worst = _fullest_phase(together, size)
         raise ConfigError.at(
             "GPU memory",
-            found=f"about {format_gib(room.needed)} GiB on a GPU with {format_gib(size)}: {worst.shown(size)}",
+            found=f"about {format_gib(room.needed)} GiB on a GPU with {format_gib(size)}: {worst.describe(size)}",
             wanted="shares and needs that add up to what the GPU has",
             fix=_suggest_fix(together, worst, size),
         )
 
 
-def _suggest_fix(together: Sequence[Role], worst: Phase, size: int) -> str:
+def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str:
     engines = [role for role in together if role.share]
-    others = sum(nbytes for _, nbytes, _ in worst.parts)
-    left = int(100 * (size - others) / size / max(1, sum(role.engines for role in engines))) / 100
+    other_bytes = sum(nbytes for _, nbytes, _ in worst.parts)
+    share_left = int(100 * (size - other_bytes) / size / max(1, sum(role.engines for role in engines))) / 100
     ways = []
-    if engines and left * size > max(role.least for role in engines):
-        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {left:g} or less")
+    if engines and share_left * size > max(role.least for role in engines):
+        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {share_left:g} or less")
     if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
     ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
@@ -357,7 +357,7 @@ def _wants_several(section: str) -> str:
     return f"set it to 1, and {section}.tensor_parallel_size to the number of GPUs that each engine is to have"
 
 
-def _refuse_gpus(key: str, gpus: float, who: str, fix: str) -> None:
+def _refuse_gpus(key: str, gpus: float, owner: str, fix: str) -> None:
     if gpus > 1:
-        wanted = f"at most 1: {who} of one process computes on one GPU, and the others would be reserved for nobody"
-        raise ConfigError.at(key, found=f"{gpus:g}", wanted=wanted, fix=fix)
+        limit = f"at most 1: {owner} of one process computes on one GPU, and the others would be reserved for nobody"
+        raise ConfigError.at(key, found=f"{gpus:g}", wanted=limit, fix=fix)

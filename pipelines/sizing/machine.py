@@ -18,7 +18,7 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class MachineFacts:
     """Hardware of a machine, or of several that are counted as one."""
 
     cores: int
@@ -46,9 +46,9 @@ class GPU:
     """Its model, such as `NVIDIA H100 80GB HBM3`."""
 
 
-def this_machine() -> Machine:
+def read_machine() -> MachineFacts:
     """Return the machine that this process runs on."""
-    return Machine(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())
+    return MachineFacts(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())
 
 
 def machine_bytes() -> int:

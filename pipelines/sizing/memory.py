@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
-from opd.config.drift import engines_of_worker
+from opd.config.drift import count_worker_engines
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -29,7 +29,7 @@ from opd.models.packing import count_columns, tree_limit
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.routes import Expert
+from pipelines.routes import RoutedExpert
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.models import MergeModels
 from teachers.scorers import SCORE_TOKENS
@@ -54,10 +54,10 @@ STATE_COPY = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
+class HostMemoryNeed:
     """One line of the sum."""
 
-    what: str
+    part: str
     nbytes: int
     """Bytes of all processes together, on this machine and outside of GPUs."""
     knobs: str
@@ -66,25 +66,25 @@ class Need:
     """Trainer ranks that hold equal parts of it; 0: other processes have it."""
 
 
-def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the lines of the sum. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, models)
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, models)
-    beside = _waiting_for_gpus(config, models)
-    return [*trainer, *rollout, *teachers, *beside, *_transfer_needs(config, models), _process_needs(config, models)]
+    gpu_copies = _waiting_for_gpus(config, models)
+    return [*trainer, *rollout, *teachers, *gpu_copies, *_transfer_needs(config, models), _process_needs(config, models)]
 
 
-def describe_shortage(config: PipelineConfig, needs: Sequence[Need], limit: int) -> str | None:
+def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
     """Return the sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
     total = sum(need.nbytes for need in needs)
     if total <= limit or config.cluster.address != LOCAL:
         return None
-    lines = " + ".join(f"{format_gib(need.nbytes)} {need.what}" for need in sorted(needs, key=lambda n: -n.nbytes))
+    lines = " + ".join(f"{format_gib(need.nbytes)} {need.part}" for need in sorted(needs, key=lambda n: -n.nbytes))
     return f"about {format_gib(total)} GiB of memory for a machine with {format_gib(limit)}: {lines}"
 
 
-def suggest_fix(needs: Sequence[Need]) -> str:
+def suggest_fix(needs: Sequence[HostMemoryNeed]) -> str:
     """Return the keys to change, in words; those of the largest parts come first."""
     largest = sorted(needs, key=lambda need: -need.nbytes)
     keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
@@ -94,17 +94,17 @@ def suggest_fix(needs: Sequence[Need]) -> str:
 def refuse_too_large(config: PipelineConfig, models: MergeModels) -> None:
     """Raises: ConfigError with the sum if the merge does not fit into this machine."""
     needs = estimate_memory(config, models)
-    found = describe_shortage(config, needs, machine_bytes())
-    if found is not None:
+    shortage = describe_shortage(config, needs, machine_bytes())
+    if shortage is not None:
         raise ConfigError.at(
             "memory",
-            found=found,
+            found=shortage,
             wanted="a merge that fits into this machine",
             fix=f"{suggest_fix(needs)}; or use a larger machine",
         )
 
 
-def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, Expert]) -> None:
+def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) -> None:
     """Refuse a teacher that is larger than all that it may have. Whether its layers fit device by device, a worker finds out.
 
     Raises: ConfigError.
@@ -125,9 +125,9 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, Expert]) -> Non
             )
 
 
-def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
+def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
     """Return part, GiB, keys; the last rows are the sum and the machine's memory."""
-    rows = [(need.what, format_gib(need.nbytes), need.knobs) for need in needs]
+    rows = [(need.part, format_gib(need.nbytes), need.knobs) for need in needs]
     if any(need.ranks for need in needs):
         rows.append(
             ("in it: each trainer rank, at most", format_gib(rank_bytes(needs)), "trainer.ranks, trainer.bucket")
@@ -139,7 +139,7 @@ def need_rows(needs: Sequence[Need]) -> list[tuple[str, str, str]]:
     ]
 
 
-def rank_bytes(needs: Sequence[Need]) -> int:
+def rank_bytes(needs: Sequence[HostMemoryNeed]) -> int:
     """Return the most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
     return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
 
@@ -152,7 +152,7 @@ def fullest_workers(config: PipelineConfig, models: MergeModels) -> dict[str, in
     needs = estimate_memory(config, models)
 
     def of(role: str) -> int:
-        return sum(need.nbytes for need in needs if need.what.startswith(role))
+        return sum(need.nbytes for need in needs if need.part.startswith(role))
 
     fullest = {
         "trainer rank": rank_bytes(needs),
@@ -162,7 +162,7 @@ def fullest_workers(config: PipelineConfig, models: MergeModels) -> dict[str, in
     return fullest | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
 
 
-def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     ranks, largest = config.trainer.ranks, models.read_body(models.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
@@ -170,20 +170,20 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
     # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
     export = largest * (8 if models.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
-        Need(
-            what="trainer: weights, gradients, AdamW",
+        HostMemoryNeed(
+            part="trainer: weights, gradients, AdamW",
             nbytes=trainer_state_bytes(config, models) + ranks * gathered_bytes(config, models),
             knobs="student.model, trainer.ranks, trainer.grad_accum_dtype, trainer.bucket",
             ranks=ranks,
         ),
-        Need(
-            what="trainer: gradients on their way to the sum over ranks",
+        HostMemoryNeed(
+            part="trainer: gradients on their way to the sum over ranks",
             nbytes=ranks * summed,
             knobs="trainer.bucket, trainer.grad_accum_dtype, trainer.ranks",
             ranks=ranks,
         ),
-        Need(
-            what="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
+        HostMemoryNeed(
+            part="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
             nbytes=max(ranks * max(micro_batch_bytes(config, models), summed, export), checkpoint),
             knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
             ranks=ranks,
@@ -191,8 +191,8 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
     ]
     if answer_class(config.teachers.payload).SENDS_HEADS:
         needs.append(
-            Need(
-                what="trainer: teachers' output heads",
+            HostMemoryNeed(
+                part="trainer: teachers' output heads",
                 nbytes=ranks * heads_bytes(config, models),
                 knobs="trainer.head_memory, trainer.ranks",
                 ranks=ranks,
@@ -201,7 +201,7 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
     return [*needs, *_critic_needs(config, models)]
 
 
-def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the critic's part.
 
     It computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written, which
@@ -211,8 +211,8 @@ def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
         return []
     every = models.student.parameters
     return [
-        Need(
-            what="critic: weights, gradients, AdamW, and a copy for a checkpoint",
+        HostMemoryNeed(
+            part="critic: weights, gradients, AdamW, and a copy for a checkpoint",
             nbytes=critic_state_bytes(config, models)
             + config.trainer.ranks * summed_bytes(config, every)
             + STATE_COPY * every,
@@ -327,26 +327,26 @@ def cpu_engine_weights(config: PipelineConfig, models: MergeModels) -> int:
     return 2 * engine_weights(config, models) + head
 
 
-def _rollout_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
-    rollout, engines = config.rollout, engines_of_worker(config.domains)
+def _rollout_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    rollout, engines = config.rollout, count_worker_engines(config.domains)
     # Processes divide the weights; each has activations of its own.
     weights, working = cpu_engine_weights(config, models), engine_activations(config, models)
     divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
     return [
-        Need(
-            what="rollout: weights and logits",
+        HostMemoryNeed(
+            part="rollout: weights and logits",
             nbytes=rollout.workers * engines * (weights + rollout.tensor_parallel_size * working),
             knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
         ),
-        Need(
-            what="rollout: key-value cache",
+        HostMemoryNeed(
+            part="rollout: key-value cache",
             nbytes=rollout.workers * engines * rollout.tensor_parallel_size * (rollout.kv_cache_gib << 30),
             knobs=f"rollout.kv_cache_gib, rollout.workers{divided}",
         ),
     ]
 
 
-def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     teachers = config.teachers
     if teachers.elsewhere or not models.experts:
         return []
@@ -362,38 +362,38 @@ def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
             sizes = [in_memory(teachers, size) for size in sizes]
         weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
     return [
-        Need(
-            what="teachers: weights",
+        HostMemoryNeed(
+            part="teachers: weights",
             nbytes=teachers.workers * weights,
             knobs=f"{budget}, teachers.dtype, teachers.workers",
         ),
-        Need(
-            what="teachers: activations",
+        HostMemoryNeed(
+            part="teachers: activations",
             nbytes=teachers.workers * activations,
             knobs="teachers.dtype, teachers.workers",
         ),
     ]
 
 
-def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
     waiting = in_memory(config.teachers, scoring_bytes(config, models)[0]) if models.scorers else 0
     nbytes = config.teachers.scoring_workers * waiting
     knobs = "teachers.max_memory, teachers.dtype"
-    return [Need(what="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
+    return [HostMemoryNeed(part="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
 
 
-def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the copy that trainer ranks make of their GPUs for a checkpoint, and the weights of engines that sleep."""
     found = []
     if config.cluster.trainer_gpus:
         trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
         what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
-        found.append(Need(what=what, nbytes=STATE_COPY * trained, knobs=knobs))
+        found.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
-        found.append(Need(what=what, nbytes=nbytes, knobs=knobs))
+        found.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
     return found
 
 
@@ -428,14 +428,14 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
     return [info.parameters * width for info in infos.values()], adapters * width
 
 
-def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[Need]:
+def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     responses = config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
     opinions = max((len(part) for part in models.scoring.values()), default=1)
     return [
-        Need(what="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
+        HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
-        Need(
-            what="a step's scored rows",
+        HostMemoryNeed(
+            part="a step's scored rows",
             nbytes=2 * responses * opinions * (target_bytes(config, models) + 16),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
@@ -467,16 +467,16 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
     bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
-    kept = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
-    return kept + (2 + config.rollout.workers) * bucket
+    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    return previous + (2 + config.rollout.workers) * bucket
 
 
-def _process_needs(config: PipelineConfig, models: MergeModels) -> Need:
+def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNeed:
     workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in models.prompts.values())
     divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
-    return Need(
-        what="processes, Ray and prompts",
+    return HostMemoryNeed(
+        part="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
         + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)

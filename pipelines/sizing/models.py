@@ -16,7 +16,7 @@ from opd.models.lora import LoraSize
 from opd.prompts import PromptTable
 from opd.records.types import Teacher, WeightedTeacher
 from pipelines.catalog import PLANS
-from pipelines.routes import START, Expert
+from pipelines.routes import START, RoutedExpert
 from pipelines.sizing.formulas import ShapeConfig, shape_of
 from pipelines.sizing.shape import Body, Shape
 
@@ -29,7 +29,7 @@ class MergeModels:
     """Student and teachers of a merge, and what else its memory is made of."""
 
     student: ModelInfo
-    scorers: dict[str, Expert]
+    scorers: dict[str, RoutedExpert]
     """Name -> every teacher who scores a domain: experts, and the start student if a domain's target lies beyond its experts
     and the trainer does not ask it."""
     scoring: dict[str, tuple[WeightedTeacher, ...]]
@@ -56,7 +56,7 @@ class MergeModels:
         return self.lora.pushed if self.lora else self.student.parameters
 
     @property
-    def experts(self) -> dict[str, Expert]:
+    def experts(self) -> dict[str, RoutedExpert]:
         """Name -> expert, for experts that score a domain."""
         return {name: expert for name, expert in self.scorers.items() if name != START}
 
@@ -72,7 +72,7 @@ def refuse_past_context(config: PipelineConfig, student: ModelInfo) -> None:
         )
 
 
-def unhashed_expert(name: str, domain: str, info: ModelInfo, adapter: AdapterInfo | None = None) -> Expert:
+def unhashed_expert(name: str, domain: str, info: ModelInfo, adapter: AdapterInfo | None = None) -> RoutedExpert:
     """Return an expert whose weights are told apart by their directories, because nothing is hashed."""
     base, files = info.path, adapter.path if adapter else ""
     teacher = Teacher(
@@ -82,7 +82,7 @@ def unhashed_expert(name: str, domain: str, info: ModelInfo, adapter: AdapterInf
         digest=files or base,
         base_digest=base if files else "",
     )
-    return Expert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
+    return RoutedExpert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
 
 
 def locate_file(model_dir: Path, name: str = "config.json") -> Path:
@@ -143,9 +143,9 @@ def read_body(model_dir: Path) -> Body:
 
 def _keys_by_config(model_dir: Path) -> int:
     """Return a token's keys in all layers, for a model that has them in one matrix with queries and values."""
-    from opd.models.weights import config_of
+    from opd.models.weights import load_config
 
-    config = config_of(model_dir).get_text_config(decoder=True)
+    config = load_config(model_dir).get_text_config(decoder=True)
     layers, heads, width = (
         getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )

@@ -26,7 +26,7 @@ from pipelines.sizing.models import MergeModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class MemoryPart:
     """A part of what one worker holds."""
 
     role: str
@@ -35,7 +35,7 @@ class Held:
     """Bytes on each of its devices, or in its process where there are no GPUs."""
 
 
-def worker_parts(config: PipelineConfig, models: MergeModels, *, on_gpus: bool, cache: float, rows: int) -> list[Held]:
+def worker_parts(config: PipelineConfig, models: MergeModels, *, on_gpus: bool, cache: float, rows: int) -> list[MemoryPart]:
     """Return every part of every role. `cache`: bytes of keys and values on each device of an engine; `rows`: target rows of a step."""
     ranks = config.trainer.ranks
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, models).items()}
@@ -46,20 +46,20 @@ def worker_parts(config: PipelineConfig, models: MergeModels, *, on_gpus: bool, 
         parts["teachers' output heads"] = heads_bytes(config, models)
         longest = target_bytes(config, models) * config.rollout.max_new_tokens
         parts["target rows of a step (host)"] = longest * rows / ranks
-    held = [Held(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
+    held = [MemoryPart(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
     weights, working = (
         (engine_weights if on_gpus else cpu_engine_weights)(config, models),
         engine_activations(config, models),
     )
     devices = engine_devices(config)
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
-    held += [Held(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
+    held += [MemoryPart(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
         engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
         weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
         devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
         kept = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
         part = "weights of the teachers that stay there" if kept else "weights of one teacher"
-        held.append(Held(role="scoring worker", part=part, nbytes=weights / devices))
-        held.append(Held(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
+        held.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))
+        held.append(MemoryPart(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return held

@@ -151,10 +151,10 @@ class Shape:
         """Tensors that a push sends; a mixture's experts lie in one."""
         return sum(p.layers for p in self.parts) + 2 * self.layers + (2 if self.tied else 3)
 
-    def forward(self, tokens: float, seen: float) -> float:
-        """Return the FLOPs of the body for so many tokens, each of which looks at `seen` others on average."""
-        looked_at = min(seen, self.attention.window or seen)
-        pairs = self.attention.pair * looked_at + self.attention.index_pair * seen
+    def forward(self, tokens: float, context: float) -> float:
+        """Return the FLOPs of the body for so many tokens, each of which looks at `context` others on average."""
+        looked_at = min(context, self.attention.window or context)
+        pairs = self.attention.pair * looked_at + self.attention.index_pair * context
         return 2 * tokens * (self.active + pairs)
 
     def numbers_read(self, tokens: float) -> float:

@@ -19,9 +19,9 @@ def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
     small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
     fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
     least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
-    first = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
+    fewer_ranks = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
     return [
-        *first,
+        *fewer_ranks,
         ("smaller batches", small),
         ("fewer experts in memory at a time", fewer),
         ("recomputed activations", least),
@@ -32,13 +32,13 @@ def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
 
 def shrink_to_fit(data: Data, fits: Callable[[Data], bool], *, gpus: bool) -> tuple[Data, list[str], bool]:
     """Return the pipeline, made smaller until it fits; what was done for that; and True if it fits at last."""
-    done: list[str] = []
-    for what, change in [("", {}), *shrinking_steps(gpus=gpus)]:
+    measures: list[str] = []
+    for measure, change in [("", {}), *shrinking_steps(gpus=gpus)]:
         data = apply_change(data, change)
-        done += [what] if what else []
+        measures += [measure] if measure else []
         if fits(data):
-            return data, done, True
-    return data, done, False
+            return data, measures, True
+    return data, measures, False
 
 
 def apply_change(data: Data, change: Data) -> Data:

@@ -61,7 +61,7 @@ def parse_endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, tok
     return ListenAddress(address=address, tls=tls, token=token)
 
 
-def read_roots(file: Path | None) -> bytes | None:
+def read_root_certs(file: Path | None) -> bytes | None:
     """Return the certificates that a client trusts; None without TLS. Raises: ConfigError."""
     return None if file is None else _read_file(file, "teachers.tls_root_certs")
 
@@ -95,10 +95,10 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-def _read_file(file: Path, where: str) -> bytes:
+def _read_file(file: Path, setting: str) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
         raise ConfigError.at(
-            where, found=f"{file}: {error.strerror}", wanted="a file that can be read", fix="correct the path"
+            setting, found=f"{file}: {error.strerror}", wanted="a file that can be read", fix="correct the path"
         ) from None

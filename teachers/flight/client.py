@@ -23,8 +23,8 @@ from opd.records.types import LayoutProof, Rollout
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.schema import StreamError, read_part_record
-from opd.stream.targets import Asked, TargetStream
-from teachers.flight.access import read_roots, read_token
+from opd.stream.targets import TeacherRequest, TargetStream
+from teachers.flight.access import read_root_certs, read_token
 from teachers.flight.protocol import (
     SLICES,
     Hello,
@@ -87,7 +87,7 @@ class FlightPool:
         token = read_token(spec.token_file)
         self._headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._client = flight.FlightClient(
-            self._address, tls_root_certs=read_roots(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
+            self._address, tls_root_certs=read_root_certs(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
         )
         self._identity = ""
         self._served_teachers: dict[tuple[str, str], ServedTeacher] = {}
@@ -126,12 +126,12 @@ class FlightPool:
         keys = {a.teacher.name: self._served_teachers[d, a.teacher.name].head for d in domains for a in self._routes[d]}
         return TargetStream(
             (cluster.put_object(raw) for raw in self._iterate_parts(rollouts)),
-            Asked(
+            TeacherRequest(
                 rollouts=rollouts,
                 teachers=expected_rows(domains, self._routes, keys if self._sends_heads else {}),
                 kind=(self._options.dtype, self._options.payload),
                 max_quarantined=self._max_quarantined,
-                who=str(self),
+                sender=str(self),
             ),
             heads={key: self._heads[key] for key in sorted(set(keys.values()) & set(self._heads))},
         )
@@ -278,9 +278,9 @@ class FlightPool:
             remote[f"domain {domain}"] = sorted(
                 (t.name, float(np.float32(t.weight)), t.digest) for t in hello.domains.get(domain, ())
             )
-        for field, own in local.items():
-            if remote[field] != own:
-                raise RunError(f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(own)}")
+        for field, local_value in local.items():
+            if remote[field] != local_value:
+                raise RunError(f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(local_value)}")
 
 
 def _read_slice(batch: pa.RecordBatch) -> np.ndarray:

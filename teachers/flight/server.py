@@ -35,7 +35,7 @@ from teachers.flight.protocol import (
 from teachers.pool import Pool, Routes
 from teachers.scorers import ScorerOptions
 
-AHEAD = 2
+CLIENT_PARTS_AHEAD = 2
 """Parts that wait for a client which has not taken those before them."""
 MAX_MESSAGE = 1000
 """Characters of an error that travel: it goes into a header, which gRPC bounds at 8 KiB."""
@@ -48,9 +48,9 @@ class TokenCheck(flight.ServerMiddlewareFactory):
         self._digest = blake3(f"Bearer {token}".encode()).digest()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
-        given = headers.get("authorization", [""])
+        credentials = headers.get("authorization", [""])
         # Of digests, so that the time tells neither the length nor a prefix.
-        if len(given) != 1 or not hmac.compare_digest(blake3(given[0].encode()).digest(), self._digest):
+        if len(credentials) != 1 or not hmac.compare_digest(blake3(credentials[0].encode()).digest(), self._digest):
             raise flight.FlightUnauthenticatedError("wrong or missing token")
 
 
@@ -70,7 +70,7 @@ class PoolServer(flight.FlightServerBase):
         self._pool = pool
         self._hello = hello
         self._identity = hello.compute_identity()
-        self._turn = threading.Lock()
+        self._turn_lock = threading.Lock()
         self._timeout_s = timeout_s
         self._log = say
         tls = endpoint.tls
@@ -132,7 +132,7 @@ class PoolServer(flight.FlightServerBase):
         A thread of its own has the server's turn: this one waits for as long as the client reads nothing.
         """
         parts: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
-        free_slots, client_left = threading.Semaphore(AHEAD), threading.Event()
+        free_slots, client_left = threading.Semaphore(CLIENT_PARTS_AHEAD), threading.Event()
         sizes: list[int] = []
         with ThreadPoolExecutor(1, "score") as thread:
             scoring = thread.submit(self._score_parts, rollouts, context, parts, free_slots, client_left)
@@ -171,14 +171,14 @@ class PoolServer(flight.FlightServerBase):
 
     @contextmanager
     def _hold_turn(self, context: Any) -> Iterator[None]:
-        if not self._turn.acquire(timeout=self._timeout_s):
+        if not self._turn_lock.acquire(timeout=self._timeout_s):
             raise RunError(f"others' steps took longer than {self._timeout_s:.0f} s (cluster.phase_timeout_s)")
         try:
             if context.is_cancelled():  # while it waited: its step would only hold the others up
                 raise flight.FlightCancelledError("the client left")
             yield
         finally:
-            self._turn.release()
+            self._turn_lock.release()
 
     @contextmanager
     def _report_errors(self, context: Any, operation: str) -> Iterator[None]:
@@ -193,7 +193,7 @@ class PoolServer(flight.FlightServerBase):
 
 def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
     """Describe what a pool serves that is ready and was made with these options."""
-    described = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
+    heads = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
     return Hello(
         release=__version__,
         payload=options.payload,
@@ -203,7 +203,7 @@ def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
         domains={
             domain: tuple(
                 ServedTeacher(
-                    name=a.teacher.name, weight=a.weight, digest=a.teacher.digest, head=described[a.teacher.name].key
+                    name=a.teacher.name, weight=a.weight, digest=a.teacher.digest, head=heads[a.teacher.name].key
                 )
                 for a in part
             )
@@ -211,6 +211,6 @@ def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
         },
         heads={
             h.key: WireRule(scale=h.rule.scale, softcap=h.rule.softcap)
-            for h in sorted(described.values(), key=lambda h: h.key)
+            for h in sorted(heads.values(), key=lambda h: h.key)
         },
     )

@@ -29,9 +29,9 @@ OFF_GPUS = ("cpu", "disk")
 class Division:
     """The devices of the layers of all teachers of one architecture."""
 
-    places: dict[str, DeviceName]
+    device_map: dict[str, DeviceName]
     """Module -> its place: accelerate's device map."""
-    main: DeviceName
+    main_device: DeviceName
     """Where layers compute that are on no GPU: the first GPU, or the CPU."""
     on_disk: frozenset[str]
     """Parameters that stay in the files until a pass needs them."""
@@ -52,23 +52,23 @@ class Division:
                 f"transformers does not say where {type(skeleton).__name__} may be divided; remove teachers.device_map, or use "
                 "teachers.engine vllm"
             )
-        room = {place: size for place, size in max_memory.items() if place != "disk"}
+        room = {device: size for device, size in max_memory.items() if device != "disk"}
         room = get_balanced_memory(skeleton, room, no_split_module_classes=unsplit_classes)
         # What fits nowhere is given to the disk.
-        places = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=unsplit_classes))
+        device_map = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=unsplit_classes))
         params = dict(skeleton.named_parameters(remove_duplicate=False))
-        on_disk = frozenset(name for name in params if _find_device(places, name) == "disk")
+        on_disk = frozenset(name for name in params if _find_device(device_map, name) == "disk")
         sizes: Counter[DeviceName] = Counter()
         for name, param in skeleton.named_parameters():
-            sizes[_find_device(places, name)] += param.nbytes
+            sizes[_find_device(device_map, name)] += param.nbytes
         if sizes["disk"] > max_memory.get("disk", 0):
             raise RunError(_format_shortage(sizes, max_memory))
-        return cls(places=places, main=main, on_disk=on_disk)
+        return cls(device_map=device_map, main_device=main, on_disk=on_disk)
 
-    def device_of(self, module: str) -> torch.device:
+    def find_device(self, module: str) -> torch.device:
         """Return the device on which a module computes."""
-        place = _find_device(self.places, module)
-        device = self.main if place in OFF_GPUS else place
+        device_name = _find_device(self.device_map, module)
+        device = self.main_device if device_name in OFF_GPUS else device_name
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
     def dispatch(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
@@ -80,13 +80,13 @@ class Division:
 
         dispatch_model(
             model,
-            self.places,
-            main_device=self.main,
+            self.device_map,
+            main_device=self.main_device,
             offload_index=_build_offload_index(model, self.on_disk, model_dir, dtype)
-            if "disk" in self.places.values()
+            if "disk" in self.device_map.values()
             else None,
             skip_keys=sorted(model._skip_keys_device_placement),
-            force_hooks=set(self.places.values()) != {self.main},
+            force_hooks=set(self.device_map.values()) != {self.main_device},
         )
 
 
@@ -102,15 +102,15 @@ def measure_free_memory() -> dict[DeviceName, int]:
     from accelerate.utils import get_max_memory
 
     # A tenth of a GPU is left for what a pass computes: accelerate's own share.
-    return {place: size if place == "cpu" else int(0.9 * size) for place, size in get_max_memory().items()}
+    return {device: size if device == "cpu" else int(0.9 * size) for device, size in get_max_memory().items()}
 
 
-def _find_device(places: Mapping[str, DeviceName], name: str) -> DeviceName:
+def _find_device(device_map: Mapping[str, DeviceName], name: str) -> DeviceName:
     """Return the device of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
     parent = name
-    while parent and parent not in places:
+    while parent and parent not in device_map:
         parent = parent.rpartition(".")[0]
-    return places[parent]
+    return device_map[parent]
 
 
 def _build_offload_index(
@@ -134,17 +134,17 @@ def _build_offload_index(
 
 
 def _format_shortage(sizes: Mapping[DeviceName, int], max_memory: Mapping[DeviceName, int]) -> str:
-    limits = ", ".join(f"{_format_device(place)} {_gib(size)}" for place, size in max_memory.items())
+    limits = ", ".join(f"{_format_device(device)} {_format_gib(size)}" for device, size in max_memory.items())
     return (
-        f"no room for {_gib(sizes['disk'])} of its {_gib(sum(sizes.values()))} of weights: {limits}, and room for the largest "
+        f"no room for {_format_gib(sizes['disk'])} of its {_format_gib(sum(sizes.values()))} of weights: {limits}, and room for the largest "
         "layer is kept where others pass; raise teachers.max_memory, or name more there: cpu, or disk, which leaves layers "
         "in their files"
     )
 
 
-def _format_device(place: DeviceName) -> str:
-    return f"GPU {place}" if isinstance(place, int) else place
+def _format_device(device: DeviceName) -> str:
+    return f"GPU {device}" if isinstance(device, int) else device
 
 
-def _gib(nbytes: int) -> str:
+def _format_gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:.3g} GiB"

@@ -24,7 +24,7 @@ from opd.payloads import answer_class
 from opd.payloads.answer import Position
 from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
-from opd.text import one_line
+from opd.text import to_one_line
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.rows import build_logprob_answer, split_batches
 
@@ -37,7 +37,7 @@ CONNECT_S = 10.0
 BATCH_TOKENS = 32768
 """Prompt and response tokens whose answers are in memory at a time."""
 PROBE_TOKENS = 8
-SHOWN = 300
+MAX_SHOWN = 300
 """Characters of a server's own words in an error."""
 
 Sequences = Sequence[Sequence[int]]
@@ -100,7 +100,7 @@ class OpenAIScorer:
             for rollout, positions in zip(
                 batch, asyncio.run(self._request_all(self._find_server(teacher), teacher, sequences)), strict=True
             ):
-                trained_positions = [positions[len(rollout.prompt_ids) + offset] for offset in rollout.trained]
+                trained_positions = [positions[len(rollout.prompt_ids) + offset] for offset in rollout.trained_positions]
                 answer = build_logprob_answer(self._answers, rollout, trained_positions, self._top_k)
                 if answer is None:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: log-probs are not finite"
@@ -163,40 +163,40 @@ class OpenAIScorer:
 
     def _parse_positions(self, response: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
         """Return the checked log-probs of one answer, one entry a token. Raises: RunError saying what is wrong with it."""
-        where = f"teacher {teacher.name}: its server"
+        speaker = f"teacher {teacher.name}: its server"
         choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise RunError(f"{where} answered without one choice: {one_line(json.dumps(response), SHOWN)}")
+            raise RunError(f"{speaker} answered without one choice: {to_one_line(json.dumps(response), MAX_SHOWN)}")
         steps = choices[0].get("prompt_logprobs")
         if not isinstance(steps, list):
-            raise RunError(f"{where} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
+            raise RunError(f"{speaker} sends no prompt_logprobs; it has to be one that knows them, such as `vllm serve`")
         if len(steps) != len(ids):
-            raise RunError(f"{where} scored {len(steps)} positions of {len(ids)} tokens")
-        return [{}, *(self._parse_position(step, token, where) for step, token in zip(steps[1:], ids[1:], strict=True))]
+            raise RunError(f"{speaker} scored {len(steps)} positions of {len(ids)} tokens")
+        return [{}, *(self._parse_position(step, token, speaker) for step, token in zip(steps[1:], ids[1:], strict=True))]
 
-    def _parse_position(self, step: Any, token: int, where: str) -> Position:
+    def _parse_position(self, step: Any, token: int, speaker: str) -> Position:
         if step is None:
             return {token: float("nan")}
         try:
             position = {int(key): _parse_number(entry["logprob"]) for key, entry in step.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise RunError(
-                f"{where} sends prompt_logprobs that cannot be read: {one_line(json.dumps(step), SHOWN)}"
+                f"{speaker} sends prompt_logprobs that cannot be read: {to_one_line(json.dumps(step), MAX_SHOWN)}"
             ) from None
         unknown_ids = [key for key in position if not 0 <= key < self._vocab_size]
         if unknown_ids:
             raise RunError(
-                f"{where} has another vocabulary: it names token {unknown_ids[0]}, the tokenizer knows {self._vocab_size}"
+                f"{speaker} has another vocabulary: it names token {unknown_ids[0]}, the tokenizer knows {self._vocab_size}"
             )
         if token not in position:
-            raise RunError(f"{where} scored other tokens than were sent: {token} is not among {list(position)[:5]}")
+            raise RunError(f"{speaker} scored other tokens than were sent: {token} is not among {list(position)[:5]}")
         if len(position) < self._top_k:
             raise RunError(
-                f"{where} sends {len(position)} log-probs a token, objective.k is {self._top_k}: "
+                f"{speaker} sends {len(position)} log-probs a token, objective.k is {self._top_k}: "
                 f"start it with `--max-logprobs {self._top_k}`"
             )
         if any(value > 1e-3 for value in position.values()):
-            raise RunError(f"{where} sends {max(position.values()):.3g} as a log-prob; these may be logits")
+            raise RunError(f"{speaker} sends {max(position.values()):.3g} as a log-prob; these may be logits")
         return position
 
 
@@ -205,18 +205,18 @@ def _parse_number(value: Any) -> float:
 
 
 async def _post_request(
-    session: aiohttp.ClientSession, server: Server, question: dict[str, Any], teacher: Teacher
+    session: aiohttp.ClientSession, server: Server, request: dict[str, Any], teacher: Teacher
 ) -> Any:
     """Post a request and return the server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
     url = f"{server.base_url.rstrip('/')}/completions"
-    where = f"teacher {teacher.name}: {url}"
+    speaker = f"teacher {teacher.name}: {url}"
     problem = ""
     for attempt in range(ATTEMPTS):
         if attempt:
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         try:
             # A redirect could lead the key to another host.
-            async with session.post(url, json=question, allow_redirects=False) as response:
+            async with session.post(url, json=request, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except TimeoutError:
             problem = "no answer in time (teachers.server_timeout_s)"
@@ -225,17 +225,17 @@ async def _post_request(
             problem = str(error) or type(error).__name__
             continue
         if status == 429 or status >= 500:
-            problem = f"status {status}: {one_line(body.decode(errors='replace'), SHOWN)}"
+            problem = f"status {status}: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}"
             continue
         if status != 200:
             raise RunError(
-                f"{where}: {_format_refusal(status, server)}: {one_line(body.decode(errors='replace'), SHOWN)}"
+                f"{speaker}: {_format_refusal(status, server)}: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}"
             )
         try:
             return json.loads(body)
         except ValueError:
-            raise RunError(f"{where}: no JSON: {one_line(body.decode(errors='replace'), SHOWN)}") from None
-    raise RunError(f"{where}: {ATTEMPTS} attempts failed, the last with: {problem}")
+            raise RunError(f"{speaker}: no JSON: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}") from None
+    raise RunError(f"{speaker}: {ATTEMPTS} attempts failed, the last with: {problem}")
 
 
 def _format_refusal(status: int, server: Server) -> str:

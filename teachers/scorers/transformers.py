@@ -22,12 +22,12 @@ from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.heads import HeadFile, head_key, logit_rule
 from opd.models.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
 from opd.models.logit_rule import LogitRule
-from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, not_linear, read_updates
+from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.models.packing import SHARED
 from opd.models.products import use_quick_products
 from opd.models.weights import Naming, fastest_attention, obeys_masks, to_meta
 from opd.payloads import answer_class
-from opd.payloads.answer import Answer, Said
+from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
 from teachers.near import DeviceCache
@@ -49,7 +49,7 @@ class TransformersScorer:
         self._vocab_size = options.vocab_size
         self._share = options.share_prompts
         self._lends_memory = options.lends_memory
-        self._weights = WeightCache(self._dtype, options.memory_bytes, self._read, self._measure)
+        self._weights = WeightCache(self._dtype, options.memory_bytes, self._read_state, self._measure_state)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._device_cache = DeviceCache(self._device, options.gpu_memory_bytes)
         self._is_divided = options.device_map is not None
@@ -65,7 +65,7 @@ class TransformersScorer:
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to map and read the teacher's weights."""
-        self._architecture(teacher.model_dir)  # the thread that reads cannot make it
+        self._get_architecture(teacher.model_dir)  # the thread that reads cannot make it
         if teacher.adapter_dir or self._device_cache.find(base_key(teacher)) is None:
             self._weights.prefetch(teacher)
 
@@ -97,7 +97,7 @@ class TransformersScorer:
 
     def head_file(self, teacher: Teacher) -> HeadFile:
         """Return the file that has the head; an adapter leaves its base's as it is."""
-        names = self._architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
+        names = self._get_architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
@@ -111,7 +111,7 @@ class TransformersScorer:
         Raises: RunError if its rows see each other in every layout.
         """
         self._load_teacher(teacher)
-        architecture = self._architecture(teacher.model_dir)
+        architecture = self._get_architecture(teacher.model_dir)
         proof = architecture.proof
         if proof is None:
 
@@ -195,7 +195,7 @@ class TransformersScorer:
             return logits_N_V.float().log_softmax(-1).cpu()
 
         return self._answer_class.of_states(
-            Said(
+            TeacherStates(
                 token_ids=rollout.trained_ids,
                 hidden_N_D=hidden_N_D,
                 head=head,
@@ -223,7 +223,7 @@ class TransformersScorer:
         self._loaded_key = ""  # a teacher that is half there must not pass for one if loading fails
         while self._hooks:
             self._hooks.pop().remove()
-        architecture = self._architecture(teacher.model_dir)
+        architecture = self._get_architecture(teacher.model_dir)
         if self._loaded_base != base_key(teacher):
             self._loaded_base = ""
             in_memory = self._device_cache.find(base_key(teacher)) is not None or self._weights.has(teacher)
@@ -255,7 +255,7 @@ class TransformersScorer:
         return self._device_cache.copy_to_device(base_key(teacher), state)
 
     def _assign_weights(self, teacher: Teacher, state: State) -> None:
-        architecture = self._architecture(teacher.model_dir)
+        architecture = self._get_architecture(teacher.model_dir)
         if architecture.division is None:
             state = self._copy_to_device(teacher, state)
         if architecture.replace_tensors(state):
@@ -285,41 +285,41 @@ class TransformersScorer:
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
         changes = read_updates(config, state)
-        unsupported = not_linear(self._model, changes)
+        unsupported = find_nonlinear_modules(self._model, changes)
         if unsupported:
             raise RunError(
                 f"teacher {teacher.name}: its adapter changes {unsupported[0]}, which is no linear module of "
                 f"{type(self._model).__name__} in transformers; merge it into a full model"
             )
-        division = self._architecture(teacher.model_dir).division
-        devices = {name: division.device_of(name) if division else self._device for name in changes}
+        division = self._get_architecture(teacher.model_dir).division
+        devices = {name: division.find_device(name) if division else self._device for name in changes}
         self._hooks = attach_updates(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
 
-    def _read(self, directory: Path, dtype: torch.dtype) -> State:
+    def _read_state(self, directory: Path, dtype: torch.dtype) -> State:
         """Return the tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
-        tensors, known = read_tensors(directory), self._architecture_of.get(directory)
-        on_disk = self._on_disk(directory)
-        if known is None or known.naming.is_plain(tensors):
+        tensors, architecture = read_tensors(directory), self._architecture_of.get(directory)
+        on_disk = self._names_on_disk(directory)
+        if architecture is None or architecture.naming.is_plain(tensors):
             return {name: tensor.to(dtype) for name, tensor in tensors.items() if name not in on_disk}
         if on_disk:
             raise RunError(
                 "transformers names, or joins, its weights otherwise than the files do, so none can stay on disk: raise what "
                 "teachers.max_memory has for GPUs and cpu"
             )
-        state, problem = known.naming.from_files(tensors)
+        state, problem = architecture.naming.from_files(tensors)
         if problem:
             raise RunError(f"weights do not fit its config: {problem}")
         return state
 
-    def _measure(self, directory: Path, dtype: torch.dtype) -> int:
+    def _measure_state(self, directory: Path, dtype: torch.dtype) -> int:
         """Return the bytes of what `_read_state` returns."""
-        return weights_nbytes(directory, dtype, self._on_disk(directory))
+        return weights_nbytes(directory, dtype, self._names_on_disk(directory))
 
-    def _on_disk(self, directory: Path) -> frozenset[str]:
-        known = self._architecture_of.get(directory)
-        return known.division.on_disk if known is not None and known.division is not None else frozenset()
+    def _names_on_disk(self, directory: Path) -> frozenset[str]:
+        architecture = self._architecture_of.get(directory)
+        return architecture.division.on_disk if architecture is not None and architecture.division is not None else frozenset()
 
-    def _architecture(self, model_dir: Path) -> _Architecture:
+    def _get_architecture(self, model_dir: Path) -> _Architecture:
         if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
             if key not in self._architectures:
@@ -338,7 +338,7 @@ class TransformersScorer:
         main: DeviceName = 0 if self._device.type == "cuda" else "cpu"
         if not self._max_memory:  # once, before a teacher is there; the CPU helps GPUs only if it is told to
             self._max_memory = {
-                place: size for place, size in measure_free_memory().items() if (place == "cpu") == (main == "cpu")
+                device: size for device, size in measure_free_memory().items() if (device == "cpu") == (main == "cpu")
             }
         return Division.from_skeleton(skeleton, self._max_memory, main)
 
@@ -365,9 +365,9 @@ class _Architecture:
     def note_modules(self, state: State) -> None:
         """Note where the tensors of the teacher in place are."""
         split = {name: name.rpartition(".") for name in state}
-        places = {name: (self.skeleton.get_submodule(module), own) for name, (module, _, own) in split.items()}
-        if all(own in module._parameters for module, own in places.values()):
-            self.tensor_modules = places
+        modules = {name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()}
+        if all(tensor_name in module._parameters for module, tensor_name in modules.values()):
+            self.tensor_modules = modules
 
     def replace_tensors(self, state: State) -> bool:
         """Put a teacher in the place of one that had the same tensors; False if it has others. torch's own way takes as long as
@@ -375,11 +375,11 @@ class _Architecture:
         if not self.tensor_modules or state.keys() != self.tensor_modules.keys():
             return False
         if any(
-            module.get_parameter(own).shape != state[name].shape for name, (module, own) in self.tensor_modules.items()
+            module.get_parameter(tensor_name).shape != state[name].shape for name, (module, tensor_name) in self.tensor_modules.items()
         ):
             return False
-        for name, (module, own) in self.tensor_modules.items():
-            module._parameters[own] = nn.Parameter(state[name], requires_grad=False)
+        for name, (module, tensor_name) in self.tensor_modules.items():
+            module._parameters[tensor_name] = nn.Parameter(state[name], requires_grad=False)
         self.skeleton.tie_weights()
         return True
 

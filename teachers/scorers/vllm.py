@@ -70,18 +70,18 @@ class VLLMScorer:
         """Return content hash of head and logit rule.
 
         Raises: RunError as `TransformersScorer.head_key` does, and if vLLM gives other answers than transformers."""
-        return self._verify_head(teacher).key
+        return self._prove_head(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
         """Return the file that has the head."""
-        return self._verify_head(teacher).file
+        return self._prove_head(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
         """Return None: the engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
         """Return what the teacher's architecture does to its logits."""
-        return self._verify_head(teacher).rule
+        return self._prove_head(teacher).rule
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Yield target rows in batches, shortest rows first.
@@ -130,10 +130,10 @@ class VLLMScorer:
         answers: list[Answer | None] = []
         for rollout, output in zip(rollouts, outputs, strict=True):
             start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
-            offsets = torch.tensor(rollout.trained, dtype=torch.long)
+            offsets = torch.tensor(rollout.trained_positions, dtype=torch.long)
             hidden_N_D = output.outputs.data[start + offsets].to(self._dtype).cpu()
             finite = bool(torch.isfinite(hidden_N_D).all())
-            answers.append(HiddenStates.of(hidden_N_D, head) if finite else None)
+            answers.append(HiddenStates.from_states(hidden_N_D, head) if finite else None)
         return answers
 
     def _generate_logprobs(self, rollouts: Sequence[Rollout], prompts: Any) -> list[Answer | None]:
@@ -145,7 +145,7 @@ class VLLMScorer:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         answers = []
         for rollout, output in zip(rollouts, outputs, strict=True):
-            steps = [output.prompt_logprobs[len(rollout.prompt_ids) + offset] for offset in rollout.trained]
+            steps = [output.prompt_logprobs[len(rollout.prompt_ids) + offset] for offset in rollout.trained_positions]
             positions = [{token: entry.logprob for token, entry in step.items()} for step in steps]
             answers.append(build_logprob_answer(self._answer_class, rollout, positions, self._top_k))
         return answers
@@ -197,7 +197,7 @@ class VLLMScorer:
         """Make a transformers scorer on the CPU, anew each time: a kept one would hold a second teacher in memory."""
         return TransformersScorer(self._options, device="cpu")
 
-    def _verify_head(self, teacher: Teacher) -> HeadSource:
+    def _prove_head(self, teacher: Teacher) -> HeadSource:
         """Return the head of a teacher, once vLLM and transformers agree on a probe. Raises: RunError if they differ."""
         weights = weight_key(teacher)
         if weights not in self._heads:
@@ -224,4 +224,4 @@ class VLLMScorer:
 def _make_probe(vocab_size: int) -> Rollout:
     """Return a few tokens that every vocabulary has."""
     prompt, *response = range(min(8, vocab_size))
-    return Rollout.to_score("probe", (prompt,), tuple(response))
+    return Rollout.from_tokens("probe", (prompt,), tuple(response))

@@ -348,9 +348,9 @@ def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
         with pytest.raises(RunError, match=late):
             cluster.reserve_seats([WorkerGroup(key="there", strategy="PACK", seats=(other,))], timeout_s=2)
     finally:
-        for place in current_watch().places.values():
+        for place in current_watch().seats.values():
             remove_placement_group(place.group)
-        current_watch().places.clear()
+        current_watch().seats.clear()
 
 
 @pytest.mark.parametrize("variables", [{"PYTHONPATH": str(ROOT)}, {}], ids=["a path", "as installed"])

@@ -12,7 +12,7 @@ from opd import cluster
 from opd.config.sections import ClusterConfig
 from opd.credit.critic import CriticCredit, CriticSpec
 from opd.credit.gae import GaeSpec
-from opd.credit.interfaces import Assigned
+from opd.credit.interfaces import StepCredit
 from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec
 from opd.train.schedule import LearningRate
@@ -49,11 +49,11 @@ def step_of(step: int) -> list[Rollout]:
     return found
 
 
-def run(made: CriticCredit, first: int, last: int) -> list[Assigned]:
+def run(made: CriticCredit, first: int, last: int) -> list[StepCredit]:
     return [made.assign(step, step_of(step)) for step in range(first, last + 1)]
 
 
-def bits(assigned: list[Assigned]) -> list[dict[str, bytes]]:
+def bits(assigned: list[StepCredit]) -> list[dict[str, bytes]]:
     return [{i: a.tobytes() for i, a in one.advantages.items()} for one in assigned]
 
 

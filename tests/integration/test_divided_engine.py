@@ -156,7 +156,7 @@ def assert_stops_without_a_trace(engine: VLLMRolloutEngine, shared: set[Path]) -
         time.sleep(0.1)
     assert all(map(gone, processes))
     assert left_in_memory() <= shared
-    leftovers.end_own()  # as at the end of a session
+    leftovers.end_own_processes()  # as at the end of a session
     assert not folder.exists()
 
 

@@ -15,7 +15,7 @@ from opd.records.types import Prompt, Rollout
 from opd.rollouts.episodes.drift import DriftOptions, TeacherTurns
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings.yaml_files import validate_section
-from pipelines.specs import ForTraining, rollout_spec
+from pipelines.specs import TrainingFeatures, rollout_spec
 from tests.integration.test_agents import agent_pipeline
 from tests.integration.test_merge import kill_when_logged, opd, records, write
 
@@ -72,7 +72,7 @@ def test_an_expert_writes_turns_beside_the_student(tmp_path: Path, make_model_di
     with cluster.ray_session(ClusterConfig(), 8):
         config, end = validate_section(PipelineConfig, data, "test"), (tokenizer.eos_token_id,)
         engine = VLLMRolloutEngine(
-            rollout_spec(config, models["student"], len(tokenizer), end, ForTraining(drift=drift)), tokenizer
+            rollout_spec(config, models["student"], len(tokenizer), end, TrainingFeatures(drift=drift)), tokenizer
         )
         engine.wait_ready()
         first, again, last = (engine.generate(prompts, step=step, policy_version=0) for step in (1, 1, 3))

@@ -120,7 +120,7 @@ def plain(model: Any, row: TargetRow, vocab_size: int = VOCABULARY) -> torch.Ten
     """[N, V] log-probs at the positions before each trained token."""
     ids = torch.tensor([[*row.rollout.prompt_ids, *row.rollout.response_ids]])
     logits_T_V = model(ids).logits[0, :, :vocab_size]
-    return logits_T_V.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained)]
+    return logits_T_V.log_softmax(-1)[len(row.rollout.prompt_ids) - 1 : -1][list(row.rollout.trained_positions)]
 
 
 def reference(model_dir: Path) -> Any:

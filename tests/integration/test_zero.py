@@ -60,7 +60,7 @@ def by_zero() -> dict[str, Tensor]:
         0,
         Squares,
     )  # fmt: skip
-    engine.start(*engine.meeting_point("127.0.0.1"))
+    engine.start(*engine.open_meeting_point("127.0.0.1"))
     optimizer = engine.model.optimizer
     handed: set[int] = set()
 

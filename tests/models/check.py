@@ -96,7 +96,7 @@ def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Lo
     )
     adapter = root / "adapter" if name == "adapter" else None
     teacher = Teacher(name=name, model_dir=root / ("student" if adapter else name), adapter_dir=adapter)
-    rollouts = [Rollout.to_score(str(i), tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), "d") for i, ids in enumerate(given)]
+    rollouts = [Rollout.from_tokens(str(i), tuple(ids[:PROMPT]), tuple(ids[PROMPT:]), "d") for i, ids in enumerate(given)]
     rows = {row.rollout.sample_id: row for batch in scorer.score(teacher, rollouts, {}) for row in batch}
     return [torch.tensor(rows[str(i)].answer.teacher_logprobs) for i in range(len(given))]
 

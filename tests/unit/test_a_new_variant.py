@@ -23,15 +23,15 @@ from opd.config.objectives import OBJECTIVES, ObjectiveConfig
 from opd.config.payloads import PAYLOADS
 from opd.errors import ConfigError
 from opd.interfaces import ScoredRow
-from opd.losses.blocks import Block, Given
+from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads import answer_class
-from opd.payloads.answer import Answer, Columns, Said
+from opd.payloads.answer import Answer, Columns, TeacherStates
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import StreamError, TargetRow, read_stream
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
@@ -71,8 +71,8 @@ class Greedy(Answer):
         return 4
 
     @classmethod
-    def of_states(cls, said: Said) -> Greedy:
-        return cls(said.logprobs().argmax(-1).tolist())
+    def of_states(cls, states: TeacherStates) -> Greedy:
+        return cls(states.logprobs().argmax(-1).tolist())
 
     @classmethod
     def blocks(
@@ -82,7 +82,7 @@ class Greedy(Answer):
 
 
 @dataclass(frozen=True, slots=True)
-class GreedyBlock(Block, Given):
+class GreedyBlock(Block, BlockChunk):
     first_N: Tensor
 
     def __len__(self) -> int:
@@ -201,7 +201,7 @@ def of_the_worker() -> list[np.ndarray]:
     options = ScorerOptions(dtype="float32", payload="greedy", top_k=0, vocab_size=VOCABULARY, memory_bytes=1 << 20)
     worker = TeacherWorker("next_letter", options)
     assert worker.describe_head(TEACHER).key == ""
-    worker.begin_groups([(TEACHER, 1.0, tuple(ROLLOUTS))], 0)
+    worker.begin_rows([(TEACHER, 1.0, tuple(ROLLOUTS))], 0)
     parts = []
     while (part := worker.next_part()) is not None:
         parts.append(part)
@@ -209,8 +209,8 @@ def of_the_worker() -> list[np.ndarray]:
 
 
 def targets_of(parts: Sequence[np.ndarray], payload: str = "greedy") -> TargetStream:
-    asked = Asked(
-        rollouts=ROLLOUTS, teachers={"d": {"t": Expected(weight=1.0, head="")}}, kind=("float32", payload),
+    asked = TeacherRequest(
+        rollouts=ROLLOUTS, teachers={"d": {"t": ExpectedRow(weight=1.0, head="")}}, kind=("float32", payload),
         max_quarantined=0.0,
     )  # fmt: skip
     return TargetStream(iter(parts), asked, heads={})

@@ -198,7 +198,7 @@ class Heard:
     def say(self, line: str) -> None:
         self.lines.append(line)
 
-    def doing(self, what: str) -> None:
+    def doing(self, activity: str) -> None:
         pass
 
     def exams(self, before: Any, expert: Any, clear: Any = None) -> None:
@@ -826,7 +826,7 @@ class Ends:
     def export_changed(self, path: Path) -> None:
         (path / "model.safetensors").write_bytes(b"new")
 
-    def load(self, path: Path, again: Any = None, base: Any = None) -> None:
+    def load(self, path: Path, restart_weights: Any = None, base: Any = None) -> None:
         self.places.append(path.parent)
 
     def begin_logprobs(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:

@@ -30,10 +30,10 @@ from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.check.comparison import TeacherComparison
-from pipelines.check.judge import Finding, MeasuredTeacher
+from pipelines.check.judge import CheckFinding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
 from pipelines.interrupts import Interrupted, Stopped
-from pipelines.sizing.memory import Need
+from pipelines.sizing.memory import HostMemoryNeed
 from tests import messages
 from tests.messages import opd
 
@@ -556,7 +556,7 @@ def test_a_merge_in_rounds_prints_what_each_gained(world: Any, monkeypatch: pyte
         {"round": 1, "steps": 2, "mean_gain": 0.25, "mean_headroom": 1 / 3, "mean_headroom_in_round": 1 / 3},
         {"round": 2, "steps": 2, "mean_gain": -0.05, "mean_headroom": None, "mean_headroom_in_round": 0.5},
     ]
-    monkeypatch.setattr("pipelines.merging.rounds._go_on", lambda *_: REPORT | {"rounds": rows})
+    monkeypatch.setattr("pipelines.merging.rounds._merge_rounds", lambda *_: REPORT | {"rounds": rows})
     world.data["rounds"] = 2
     result = opd("merge", world.write())
     assert result.exit_code == 0, result.output
@@ -612,15 +612,15 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
         domain="upper", expert="up", leads=True, student_accuracy=0.25, expert_accuracy=0.2, compared=compared
     )
     findings = (
-        Finding(level=level, domain="upper", message="no better", fix="leave it out"),
-        Finding(level="warn", domain="", message="of all", fix="look"),
+        CheckFinding(level=level, domain="upper", message="no better", fix="leave it out"),
+        CheckFinding(level="warn", domain="", message="of all", fix="look"),
     )
     asked = []
 
     def found(config: PipelineConfig, samples: int, tell: Any) -> CheckReport:
         asked.append((config.seed, samples))
         tell("working")
-        memory = (Need(what="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
+        memory = (HostMemoryNeed(part="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
         return CheckReport(vocab_size=76, measured=(measured,), findings=findings, memory=memory)
 
     monkeypatch.setattr(pipelines.check.measure, "check_pipeline", found)

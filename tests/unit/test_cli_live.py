@@ -111,9 +111,9 @@ def merging(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None)
     """A merge of two steps in place of the real one; an error comes after the second."""
 
     def session(run: Any, *_: Any) -> dict[str, Any]:
-        from opd.live.displays import Beginning
+        from opd.live.displays import RunStart
 
-        with run.around.display(Beginning("two", run.paths.root, 2)) as shown:
+        with run.around.display(RunStart("two", run.paths.root, 2)) as shown:
             shown.say("warning: look")
             for step in (1, 2):
                 shown.step(record(step, ("reverse",)))

@@ -122,7 +122,7 @@ def test_a_merge_that_is_finished_is_left_alone(stage: Stage) -> None:
     result = opd("demo")
     assert result.exit_code == 0 and stage.called == [] and sorted(stage.root.rglob("*")) == before
     assert "finished before: `opd report runs/quickstart` shows it" in result.stderr
-    assert all(str(path) in result.stderr for path in command.MADE)
+    assert all(str(path) in result.stderr for path in command.OUTPUTS)
 
 
 def test_everything_goes_where_the_user_says(stage: Stage) -> None:
@@ -130,7 +130,7 @@ def test_everything_goes_where_the_user_says(stage: Stage) -> None:
     result = opd("demo", "--output", "new/place")
     assert result.exit_code == 0 and Path.cwd() == where
     assert stage.called[2] == ("merge", {"pipeline": "quickstart", "run_dir": where / RUN})
-    assert all(str(where / path) in result.stderr for path in command.MADE)
+    assert all(str(where / path) in result.stderr for path in command.OUTPUTS)
 
 
 def test_a_place_that_is_a_file_is_refused(stage: Stage) -> None:
@@ -145,11 +145,11 @@ def test_what_it_names_is_where_the_shipped_files_write() -> None:
     inputs = {path for expert in spec.experts.values() for path in (expert.data, *spec.base.data)}
     inputs |= {domain.eval.prompts for domain in config.domains.values() if domain.eval and domain.eval.prompts}
     assert {path.parents[1] for path in inputs} == {command.PROMPTS}
-    assert (spec.output_dir, spec.registry, config.registry) == (command.MADE[1], command.MADE[2], command.MADE[2])
+    assert (spec.output_dir, spec.registry, config.registry) == (command.OUTPUTS[1], command.OUTPUTS[2], command.OUTPUTS[2])
     assert Path("runs") / config.name == command.RUN
 
 
 def test_make_demo_starts_over_and_calls_it() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     found = re.search(r"^demo: setup\n\trm -rf (.+)\n\t\$\(OPD\) demo\n", makefile, re.MULTILINE)
-    assert found and {Path(word) for word in found[1].split()} == set(command.MADE)
+    assert found and {Path(word) for word in found[1].split()} == set(command.OUTPUTS)

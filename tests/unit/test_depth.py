@@ -48,7 +48,7 @@ def test_a_step_is_few_calls_below_the_command(world: Any, monkeypatch: pytest.M
     monkeypatch.setattr(pipelines.merging.run, "build_merge", lambda *_: parts)
     monkeypatch.setattr(pipelines.merging.run, "ray_session", lambda *_: nullcontext())
     monkeypatch.setattr(pipelines.merging.run, "record_layouts", lambda *_: None)
-    monkeypatch.setattr(pipelines.merging.run, "_before_and_experts", lambda *_: (None, None))
+    monkeypatch.setattr(pipelines.merging.run, "_take_starting_exams", lambda *_: (None, None))
     result = CliRunner().invoke(app, ["merge", str(world.write())])
     assert (result.exit_code, "as deep as the driver goes" in result.stderr) == (1, True), result.output
     print("\n".join(stack))
@@ -71,7 +71,7 @@ def test_the_objective_is_few_calls_below_a_rank(tiny_model_dir: Path, monkeypat
     made.begin_step(WORK, {"h": _head(head)})  # type: ignore[dict-item]
     part = np.frombuffer(write_stream([row(i) for i in "ac"], "float32"), dtype=np.uint8)
     with pytest.raises(RunError, match="as deep as a rank goes"):
-        made.accumulate(0, NONE, part)
+        made.accumulate_micro_batch(0, NONE, part)
     print("\n".join(stack))
     assert stack[0].endswith(" accumulate")
     assert len(stack) + 1 <= MAX_RANK_FRAMES, "\n".join(stack)

@@ -55,7 +55,7 @@ class CommandResult:
     """Its exit code, negative for a signal; None if it was ended, or not started."""
     output: str
     """Its output, without control characters."""
-    why: str
+    end_reason: str
     """The limit that ended it: deadline, memory, output; or `not started`; else empty."""
     seconds: float = field(default=0.0, compare=False)
     """The deadline that it had."""
@@ -77,9 +77,9 @@ class Box:
         """
         self._limits = limits
         self._log = log
-        told = {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb, "processes": limits.processes}
+        limits_json = {"memory_mb": limits.memory_mb, "disk_mb": limits.disk_mb, "processes": limits.processes}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(INSIDE), json.dumps(told)],
+            [sys.executable, "-I", "-S", str(INSIDE), json.dumps(limits_json)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -145,7 +145,7 @@ class Box:
                 self.close()
                 raise ConfigError.at(
                     "environment sandbox",
-                    found=f"{argv[0]} of this machine does not run in it: {ran.output.strip()[-500:] or ran.why or ran.code}",
+                    found=f"{argv[0]} of this machine does not run in it: {ran.output.strip()[-500:] or ran.end_reason or ran.code}",
                     wanted=f"a shell and a Python that need no files but those in /usr and in {sys.base_prefix}",
                     fix="run `opd` with a Python that brings its libraries along (of the distribution, pyenv, uv or conda)",
                 )
@@ -167,14 +167,14 @@ class Box:
         while b"\n" not in self._read:
             if not self._read_more(end):
                 raise RunError(f"sandbox: it ended, or gave no answer within {seconds:g} s")
-        line, _, rest = self._read.partition(b"\n")
+        line, _, remainder = self._read.partition(b"\n")
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:  # a mistake of ours, whose last line says most
             while self._read_more(time.monotonic() + START_S):
                 pass
             raise RunError(f"sandbox: no answer but {strip_control_characters(self._read[-2000:])}") from None
-        self._read = rest
+        self._read = remainder
         return answer
 
     def _read_more(self, end: float) -> bool:

@@ -26,7 +26,7 @@ from opd.errors import PromptError
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section
-from opd.text import readable
+from opd.text import strip_control_characters
 
 TEXT = {"type": "string"}
 SHELL = Tool(
@@ -126,9 +126,9 @@ class Sandbox:
                 fix="make the prompts with `opd environments tasks sandbox`",
             )
         self._task = metadata
-        self._write(metadata["file"], metadata["source"])
+        self._write_file(metadata["file"], metadata["source"])
         if self._limits.answer_file is not None:
-            self._write(self._limits.answer_file, metadata["fixed"])
+            self._write_file(self._limits.answer_file, metadata["fixed"])
         return ""
 
     def step(self, action: Action) -> Outcome:
@@ -145,14 +145,14 @@ class Sandbox:
 
     def solve(self) -> Action:
         """Write the right function; say so once it is there."""
-        if self._read() == self._task["fixed"]:
+        if self._read_file() == self._task["fixed"]:
             return Action(text="The function is mended.")
         return format_turn_with_call("write_file", {"path": self._task["file"], "content": self._task["fixed"]})
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks("sandbox", (SandboxOptions, options), _drawn, n, seed)
+        return draw_tasks("sandbox", (SandboxOptions, options), _draw_rows, n, seed)
 
     def _carry_out(self, action: Action) -> Outcome:
         if not action.calls:
@@ -165,40 +165,40 @@ class Sandbox:
         if self._seconds_left() <= 0:
             return f"[not started: the calls of a turn have {self._turn_s:.3g} s together]"
         if call.name == "shell":
-            return self._describe_result(self._run(["/bin/sh", "-c", str(call.arguments["command"])]))
-        return self._write(str(call.arguments["path"]), str(call.arguments["content"]))
+            return self._describe_result(self._run_command(["/bin/sh", "-c", str(call.arguments["command"])]))
+        return self._write_file(str(call.arguments["path"]), str(call.arguments["content"]))
 
-    def _write(self, path: str, content: str) -> str:
-        given = PurePosixPath(path)
-        if not path or given.is_absolute() or ".." in given.parts:
+    def _write_file(self, path: str, content: str) -> str:
+        target = PurePosixPath(path)
+        if not path or target.is_absolute() or ".." in target.parts:
             return "error: give a relative path inside of the directory of the task"
-        ran = self._run(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
-        return f"wrote {len(content)} characters to {readable(path)}" if ran.code == 0 else self._describe_result(ran)
+        result = self._run_command(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
+        return f"wrote {len(content)} characters to {strip_control_characters(path)}" if result.code == 0 else self._describe_result(result)
 
-    def _read(self) -> str:
+    def _read_file(self) -> str:
         """Return the file of the task as it is now."""
-        return self._run(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
+        return self._run_command(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
 
     def _seconds_left(self) -> float:
         """Seconds of the turn."""
         return self._turn_ends - time.monotonic()
 
-    def _run(self, argv: list[str], stdin: str = "", output: int | None = None) -> CommandResult:
+    def _run_command(self, argv: list[str], stdin: str = "", output: int | None = None) -> CommandResult:
         return self._box.run(argv, stdin, output, max(0.0, self._seconds_left()))
 
-    def _describe_result(self, ran: CommandResult) -> str:
-        code = f"[exit code {ran.code}]" if ran.code else ""
-        end = ENDED[ran.why].format(limits=self._limits, seconds=ran.seconds) if ran.why else code
-        return "\n".join(filter(None, (ran.output.rstrip("\n"), end))) or "[no output]"
+    def _describe_result(self, result: CommandResult) -> str:
+        code = f"[exit code {result.code}]" if result.code else ""
+        end = ENDED[result.end_reason].format(limits=self._limits, seconds=result.seconds) if result.end_reason else code
+        return "\n".join(filter(None, (result.output.rstrip("\n"), end))) or "[no output]"
 
     def _count_hidden_passes(self) -> int:
         """Hidden calls that give the right result, in a sandbox that the policy's commands never saw."""
-        given = {"source": self._read(), "function": self._task["function"], "calls": self._task["calls"]}
+        request = {"source": self._read_file(), "function": self._task["function"], "calls": self._task["calls"]}
         with Box(self._limits) as judge:
             judged = ["/run/bin/python", "-I", "-c", CALLER]
-            ran = judge.run(judged, json.dumps(given), MOST_JUDGED, max(0.0, self._seconds_left()))
+            result = judge.run(judged, json.dumps(request), MOST_JUDGED, max(0.0, self._seconds_left()))
         try:
-            results = json.loads(ran.output.strip().rpartition("\n")[2])
+            results = json.loads(result.output.strip().rpartition("\n")[2])
         except (ValueError, RecursionError):
             return 0
         if not isinstance(results, list) or len(results) != len(self._task["expected"]):
@@ -210,12 +210,12 @@ MOST_JUDGED = 100_000
 """Bytes of a file that is judged, and of the results of the hidden calls."""
 
 
-def _equal_as_json(one: Any, other: Any) -> bool:
+def _equal_as_json(actual: Any, expected: Any) -> bool:
     """Equal as JSON: True is not 1, and 1.0 is not 1."""
-    return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
+    return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
-def _drawn(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[TaskRow]:
+def _draw_rows(rng: random.Random, options: SandboxOptions, limit: int) -> Iterator[TaskRow]:
     for _ in range(limit):
         problem = rng.choice(PROBLEMS)
         row = _make_task(rng, problem, rng.choice(problem.bugs), options.calls)
@@ -229,22 +229,22 @@ def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls
     fixed = inspect.getsource(problem.function).replace("  # type: ignore[no-untyped-def]", "")
     assert fixed.count(bug[0]) == 1, f"{name}: {bug[0]!r} is not once in it"
     source = fixed.replace(*bug)
-    given = [problem.draw(rng) for _ in range(calls)]
-    expected = [_call_as_json(problem.function, arguments) for arguments in given]
+    argument_lists = [problem.draw(rng) for _ in range(calls)]
+    expected = [_call_as_json(problem.function, arguments) for arguments in argument_lists]
     scope: dict[str, Any] = {}
     exec(source, scope)  # our own text, from problems.py
-    broken = [_call_as_json(scope[name], arguments) for arguments in given]
+    broken = [_call_as_json(scope[name], arguments) for arguments in argument_lists]
     shown = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
     if shown is None:
         return None
-    said = f"{name}({', '.join(map(repr, given[shown]))})"
-    asked = (
-        f"The file {name}.py has a function that is wrong: {said} should give {expected[shown]!r}. Mend the file with the "
+    example_call = f"{name}({', '.join(map(repr, argument_lists[shown]))})"
+    instruction = (
+        f"The file {name}.py has a function that is wrong: {example_call} should give {expected[shown]!r}. Mend the file with the "
         "tools `shell` and `write_file`. When it is right, answer without a call."
     )
-    task = {"file": f"{name}.py", "source": source, "fixed": fixed, "function": name, "calls": given}
+    task = {"file": f"{name}.py", "source": source, "fixed": fixed, "function": name, "calls": argument_lists}
     return {
-        "prompt": [{"role": "user", "content": asked}],
+        "prompt": [{"role": "user", "content": instruction}],
         "answer": fixed,
         "metadata": task | {"expected": expected, "moves": 2},
     }

@@ -35,7 +35,7 @@ RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 409
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 NOBODY = 65534
-PLACES = ("/mnt", "/media", "/srv", "/tmp")
+ROOT_CANDIDATES = ("/mnt", "/media", "/srv", "/tmp")
 """Directories of the machine, any of which the sandbox's root may cover."""
 FILES = ("box", "tmp")
 """Directories that commands can write to, in memory."""
@@ -72,17 +72,17 @@ MOST_OUTPUT = 16 << 20
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(what: str, done: int) -> None:
+def check_result(function: str, result: int) -> None:
     """Check the result of the C function of this name. Raises: OSError if it failed."""
-    if done != 0:
+    if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{function}: {os.strerror(number)}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
     kind_bytes = None if kind is None else kind.encode()
-    done = libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), data.encode())
-    call(f"mount {kind or source} on {target}", done)
+    result = libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), data.encode())
+    check_result(f"mount {kind or source} on {target}", result)
 
 
 def leave_the_machine() -> None:
@@ -125,17 +125,17 @@ def become_first() -> None:
     if child:
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
-    call("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    check_result("prctl", libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
 
 
 def build_root(python: str, disk_mb: int) -> None:
     """Mount the new root and move into it. `python` is the directory of this interpreter's installation."""
     mount("none", "/", None, REC | PRIVATE)
     shown = ["/usr", *([] if python == "/usr" or python.startswith("/usr/") else [python])]
-    root = next(p for p in PLACES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
+    root = next(p for p in ROOT_CANDIDATES if Path(p).is_dir() and not any(s == p or s.startswith(p + "/") for s in shown))
     mount("root", root, "tmpfs", NOSUID | NODEV, "size=1m,mode=755")
-    _own_directories(root, disk_mb)  # first: the machine's Python may lie below a place that they cover
-    before = {line.split()[0] for line in _list_mounts()}
+    _make_directories(root, disk_mb)  # first: the machine's Python may lie below a place that they cover
+    old_mounts = {line.split()[0] for line in _list_mounts()}
     for link in ("bin", "sbin", "lib", "lib64", "lib32"):
         if Path("/", link).is_symlink():
             Path(root, link).symlink_to(Path("/", link).readlink())
@@ -144,9 +144,9 @@ def build_root(python: str, disk_mb: int) -> None:
     for source in [*shown, *(p for p in ("/etc/alternatives", "/etc/ld.so.cache") if Path(p).exists())]:
         bind_mount(source, root + source)
     _make_devices(root)
-    _make_read_only(root, [line.split()[4] for line in _list_mounts() if line.split()[0] not in before])
-    for place in _find_own_directories(shown):
-        mount("none", root + place, "tmpfs", NOSUID | NODEV | RDONLY, "size=4k,nr_inodes=1,mode=0")
+    _make_read_only(root, [line.split()[4] for line in _list_mounts() if line.split()[0] not in old_mounts])
+    for directory in _find_own_directories(shown):
+        mount("none", root + directory, "tmpfs", NOSUID | NODEV | RDONLY, "size=4k,nr_inodes=1,mode=0")
     mount("none", root, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV)
     os.chroot(root)
     os.chdir("/box")
@@ -174,18 +174,18 @@ def _make_devices(root: str) -> None:
 
 def _find_own_directories(shown: list[str]) -> Iterator[str]:
     """Directories below those that are shown where `opd` is installed: the right answers of its own tasks are in them."""
-    here = Path(__file__).resolve().parents[2]
-    own = here.parent if (here.parent / "pyproject.toml").is_file() else here
+    package = Path(__file__).resolve().parents[2]
+    own = package.parent if (package.parent / "pyproject.toml").is_file() else package
     installed = (
         path
         for top in shown
         for kind in ("lib", "local/lib")
         for path in Path(top, kind).glob("python3*/*-packages/opd")
     )
-    found = {path.resolve() for path in (own, *installed)}
-    for place in found - {inner for inner in found if found.intersection(inner.parents)}:
-        if any(str(place).startswith(top + "/") for top in shown):
-            yield str(place)
+    directories = {path.resolve() for path in (own, *installed)}
+    for directory in directories - {inner for inner in directories if directories.intersection(inner.parents)}:
+        if any(str(directory).startswith(top + "/") for top in shown):
+            yield str(directory)
 
 
 def _list_mounts() -> list[str]:
@@ -197,11 +197,11 @@ def _make_read_only(root: str, mounted: list[str]) -> None:
     for escaped in mounted:
         target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
         if target.startswith(root + "/") and not target.startswith(root + "/dev/"):
-            kept = os.statvfs(target).f_flag & NOEXEC  # a flag that the machine set cannot be taken away
-            mount("none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | kept)
+            noexec_flag = os.statvfs(target).f_flag & NOEXEC  # a flag that the machine set cannot be taken away
+            mount("none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | noexec_flag)
 
 
-def _own_directories(root: str, disk_mb: int) -> None:
+def _make_directories(root: str, disk_mb: int) -> None:
     for name in (*FILES, "proc", "run/bin", "etc"):
         Path(root, name).mkdir(parents=True, exist_ok=True)
     python = os.path.realpath(
@@ -226,22 +226,22 @@ def calls_filter(machine: str) -> bytes:
     """
     if machine not in MACHINES or sys.byteorder != "little":
         raise OSError(f"no list of system calls for the processor {machine}")
-    known, number = MACHINES[machine]
+    architecture, number = MACHINES[machine]
     # Opcodes of BPF: load a word, jump if equal, if at least, if any bit is set, and, return. What is read is seccomp_data: the
     # number of the call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
     load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
-    made: list[tuple[int, int, int, int]] = []
+    instructions: list[tuple[int, int, int, int]] = []
 
-    def argument(place: int) -> tuple[int, int, int, int]:
-        return load, 0, 0, 16 + 8 * place
+    def argument(position: int) -> tuple[int, int, int, int]:
+        return load, 0, 0, 16 + 8 * position
 
     def look_at(name: str, *steps: tuple[int, int, int, int]) -> None:
         """Take these steps for one call. The first of them to give an answer ends the program."""
-        made.extend([(jump, 0, len(steps), number[name]), *steps])
+        instructions.extend([(jump, 0, len(steps), number[name]), *steps])
 
-    made += [(load, 0, 0, 4), (jump, 1, 0, known), (end, 0, 0, kill)]  # no other set of calls, such as that for 32 bits
-    made += [(load, 0, 0, 0), (jump_from, 0, 1, 0x40000000), (end, 0, 0, fail | errno.ENOSYS)]  # nor x32
+    instructions += [(load, 0, 0, 4), (jump, 1, 0, architecture), (end, 0, 0, kill)]  # no other set of calls, such as that for 32 bits
+    instructions += [(load, 0, 0, 0), (jump_from, 0, 1, 0x40000000), (end, 0, 0, fail | errno.ENOSYS)]  # nor x32
     for name in ABSENT:
         look_at(name, (end, 0, 0, fail | errno.ENOSYS))
     for name in ("socket", "socketpair"):
@@ -260,8 +260,8 @@ def calls_filter(machine: str) -> bytes:
         (jump, 1, 0, socket.SO_SNDBUF),
         *refused,
     )
-    made.append((end, 0, 0, allow))
-    return b"".join(struct.pack("=HBBI", *step) for step in made)
+    instructions.append((end, 0, 0, allow))
+    return b"".join(struct.pack("=HBBI", *step) for step in instructions)
 
 
 def filter_calls(program: bytes) -> None:
@@ -270,32 +270,32 @@ def filter_calls(program: bytes) -> None:
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
 
-    given = Program(len(program) // 8, program)
-    call("prctl", libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0))
+    filter_program = Program(len(program) // 8, program)
+    check_result("prctl", libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0))
 
 
 def give_up_rights(limits: dict[str, int], program: bytes) -> None:
     """In the child, before its program: limits, no capability, another user where there is one, fewer system calls. None of it
     can be undone."""
     megabytes = 1 << 20
-    for what, most in (
+    for kind, most in (
         (resource.RLIMIT_AS, limits["memory_mb"] * megabytes),
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * megabytes),
         (resource.RLIMIT_NPROC, limits["processes"]),
         (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_CORE, 0),
     ):
-        resource.setrlimit(what, (most, most))
+        resource.setrlimit(kind, (most, most))
     last = int(Path("/proc/sys/kernel/cap_last_cap").read_text())
     for capability in range(last + 1):
-        call("prctl", libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0))
+        check_result("prctl", libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0))
     if limits["nobody"]:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3 of capabilities
-    call("capset", libc.capset(header, nothing))
-    call("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    check_result("capset", libc.capset(header, nothing))
+    check_result("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     filter_calls(program)
 
 
@@ -321,19 +321,19 @@ class Output:
 
 def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict[str, Any]:
     """Run one command to its end, or to a limit, and kill all that it left."""
-    given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.write(given, request["stdin"].encode())
-    os.lseek(given, 0, os.SEEK_SET)
+    stdin_file = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.write(stdin_file, request["stdin"].encode())
+    os.lseek(stdin_file, 0, os.SEEK_SET)
     fcntl.fcntl(
-        given, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+        stdin_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     )
     reading, writing = os.pipe()
-    output, why = Output(request["output"]), "not started"
+    output, end_reason = Output(request["output"]), "not started"
     code: int | None = None
     try:
         child = subprocess.Popen(
             request["argv"],
-            stdin=given,
+            stdin=stdin_file,
             stdout=writing,
             stderr=subprocess.STDOUT,
             cwd="/box",
@@ -344,15 +344,15 @@ def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict
     except (OSError, subprocess.SubprocessError) as error:
         output.add(str(error).encode())
     else:
-        why = _read_until_end(child, reading, output, request["seconds"], limits)
+        end_reason = _read_until_end(child, reading, output, request["seconds"], limits)
         code = child.poll()
     end_all()
     os.close(writing)
     while read := os.read(reading, PIECE):  # nobody writes any more
         output.add(read)
     os.close(reading)
-    os.close(given)
-    return {"code": code, "why": why} | output.both_halves()
+    os.close(stdin_file)
+    return {"code": code, "why": end_reason} | output.both_halves()
 
 
 ENVIRONMENT = {
@@ -391,14 +391,14 @@ def memory_in_use() -> int:
     """Return the bytes that the sandbox holds: what its processes wrote to their own memory, swapped out or not, and the
     kernel's tables of it; the files that it wrote; and the most that its sockets can hold. The calls that hold memory elsewhere
     are filtered out."""
-    held = sum(_own_memory(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1")  # noqa: PTH208 often
+    total = sum(_process_memory(entry) for entry in os.listdir("/proc") if entry.isdigit() and entry != "1")  # noqa: PTH208 often
     for name in FILES:
         files = os.statvfs(f"/{name}")
-        held += (files.f_blocks - files.f_bfree) * files.f_bsize
-    return held + sockets_in_use() * SOCKET_BYTES
+        total += (files.f_blocks - files.f_bfree) * files.f_bsize
+    return total + sockets_in_use() * SOCKET_BYTES
 
 
-def _own_memory(process: str) -> int:
+def _process_memory(process: str) -> int:
     """Return the bytes of a process without pages of files: ours are counted as files, the machine's are there without us."""
     try:
         status = Path("/proc", process, "status").read_text()
@@ -414,8 +414,8 @@ def sockets_in_use() -> int:
 
 def _socket_bytes() -> int:
     """Return the bytes that may lie unread in a socket of this machine."""
-    with socket.socket(socket.AF_UNIX) as one:
-        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    with socket.socket(socket.AF_UNIX) as unix_socket:
+        return unix_socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 
 SOCKET_BYTES = _socket_bytes()
@@ -441,7 +441,7 @@ def main() -> None:
         leave_the_machine()
         become_first()
         build_root(sys.base_prefix, limits["disk_mb"])
-        call("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody traces this process or reads its memory
+        check_result("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody traces this process or reads its memory
     except OSError as error:
         print(json.dumps({"refused": str(error)}), flush=True)
         sys.exit(1)

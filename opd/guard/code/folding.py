@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from opd.guard.code.texts import MAX_TEXT, decompress, format_percent, join_parts, joined_paths, made_by, refuse_slow
+from opd.guard.code.texts import MAX_TEXT, decompress, format_percent, join_parts, join_paths, call_text_method, refuse_slow
 from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_STEPS = 20_000
@@ -77,11 +77,11 @@ class Folder:
             return f"{self.dotted_name(node.value)}.{node.attr}"
         if isinstance(node, ast.Call):
             called = self.dotted_name(node.func)
-            given = [self.fold_value(arg) for arg in node.args]
-            if called in ("__import__", "importlib.import_module") and given and isinstance(given[0], str):
-                return given[0]
-            if called == "getattr" and len(given) > 1 and isinstance(given[1], str):
-                return f"{self.dotted_name(node.args[0])}.{given[1]}"
+            arguments = [self.fold_value(arg) for arg in node.args]
+            if called in ("__import__", "importlib.import_module") and arguments and isinstance(arguments[0], str):
+                return arguments[0]
+            if called == "getattr" and len(arguments) > 1 and isinstance(arguments[1], str):
+                return f"{self.dotted_name(node.args[0])}.{arguments[1]}"
         return "?"
 
     def fold_value(self, node: ast.AST) -> Any:
@@ -90,12 +90,12 @@ class Folder:
         if self._steps > MAX_STEPS:
             raise UnreadableCommand("code that takes too long to read")
         try:
-            found = self._fold_node(node)
+            value = self._fold_node(node)
         except UnreadableCommand:
             raise
         except (ValueError, TypeError, AttributeError, OverflowError, LookupError, zlib.error):
             return UNKNOWABLE
-        return UNKNOWABLE if isinstance(found, str | bytes | list) and len(found) > MAX_TEXT else found
+        return UNKNOWABLE if isinstance(value, str | bytes | list) and len(value) > MAX_TEXT else value
 
     def _fold_node(self, node: ast.AST) -> Any:
         if isinstance(node, ast.Constant):
@@ -125,7 +125,7 @@ class Folder:
         if isinstance(node.op, ast.Add):
             return left + right
         if isinstance(node.op, ast.Div) and isinstance(left, str) and isinstance(right, str):
-            return joined_paths([left, right])
+            return join_paths([left, right])
         if isinstance(node.op, ast.Mod) and isinstance(left, str):
             return format_percent(left, right)
         if isinstance(node.op, ast.Mult) and isinstance(left, str) and isinstance(right, int):
@@ -133,8 +133,8 @@ class Folder:
         return UNKNOWABLE
 
     def _fold_subscript(self, node: ast.Subscript) -> Any:
-        whole = self.fold_value(node.value)
-        if whole is UNKNOWABLE or not isinstance(whole, str | bytes | list):
+        sequence = self.fold_value(node.value)
+        if sequence is UNKNOWABLE or not isinstance(sequence, str | bytes | list):
             return UNKNOWABLE
         if isinstance(node.slice, ast.Slice):
             ends = [
@@ -142,8 +142,8 @@ class Folder:
                 for end in (node.slice.lower, node.slice.upper, node.slice.step)
             ]
             self.decoded = self.decoded or ends[2] == -1  # a text from right to left is hidden, too
-            return whole[ends[0] : ends[1] : ends[2]]
-        return whole[ast.literal_eval(node.slice)]
+            return sequence[ends[0] : ends[1] : ends[2]]
+        return sequence[ast.literal_eval(node.slice)]
 
     def _call(self, node: ast.Call) -> Any:
         called = self.dotted_name(node.func)
@@ -151,44 +151,44 @@ class Folder:
             self.decoded = True
             numbers = self.fold_value(node.args[1])
             return UNKNOWABLE if numbers is UNKNOWABLE else [chr(n) for n in numbers]
-        given = [self.fold_value(arg) for arg in node.args]
-        if UNKNOWABLE in given:
+        arguments = [self.fold_value(arg) for arg in node.args]
+        if UNKNOWABLE in arguments:
             return UNKNOWABLE
         if called in _DECODERS:
             self.decoded = True
-            return _DECODERS[called](given[0])
+            return _DECODERS[called](arguments[0])
         if called == "codecs.decode":
             self.decoded = True
-            refuse_slow(given[1] if len(given) > 1 else "utf-8")
-            return codecs.decode(given[0], *given[1:2])
+            refuse_slow(arguments[1] if len(arguments) > 1 else "utf-8")
+            return codecs.decode(arguments[0], *arguments[1:2])
         if called in ("chr", "bytes", "bytearray"):
             self.decoded = True
-            return chr(given[0]) if called == "chr" else _bounded_bytes(given[0])
+            return chr(arguments[0]) if called == "chr" else _bounded_bytes(arguments[0])
         if called == "reversed":
-            return list(given[0])[::-1]
-        if called == "os.path.join" or (called in _PATHS and len(given) > 1):
-            return joined_paths(given)
-        if called in _PATHS and given:
-            return join_parts(given)
+            return list(arguments[0])[::-1]
+        if called == "os.path.join" or (called in _PATHS and len(arguments) > 1):
+            return join_paths(arguments)
+        if called in _PATHS and arguments:
+            return join_parts(arguments)
         if called in ("pathlib.Path.home", "pathlib.Path.cwd", "os.getcwd"):
             return "~" if called.endswith("home") else "."
         if called == "os.path.expanduser":
-            return given[0]
-        return self._fold_method_call(node, given)
+            return arguments[0]
+        return self._fold_method_call(node, arguments)
 
-    def _fold_method_call(self, node: ast.Call, given: list[Any]) -> Any:
+    def _fold_method_call(self, node: ast.Call, arguments: list[Any]) -> Any:
         if not isinstance(node.func, ast.Attribute):
             return UNKNOWABLE
-        whole, method = self.fold_value(node.func.value), node.func.attr
-        if whole is UNKNOWABLE or not isinstance(whole, str | bytes):
+        receiver, method = self.fold_value(node.func.value), node.func.attr
+        if receiver is UNKNOWABLE or not isinstance(receiver, str | bytes):
             return UNKNOWABLE
-        if method in ("joinpath", "with_name") and isinstance(whole, str):
-            return joined_paths([whole if method == "joinpath" else posixpath.dirname(whole), *given])
-        if method == "decode" and given and given[0] in ("rot13", "rot_13", "hex"):
+        if method in ("joinpath", "with_name") and isinstance(receiver, str):
+            return join_paths([receiver if method == "joinpath" else posixpath.dirname(receiver), *arguments])
+        if method == "decode" and arguments and arguments[0] in ("rot13", "rot_13", "hex"):
             self.decoded = True
-        return made_by(whole, method, given) if method in _METHODS and not node.keywords else UNKNOWABLE
+        return call_text_method(receiver, method, arguments) if method in _METHODS and not node.keywords else UNKNOWABLE
 
 
-def _bounded_bytes(given: Any) -> bytes:
+def _bounded_bytes(argument: Any) -> bytes:
     """Return `bytes(argument)`. Of a large number only as many as `fold_value` needs to find it too long."""
-    return bytes(min(given, MAX_TEXT + 1)) if isinstance(given, int) else bytes(given)
+    return bytes(min(argument, MAX_TEXT + 1)) if isinstance(argument, int) else bytes(argument)

@@ -61,8 +61,8 @@ def read_python(text: str) -> Code:
             warnings.simplefilter("ignore")
             tree = ast.parse(textwrap.dedent(text), "<string>")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        said = "".join(traceback.format_exception_only(error)).rstrip()
-        raise UnreadableCommand("Python code that does not parse", said) from None
+        message = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UnreadableCommand("Python code that does not parse", message) from None
     reader = _PythonReader()
     try:
         reader.visit(tree)
@@ -126,14 +126,14 @@ class _PythonReader(ast.NodeVisitor):
         """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
-        self._named |= {one.id: self._opened_path(node.value) for one in node.targets if isinstance(one, ast.Name)}
+        self._named |= {target.id: self._opened_path(node.value) for target in node.targets if isinstance(target, ast.Name)}
 
     def visit_For(self, node: ast.For) -> None:
         """Go through the body of a loop over known values once for each."""
         values = self.fold.fold_value(node.iter)
         self.visit(node.iter)
         if self._shows_environment([node.iter]) and any(
-            isinstance(one, ast.Call) and self.fold.dotted_name(one.func) in _SHOWS for one in ast.walk(node)
+            isinstance(child, ast.Call) and self.fold.dotted_name(child.func) in _SHOWS for child in ast.walk(node)
         ):
             self.code.uses.append("shown environment")
         for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
@@ -144,7 +144,7 @@ class _PythonReader(ast.NodeVisitor):
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
         """`[print(k, v) for k, v in os.environ.items()]`."""
         if self._shows_environment([node]) and any(
-            isinstance(one, ast.Call) and self.fold.dotted_name(one.func) in _SHOWS for one in ast.walk(node.elt)
+            isinstance(child, ast.Call) and self.fold.dotted_name(child.func) in _SHOWS for child in ast.walk(node.elt)
         ):
             self.code.uses.append("shown environment")
         self.generic_visit(node)
@@ -153,9 +153,9 @@ class _PythonReader(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Note that the mentions of a function count where it is called."""
-        before = len(self.code.mentions)
+        start = len(self.code.mentions)
         self.generic_visit(node)
-        self.code.later += self.code.mentions[before:]
+        self.code.later += self.code.mentions[start:]
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
@@ -168,11 +168,11 @@ class _PythonReader(ast.NodeVisitor):
         """`os.environ["NAME"]` asks for one variable, not for all of them."""
         if self.fold.dotted_name(node.value) == "os.environ":
             self.code.uses.append("os.environ.get")
-            self._asked(node.slice)
+            self._note_variable(node.slice)
             return
         self.generic_visit(node)
 
-    def _asked(self, node: ast.expr) -> None:
+    def _note_variable(self, node: ast.expr) -> None:
         value = self.fold.fold_value(node)
         if isinstance(value, str):
             self.code.env.append(value)
@@ -184,71 +184,71 @@ class _PythonReader(ast.NodeVisitor):
         if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
             self.code.uses.append("shown environment")
         named = [word.value for word in node.keywords if word.arg == "args"]
-        first = self.fold.fold_value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
-        if called in _LOADERS and isinstance(first, str):
-            self.code.loads.append(first.removesuffix(".py").replace("/", ".").strip("."))
+        argument = self.fold.fold_value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
+        if called in _LOADERS and isinstance(argument, str):
+            self.code.loads.append(argument.removesuffix(".py").replace("/", ".").strip("."))
         if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
-            self._read_shell_call(node, first)
+            self._read_shell_call(node, argument)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
-            self._read_nested_code(first)
+            self._read_nested_code(argument)
         elif called in _ENVIRONMENT and node.args:
-            self._asked(node.args[0])
-        elif called in ("os.chdir", "contextlib.chdir") and isinstance(first, str):
-            self.code.changes_to(first)
+            self._note_variable(node.args[0])
+        elif called in ("os.chdir", "contextlib.chdir") and isinstance(argument, str):
+            self.code.changes_to(argument)
         else:
-            self._note_writes(node, called, first)
+            self._note_writes(node, called, argument)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
-            self._note_written_text(node, first)
+            self._note_written_text(node, argument)
         route = False
-        if called.rpartition(".")[2] in _ROUTES and isinstance(first, str) and first.startswith("/"):
+        if called.rpartition(".")[2] in _ROUTES and isinstance(argument, str) and argument.startswith("/"):
             route = True
-            self.code.texts.append(first)
+            self.code.texts.append(argument)
         for child in [node.func, *node.args[route:], *(word.value for word in node.keywords)]:
             self.visit(child)
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """`"NAME" in os.environ` asks for one variable."""
-        for one in [node.left, *node.comparators]:
-            if self.fold.dotted_name(one) != "os.environ":
-                self.visit(one)
+        for operand in [node.left, *node.comparators]:
+            if self.fold.dotted_name(operand) != "os.environ":
+                self.visit(operand)
 
     def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
         """Return True if the whole environment stands among these, and not only one variable of it."""
         inner = [child for node in nodes for child in ast.walk(node)]
-        one = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
-        one |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
+        single_variable_ids = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
+        single_variable_ids |= {id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT}
         chosen = (part for node in inner for part in getattr(node, "generators", ()) if part.ifs)
-        one |= {id(child) for part in chosen for child in ast.walk(part.iter)}
-        one |= {id(other) for node in inner if isinstance(node, ast.Compare) for other in node.comparators}
+        single_variable_ids |= {id(child) for part in chosen for child in ast.walk(part.iter)}
+        single_variable_ids |= {id(operand) for node in inner if isinstance(node, ast.Compare) for operand in node.comparators}
         return any(
-            isinstance(node, ast.Attribute | ast.Name) and id(node) not in one and self.fold.dotted_name(node) in _WHOLE
+            isinstance(node, ast.Attribute | ast.Name) and id(node) not in single_variable_ids and self.fold.dotted_name(node) in _WHOLE
             for node in inner
         )
 
-    def _read_shell_call(self, node: ast.Call, first: Any) -> None:
-        given = next((self.fold.fold_value(word.value) for word in node.keywords if word.arg == "cwd"), "")
-        cwd = posixpath.join(self.code.cwd, given if isinstance(given, str) else UNKNOWN if given is UNKNOWABLE else "")
-        if isinstance(first, str) or (isinstance(first, list) and all(isinstance(one, str) for one in first) and first):
-            self.code.shell.append(Started(first, cwd))
+    def _read_shell_call(self, node: ast.Call, command: Any) -> None:
+        directory = next((self.fold.fold_value(word.value) for word in node.keywords if word.arg == "cwd"), "")
+        cwd = posixpath.join(self.code.cwd, directory if isinstance(directory, str) else UNKNOWN if directory is UNKNOWABLE else "")
+        if isinstance(command, str) or (isinstance(command, list) and all(isinstance(one, str) for one in command) and command):
+            self.code.shell.append(Started(command, cwd))
         elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
             known = [self.fold.fold_value(one) for one in node.args[0].elts]
             self.code.shell.append(Started([one if isinstance(one, str) else "…" for one in known], cwd))
 
-    def _read_nested_code(self, first: Any) -> None:
-        if isinstance(first, bytes):
-            first = first.decode("utf-8", "replace")
-        if isinstance(first, str):
-            self.code.nested.append(first)
+    def _read_nested_code(self, source: Any) -> None:
+        if isinstance(source, bytes):
+            source = source.decode("utf-8", "replace")
+        if isinstance(source, str):
+            self.code.nested.append(source)
         else:
             self.code.tags.add("unseen")
 
-    def _note_writes(self, node: ast.Call, called: str, first: Any) -> None:
+    def _note_writes(self, node: ast.Call, called: str, argument: Any) -> None:
         """Note what a call opens for writing, changes or removes."""
         method = called.rpartition(".")[2]
         if method == "open":
-            self._note_open(node, called, first)
+            self._note_open(node, called, argument)
         elif called in _REMOVERS:
-            self._note_written_path(first)
+            self._note_written_path(argument)
         elif called in _TARGETS and len(node.args) > 1:
             self._note_written_path(self.fold.fold_value(node.args[1]))
         elif method in _CHANGES and isinstance(node.func, ast.Attribute):
@@ -268,12 +268,12 @@ class _PythonReader(ast.NodeVisitor):
         if isinstance(node, ast.Name):
             return self._named.get(node.id, "")
         if isinstance(node, ast.Call) and self.fold.dotted_name(node.func).rpartition(".")[2] == "open":
-            given = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-            paths = [value for one in given if isinstance(value := self.fold.fold_value(one), str)]
+            candidates = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
+            paths = [value for candidate in candidates if isinstance(value := self.fold.fold_value(candidate), str)]
             return posixpath.join(self.code.cwd, paths[-1]) if paths else ""
         return ""
 
-    def _note_written_text(self, node: ast.Call, first: Any) -> None:
+    def _note_written_text(self, node: ast.Call, text: Any) -> None:
         """Note the text that `open(path, "w").write(text)` or `Path(path).write_text(text)` puts into a file."""
         assert isinstance(node.func, ast.Attribute)
         receiver = (
@@ -281,16 +281,16 @@ class _PythonReader(ast.NodeVisitor):
             if node.func.attr == "write_text"
             else self._opened_path(node.func.value)
         )
-        if isinstance(receiver, str) and receiver and isinstance(first, str):
-            self.code.files.append((posixpath.join(self.code.cwd, receiver), first))
+        if isinstance(receiver, str) and receiver and isinstance(text, str):
+            self.code.files.append((posixpath.join(self.code.cwd, receiver), text))
 
-    def _note_open(self, node: ast.Call, called: str, first: Any) -> None:
+    def _note_open(self, node: ast.Call, called: str, path: Any) -> None:
         own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path
         modes = [self.fold.fold_value(arg) for arg in node.args[0 if own else 1 :]]
         modes += [self.fold.fold_value(word.value) for word in node.keywords if word.arg == "mode"]
         if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
             self._note_written_path(
-                self.fold.fold_value(node.func.value) if own and isinstance(node.func, ast.Attribute) else first
+                self.fold.fold_value(node.func.value) if own and isinstance(node.func, ast.Attribute) else path
             )
 
     def _note_written_path(self, path: Any) -> None:

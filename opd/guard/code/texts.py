@@ -40,7 +40,7 @@ def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
     _refuse_long(times * max(map(_shown_length, values), default=0) + times * width)
 
 
-def joined_paths(parts: Sequence[Any]) -> str:
+def join_paths(parts: Sequence[Any]) -> str:
     """`os.path.join`."""
     _refuse_long(sum(map(len, parts)))
     return posixpath.join(*parts)
@@ -54,43 +54,43 @@ def join_parts(parts: Sequence[Any]) -> str:
 
 def format_percent(pattern: str, values: Any) -> str:
     """`pattern % values`."""
-    given = tuple(values) if isinstance(values, list) else (values,)
+    arguments = tuple(values) if isinstance(values, list) else (values,)
     if _WIDE.search(pattern):
         raise ValueError("too wide")
-    _refuse_shown(pattern, given, min(pattern.count("%"), len(given)))
-    return pattern % given
+    _refuse_shown(pattern, arguments, min(pattern.count("%"), len(arguments)))
+    return pattern % arguments
 
 
-def made_by(whole: str | bytes, method: str, given: Sequence[Any]) -> Any:
+def call_text_method(receiver: str | bytes, method: str, arguments: Sequence[Any]) -> Any:
     """Return the result of a method of a text. Raises: ValueError if that is too long, AttributeError if there is no such
     method, and all that the method raises."""
-    function: Callable[..., Any] = getattr(whole, method)
-    if method == "format" and isinstance(whole, str):
-        _refuse_long_format(whole, given)
+    function: Callable[..., Any] = getattr(receiver, method)
+    if method == "format" and isinstance(receiver, str):
+        _refuse_long_format(receiver, arguments)
     elif method == "join":
-        _refuse_long(len(whole) * len(given[0]) + sum(map(len, given[0])))
+        _refuse_long(len(receiver) * len(arguments[0]) + sum(map(len, arguments[0])))
     elif method == "replace":
-        _refuse_long(whole.count(given[0]) * len(given[1]))
-    elif method in ("decode", "encode") and given:
-        refuse_slow(given[0])
-    return function(*given)
+        _refuse_long(receiver.count(arguments[0]) * len(arguments[1]))
+    elif method in ("decode", "encode") and arguments:
+        refuse_slow(arguments[0])
+    return function(*arguments)
 
 
-def _refuse_long_format(pattern: str, given: Sequence[Any]) -> None:
+def _refuse_long_format(pattern: str, arguments: Sequence[Any]) -> None:
     """Refuse a pattern that would make a long text. Raises: ValueError."""
     fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(pattern) if name is not None]
     if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
         raise ValueError("too wide")
-    _refuse_shown(pattern, given, len(fields))
+    _refuse_shown(pattern, arguments, len(fields))
 
 
 def decompress(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
     """Decompress data that is complete and not too long. Raises: ValueError, zlib.error."""
     stream = zlib.decompressobj(wbits)
-    found = stream.decompress(data, MAX_TEXT + 1)
+    output = stream.decompress(data, MAX_TEXT + 1)
     if not stream.eof or stream.unused_data:
         raise ValueError("cut, too long or followed by more")
-    return found
+    return output
 
 
 def refuse_slow(codec: Any) -> None:

@@ -21,16 +21,16 @@ def array(fields: Iterable[str]) -> str:
 def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
     """Set or extend a variable, an array or one item of it; an item whose place is not known comes last."""
     base, bracket, index = node.name.partition("[")
-    before = variables.get(base, "")
-    items = before.split(BREAK) if before else []
-    place = int(index[:-1]) if _INDEX.fullmatch(index[:-1]) else len(items)
-    if bracket and place < len(items):
-        items[place] = items[place] + value if node.append else value
+    old_value = variables.get(base, "")
+    items = old_value.split(BREAK) if old_value else []
+    position = int(index[:-1]) if _INDEX.fullmatch(index[:-1]) else len(items)
+    if bracket and position < len(items):
+        items[position] = items[position] + value if node.append else value
         variables[base] = BREAK.join(items)
     elif bracket or (node.append and node.items is not None):
         variables[base] = BREAK.join([*items, value])
     else:
-        variables[base] = before + value if node.append else value
+        variables[base] = old_value + value if node.append else value
 
 
 def item(value: str, index: str) -> str:

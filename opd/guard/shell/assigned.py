@@ -74,11 +74,11 @@ def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str
     """Return the names behind the options, and the values of these options by their letters."""
     names: list[str] = []
     values: dict[str, str] = {}
-    rest = iter(map(show_field, argv[1:]))
-    for arg in rest:
+    arguments = iter(map(show_field, argv[1:]))
+    for arg in arguments:
         name, joined = parse_option(arg, {f"-{letter}" for letter in valued}) if arg.startswith("-") else ("", None)
         if name:
-            values[name[1:]] = next(rest, "") if joined is None else joined
+            values[name[1:]] = next(arguments, "") if joined is None else joined
         elif not arg.startswith("-"):
             names.append(arg)
     return names, values
@@ -87,10 +87,10 @@ def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str
 def run_printf(walker: Walker, run: ProgramRun) -> str | None:
     """`printf -v NAME ...` sets a variable to what it would print."""
     walker.note_call(run)
-    first = show_field(run.argv[1]) if len(run.argv) > 1 else ""
-    if not first.startswith("-v"):
+    option = show_field(run.argv[1]) if len(run.argv) > 1 else ""
+    if not option.startswith("-v"):
         return predict_output(run.argv, run.streams.stdin, walker.session)
-    name, *rest = [first[2:], *run.argv[2:]] if first[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
-    said = predict_output([run.argv[0], *rest], run.streams.stdin, walker.session)
-    assign(walker.session.variables, Assignment(name, ()), UNKNOWN if said is None else said)
+    name, *arguments = [option[2:], *run.argv[2:]] if option[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
+    output = predict_output([run.argv[0], *arguments], run.streams.stdin, walker.session)
+    assign(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
     return ""

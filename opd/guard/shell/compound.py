@@ -35,8 +35,8 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
     printed: list[Output] = []
 
     def run(body: Script) -> None:
-        said = walk(body, streams)
-        printed.append(said)
+        output = walk(body, streams)
+        printed.append(output)
 
     bodies = [partial(run, body) for body in node.bodies]
     if node.kind == "if":
@@ -69,22 +69,22 @@ def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) ->
 
 def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
     """Go through a loop: test, body, test, body, test; it may end after each test. Two rounds show what one does to the next."""
-    ways = done = in_each(session, list_states(session), test)
+    ways = states = in_each(session, list_states(session), test)
     for _ in range(2):
         after = in_each(session, ways, body)
-        if all(any(one.is_similar(way) for one in done) for way in after):
+        if all(any(state.is_similar(way) for state in states) for way in after):
             break
         ways = in_each(session, after, test)
-        done = distinct_states([*done, *ways])
-    return done
+        states = distinct_states([*states, *ways])
+    return states
 
 
 def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
     """Return the lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be
     paths."""
     test = node.bodies[0]
-    first = test[0].pipelines[0].commands[0] if test else None
-    if not isinstance(first, Simple) or not first.words or first.words[0] != (Literal("read"),):
+    command = test[0].pipelines[0].commands[0] if test else None
+    if not isinstance(command, Simple) or not command.words or command.words[0] != (Literal("read"),):
         return []
     if streams.stdin is None or not is_fully_known(streams.stdin):
         return []
@@ -102,13 +102,13 @@ def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Cal
     """Go through the body of a `for` for each of its words. Return what it prints, if that is known."""
     printed: list[Output] = []
 
-    def one_round(value: str) -> None:
+    def walk_round(value: str) -> None:
         session.variables[node.name] = value
-        said = walk(node.body)
-        printed.append(said)
+        output = walk(node.body)
+        printed.append(output)
 
-    ways = before = list_states(session)
+    ways = initial_states = list_states(session)
     for value in values[:MAX_ROUNDS] or [UNKNOWN]:
-        ways = in_each(session, ways, partial(one_round, value))
-    settle_states(session, ways if any(map(is_fully_known, values)) else [*ways, *before])
+        ways = in_each(session, ways, partial(walk_round, value))
+    settle_states(session, ways if any(map(is_fully_known, values)) else [*ways, *initial_states])
     return join_outputs(printed)

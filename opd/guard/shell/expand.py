@@ -61,12 +61,12 @@ class Expander:
         text = self._expand_text(word, split=True)
         if text.startswith("~"):
             text = self._expand_home(text)
-        found = [
+        fields = [
             field.translate(SETTLED) for piece in text.split(BREAK) for field in expand_braces(piece, self._work.spend)
         ]
-        if all(field == "" for field in found) and not any(_keeps_empty(part) for part in word):
+        if all(field == "" for field in fields) and not any(_keeps_empty(part) for part in word):
             return []
-        return [f for f in found if f or _keeps_empty_word(word)][:MAX_FIELDS]
+        return [f for f in fields if f or _keeps_empty_word(word)][:MAX_FIELDS]
 
     def expand_to_value(self, word: Word) -> str:
         """Return the word as one string without marks of globs: the value of an assignment, the text of a heredoc."""
@@ -76,9 +76,9 @@ class Expander:
         return text.translate(VALUE)
 
     def _expand_home(self, text: str) -> str:
-        name, slash, rest = text.partition("/")
-        places = {"~": self.session.home, "~+": self.session.cwd, "~-": self.session.before, "~root": "/root"}
-        return places[name] + slash + rest if name in places else text
+        name, slash, tail = text.partition("/")
+        directories = {"~": self.session.home, "~+": self.session.cwd, "~-": self.session.before, "~root": "/root"}
+        return directories[name] + slash + tail if name in directories else text
 
     def _expand_text(self, word: Word, split: bool) -> str:
         text = "".join(self._expand_part(part, split) for part in word)
@@ -101,8 +101,8 @@ class Expander:
         self.run(part.body)
         return UNKNOWN
 
-    def _split_fields(self, value: str, whole: bool) -> str:
-        if whole:
+    def _split_fields(self, value: str, as_one_field: bool) -> str:
+        if as_one_field:
             return value.replace(BREAK, " ")
         separators = self.session.variables.get("IFS", " \t\n")
         table = dict.fromkeys(map(ord, separators), BREAK)
@@ -174,12 +174,12 @@ def _apply_to_items(value: str, operator: str, operand: str, from_one: bool) -> 
     """Return the items of an array after an operator: some of them, or all, changed one by one."""
     items = value.split(BREAK)
     if operator != ":":
-        return BREAK.join(apply_text_operator(one, operator, operand) for one in items)
-    found = _SLICE.fullmatch(show_field(operand))
-    if found is None or found[1].startswith("-"):
+        return BREAK.join(apply_text_operator(element, operator, operand) for element in items)
+    slice_match = _SLICE.fullmatch(show_field(operand))
+    if slice_match is None or slice_match[1].startswith("-"):
         return value
-    start = max(int(found[1]) - from_one, 0)  # `${@:1}` begins at `$1`, `${x[@]:1}` at the second item
-    return BREAK.join(items[start:][: int(found[2])] if found[2] else items[start:])
+    start = max(int(slice_match[1]) - from_one, 0)  # `${@:1}` begins at `$1`, `${x[@]:1}` at the second item
+    return BREAK.join(items[start:][: int(slice_match[2])] if slice_match[2] else items[start:])
 
 
 def _count_comparisons(value: str, operator: str, operand: str) -> int:
@@ -197,13 +197,13 @@ def apply_text_operator(value: str, operator: str, operand: str) -> str:
         slice_ = _SLICE.fullmatch(show_field(operand))
         if slice_ is None:
             return UNKNOWN
-        rest = value[int(slice_[1]) :]
-        return rest[: int(slice_[2])] if slice_[2] else rest
+        tail = value[int(slice_[1]) :]
+        return tail[: int(slice_[2])] if slice_[2] else tail
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
         # The length first: the result may be too long to make.
-        made, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
-        if not old or len(made) + count * len(new) > MAX_VALUE:
+        remainder, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
+        if not old or len(remainder) + count * len(new) > MAX_VALUE:
             return UNKNOWN if old else value
         return _regex(old).sub(lambda _: show_field(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
@@ -215,9 +215,9 @@ def _cut_match(value: str, operator: str, pattern: str) -> str:
     """Return the value without the shortest or longest beginning or end that fits."""
     backwards = operator[0] == "%"
     text = value[::-1] if backwards else value
-    found = _regex(pattern, backwards, len(operator) == 1).match(text)
-    rest = text[found.end() :] if found else text
-    return rest[::-1] if backwards else rest
+    match = _regex(pattern, backwards, len(operator) == 1).match(text)
+    remainder = text[match.end() :] if match else text
+    return remainder[::-1] if backwards else remainder
 
 
 _regex = lru_cache(maxsize=256)(glob_regex)

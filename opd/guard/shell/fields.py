@@ -50,32 +50,32 @@ def has_glob(field: str) -> bool:
 def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
     """Return the fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` gets
     the number of characters that are looked at."""
-    done: list[str] = []
+    results: list[str] = []
     waiting = [field]
-    while waiting and len(done) + len(waiting) < MAX_FIELDS:
-        one = waiting.pop(0)
-        spend(len(one))
-        alternatives = _first_brace(one)
+    while waiting and len(results) + len(waiting) < MAX_FIELDS:
+        candidate = waiting.pop(0)
+        spend(len(candidate))
+        alternatives = _first_brace(candidate)
         if alternatives is None:
-            done.append(one)
+            results.append(candidate)
         else:
             waiting = alternatives + waiting
-    return done + waiting
+    return results + waiting
 
 
 def _first_brace(field: str) -> list[str] | None:
     """Expand the first pair of braces in the field that says something."""
-    for places in sorted(_find_brace_pairs(field)):
-        parts = [field[left + 1 : right] for left, right in pairwise(places)]
+    for offsets in sorted(_find_brace_pairs(field)):
+        parts = [field[start + 1 : end] for start, end in pairwise(offsets)]
         chosen = parts if len(parts) > 1 else _expand_sequence(parts[0])
         if chosen:
-            return [field[: places[0]] + part + field[places[-1] + 1 :] for part in chosen]
+            return [field[: offsets[0]] + part + field[offsets[-1] + 1 :] for part in chosen]
     return None
 
 
 def _find_brace_pairs(field: str) -> list[list[int]]:
     """For each pair of braces its places: the opening one, its own commas, the closing one."""
-    found: list[list[int]] = []
+    pairs: list[list[int]] = []
     opened: list[list[int]] = []
     for match in _BRACES.finditer(field):
         if match[0] == OPEN:
@@ -83,8 +83,8 @@ def _find_brace_pairs(field: str) -> list[list[int]]:
         elif opened:
             opened[-1].append(match.start())
             if match[0] == CLOSE:
-                found.append(opened.pop())
-    return found
+                pairs.append(opened.pop())
+    return pairs
 
 
 def _expand_sequence(text: str) -> list[str]:
@@ -109,9 +109,9 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
     pieces = _glob_pieces(show_field(pattern))
     if backwards:
         pieces = [piece[::-1] for piece in pieces[::-1]]
-    first, *inner = ("".join(piece) for piece in pieces)
+    prefix, *inner = ("".join(piece) for piece in pieces)
     last = [(".*?" if shortest else ".*") + inner.pop()] if inner else []
-    source = "".join([first, *(f"(?>.*?{piece})" for piece in inner if piece), *last])
+    source = "".join([prefix, *(f"(?>.*?{piece})" for piece in inner if piece), *last])
     try:
         return re.compile(source, re.DOTALL)
     except re.error:
@@ -121,20 +121,20 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
 
 def _glob_pieces(text: str) -> list[list[str]]:
     """Return the parts between the `*` of a glob, as regular expressions of one character each."""
-    found: list[list[str]] = [[]]
+    pieces: list[list[str]] = [[]]
     index = 0
     while index < len(text):
         char = text[index]
         end = text.find("]", index + 2) if char == "[" else -1
         if char == "*" or char == "…":
-            found.append([])
+            pieces.append([])
         elif char == "?":
-            found[-1].append(".")
+            pieces[-1].append(".")
         elif end > 0:
             inside = text[index + 1 : end].replace("\\", "\\\\").replace("[", "\\[")
-            found[-1].append("[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]")
+            pieces[-1].append("[" + ("^" + inside[1:] if inside[0] in "!^" else inside) + "]")
             index = end
         else:
-            found[-1].append(re.escape(char))
+            pieces[-1].append(re.escape(char))
         index += 1
-    return found
+    return pieces

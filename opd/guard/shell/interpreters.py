@@ -69,16 +69,16 @@ def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
     return letters, argv[index:] if "c" in letters else unknown + argv[index:]
 
 
-def _inline_shell(walker: Walker, run: ProgramRun, rest: list[str]) -> str | None:
+def _inline_shell(walker: Walker, run: ProgramRun, operands: list[str]) -> str | None:
     walker.note_call(run.with_argv(run.argv[:1]))
-    if not rest or not is_fully_known(rest[0]):
+    if not operands or not is_fully_known(operands[0]):
         walker.tag_last_call("unseen")
         return None
-    text = show_field(rest[0])
-    if len(rest) > 1:
-        text = text.replace("$0", show_field(rest[1])).replace("${0}", show_field(rest[1]))
+    text = show_field(operands[0])
+    if len(operands) > 1:
+        text = text.replace("$0", show_field(operands[1])).replace("${0}", show_field(operands[1]))
     inside = partial(walker.walk_text, text, run.streams, walker.decoding_tags(run.streams.sources))
-    return walker.with_arguments(rest[2:], inside)
+    return walker.with_arguments(operands[2:], inside)
 
 
 def _script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: list[str]) -> str | None:
@@ -86,8 +86,8 @@ def _script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: lis
     path = walker.session.resolve_path(operands[0])
     text = walker.session.written_text(path)
     if text is not None:
-        place = argv.index(operands[0])
-        return walker.file_code(text, run.with_argv(argv[place:]))
+        index = argv.index(operands[0])
+        return walker.walk_file(text, run.with_argv(argv[index:]))
     if walker.session.wrote_some(path) or not is_fully_known(operands[0]):
         walker.tag_last_call("unseen")
     return None
@@ -108,7 +108,7 @@ def run_source(walker: Walker, run: ProgramRun) -> str | None:
         return None
     path = walker.session.resolve_path(run.argv[1])
     if text := walker.session.written_text(path):
-        return walker.walk_text(text, run.streams, walker.decoding_tags(walker.behind.get(path, ())))
+        return walker.walk_text(text, run.streams, walker.decoding_tags(walker.process_sources.get(path, ())))
     if walker.session.wrote_some(path) or not is_fully_known(path):
         walker.tag_last_call("unseen")
     return None
@@ -116,8 +116,8 @@ def run_source(walker: Walker, run: ProgramRun) -> str | None:
 
 def make_language_handler(language: str) -> Handler:
     def handler(walker: Walker, run: ProgramRun) -> str | None:
-        texts, rest, module = _inline_code(language, run.argv[1:])
-        operands = [arg for arg in rest if not arg.startswith("-")]
+        texts, arguments, module = _inline_code(language, run.argv[1:])
+        operands = [arg for arg in arguments if not arg.startswith("-")]
         if texts:
             walker.note_call(run)
             for text in texts:
@@ -128,9 +128,9 @@ def make_language_handler(language: str) -> Handler:
             return None
         walker.note_call(run)
         if module:
-            name = next((after for before, after in pairwise(map(show_field, run.argv)) if before == "-m"), "")
-            if found := walker.session.written_module(name):
-                walker.walk_code(language, found[1], run)
+            name = next((value for option, value in pairwise(map(show_field, run.argv)) if option == "-m"), "")
+            if module_file := walker.session.written_module(name):
+                walker.walk_code(language, module_file[1], run)
             return None
         if operands and operands[0] != "-":
             path = walker.session.resolve_path(operands[0])
@@ -151,7 +151,7 @@ def make_language_handler(language: str) -> Handler:
 def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
     """Return the code in the arguments, the other arguments, and True if they name a module to run (`python -m`)."""
     texts: list[str] = []
-    rest: list[str] = []
+    arguments: list[str] = []
     index = 0
     while index < len(argv):
         arg = show_field(argv[index])
@@ -159,17 +159,17 @@ def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], 
         if language == "python" and _MODULE.match(arg):
             return [], argv, True
         if joined := _JOINED[language].fullmatch(arg):
-            return [next(filter(None, joined.groups()))], [*rest, *argv[index:]], False
+            return [next(filter(None, joined.groups()))], [*arguments, *argv[index:]], False
         if arg in _INLINE_LONG or (re.fullmatch(r"-[A-Za-z0-9]+", arg) and arg[-1] in _INLINE[language]):
             texts += argv[index : index + 1]
             index += 1
         elif arg in _VALUED:
             index += 1
         else:
-            rest.append(argv[index - 1])
+            arguments.append(argv[index - 1])
         if texts or not arg.startswith("-"):
-            return texts, [*rest, *argv[index:]], False
-    return texts, rest, False
+            return texts, [*arguments, *argv[index:]], False
+    return texts, arguments, False
 
 
 def run_awk(walker: Walker, run: ProgramRun) -> str | None:

@@ -23,21 +23,21 @@ _PARALLEL = describe_wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
 
 def run_xargs(walker: Walker, run: ProgramRun) -> str | None:
     """Items from standard input or `-a FILE` become arguments."""
-    taken = inner_command(run.argv[1:], _XARGS)
-    mark = show_field(taken.values.get("-I", ""))
-    file = taken.values.get("-a", taken.values.get("--arg-file", ""))
+    inner = inner_command(run.argv[1:], _XARGS)
+    mark = show_field(inner.values.get("-I", ""))
+    file = inner.values.get("-a", inner.values.get("--arg-file", ""))
     text = walker.session.script_at(file) if file else run.streams.stdin
     items = text.split() if text is not None else [UNKNOWN]
     walker.note_call(run.with_argv([run.argv[0], file] if file else run.argv[:1]))
-    if not taken.argv:
+    if not inner.argv:
         return None
-    given = Streams(sources=run.streams.sources)
-    one_by_one = mark or taken.values.keys() & {"-n", "-L", "--max-args"}
+    streams = Streams(sources=run.streams.sources)
+    one_by_one = mark or inner.values.keys() & {"-n", "-L", "--max-args"}
     if not one_by_one:
-        return walker.walk_program(ProgramRun([*taken.argv, *choose_items(items, MAX_AT_ONCE)], given, run.tags))
+        return walker.walk_program(ProgramRun([*inner.argv, *choose_items(items, MAX_AT_ONCE)], streams, run.tags))
     for item in choose_items(items, MAX_ONE_BY_ONE):
-        called = [arg.replace(mark, item) for arg in taken.argv] if mark else [*taken.argv, item]
-        walker.walk_program(ProgramRun(called, given, run.tags))
+        called = [arg.replace(mark, item) for arg in inner.argv] if mark else [*inner.argv, item]
+        walker.walk_program(ProgramRun(called, streams, run.tags))
     return None
 
 
@@ -49,39 +49,39 @@ def choose_items(items: Sequence[str], many: int) -> list[str]:
 def run_parallel(walker: Walker, run: ProgramRun) -> str | None:
     """Items behind `:::`, in the files behind `::::` or `-a`, or from standard input; the command is a text for the shell."""
     marks = [index for index, arg in enumerate(run.argv) if arg.startswith(":::")] or [len(run.argv)]
-    taken = inner_command(run.argv[1 : marks[0]], _PARALLEL)
-    given: list[str] = []
-    files = [taken.values[name] for name in ("-a", "--arg-file") if name in taken.values]
+    inner = inner_command(run.argv[1 : marks[0]], _PARALLEL)
+    arguments: list[str] = []
+    files = [inner.values[name] for name in ("-a", "--arg-file") if name in inner.values]
     for start, end in zip(marks, [*marks[1:], len(run.argv)], strict=True):
-        (files if run.argv[start:][:1] == ["::::"] else given).extend(run.argv[start + 1 : end])
+        (files if run.argv[start:][:1] == ["::::"] else arguments).extend(run.argv[start + 1 : end])
     walker.note_call(run.with_argv([run.argv[0], *files]))
-    texts = [walker.session.script_at(file) for file in files] or ([] if given else [run.streams.stdin])
-    items = given + [item for text in texts for item in ([UNKNOWN] if text is None else text.split("\n")) if item]
-    command = " ".join(map(show_field, taken.argv))
-    for item in choose_items(items, MAX_ONE_BY_ONE) if taken.argv else ():
+    texts = [walker.session.script_at(file) for file in files] or ([] if arguments else [run.streams.stdin])
+    items = arguments + [item for text in texts for item in ([UNKNOWN] if text is None else text.split("\n")) if item]
+    command = " ".join(map(show_field, inner.argv))
+    for item in choose_items(items, MAX_ONE_BY_ONE) if inner.argv else ():
         walker.walk_text(command.replace("{}", item) if "{}" in command else f"{command} {item}", Streams(), run.tags)
     return None
 
 
 def run_find(walker: Walker, run: ProgramRun) -> str | None:
     argv = [show_field(arg) for arg in run.argv]
-    found = _globs_of_find(argv)
+    globs = _globs_of_find(argv)
     walker.note_call(run)
     call = walker.calls[-1]
     roots = [walker.session.resolve_path(root) for root in _find_roots(argv)]
     outward = any(root in ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp") for root in roots)
     call = replace(call, tags=call.tags | ({"outward"} if outward else set()))
-    deletes = tuple(p for one in found for p in walker.session.resolve_argument(one)) if "-delete" in argv else ()
+    deletes = tuple(p for field in globs for p in walker.session.resolve_argument(field)) if "-delete" in argv else ()
     walker.calls[-1] = replace(call, writes=(*call.writes, *deletes))
     for index, arg in enumerate(argv):
         if arg in ("-exec", "-execdir", "-ok", "-okdir"):
             inner = []
-            for one in run.argv[index + 1 :]:
-                if show_field(one) in (";", "+"):
+            for field in run.argv[index + 1 :]:
+                if show_field(field) in (";", "+"):
                     break
-                inner.append(one)
-            for target in found if inner else ():
-                walker.walk_program(ProgramRun([one.replace("{}", target) for one in inner], Streams(), run.tags))
+                inner.append(field)
+            for target in globs if inner else ():
+                walker.walk_program(ProgramRun([field.replace("{}", target) for field in inner], Streams(), run.tags))
     return None
 
 
@@ -103,12 +103,12 @@ def _globs_of_find(argv: list[str]) -> list[str]:
         raise UnreadableCommand("too much to find")
     flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
     middle = "" if flat else STAR + STAR + "/"
-    whole = [path.translate(ACTIVE) for path in paths if path.startswith(("/", "."))]
+    path_globs = [path.translate(ACTIVE) for path in paths if path.startswith(("/", "."))]
     names += [path.lstrip("*/") for path in paths if not path.startswith(("/", "."))]
-    return whole + [
+    return path_globs + [
         f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
         for root in roots
-        for name in names or ([] if whole else ["*"])
+        for name in names or ([] if path_globs else ["*"])
     ]
 
 

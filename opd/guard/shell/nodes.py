@@ -10,9 +10,9 @@ class UnreadableCommand(ValueError):
     """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
     cannot read it either."""
 
-    def __init__(self, reason: str, said: str = "") -> None:
+    def __init__(self, reason: str, error_text: str = "") -> None:
         super().__init__(reason)
-        self.said = said
+        self.error_text = error_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,11 +48,11 @@ _SUBSTITUTE = re.compile(r"s([/|#,:!@])([\w /.:=-]+)\1([\w /.:=-]*)\1(g?)")
 def predict_output(argv: list[str], stdin: str | None, session: GuardSession) -> str | None:
     """Return the standard output of a call; None if it is not known."""
     program = show_field(argv[0]).rpartition("/")[2]
-    made = _PROGRAMS.get(program)
-    if made is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
+    predict = _PROGRAMS.get(program)
+    if predict is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
         return None
     try:
-        text = made([show_field(arg.replace(UNSET, "")) for arg in argv[1:]], stdin, session)
+        text = predict([show_field(arg.replace(UNSET, "")) for arg in argv[1:]], stdin, session)
     except (ValueError, OSError, EOFError, zlib.error):
         return None
     return None if text is None or len(text) > MAX_OUTPUT else text
@@ -88,8 +88,8 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
     values += [""] * (count * rounds - len(values))
     lines = []
     for index in range(rounds):
-        given = values[index * count : (index + 1) * count]
-        chosen = [unescape(value) if kind == "b" else value for kind, value in zip(kinds, given, strict=True)]
+        round_values = values[index * count : (index + 1) * count]
+        chosen = [unescape(value) if kind == "b" else value for kind, value in zip(kinds, round_values, strict=True)]
         lines.append("".join(p + v for p, v in zip(pieces, [*chosen, ""], strict=True)))
     return "".join(lines).replace("\0", "%")
 
@@ -165,17 +165,17 @@ def _output_tr(args: list[str], stdin: str | None, session: GuardSession) -> str
 
 def _expand_tr_set(text: str) -> str:
     """Return the characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
-    found, index = "", 0
+    characters, index = "", 0
     while index < len(text):
         if text[index + 1 : index + 2] == "-" and index + 2 < len(text):
-            found += "".join(map(chr, range(ord(text[index]), ord(text[index + 2]) + 1)))
+            characters += "".join(map(chr, range(ord(text[index]), ord(text[index + 2]) + 1)))
             index += 3
         else:
-            found += text[index]
+            characters += text[index]
             index += 1
-        if len(found) > MAX_OUTPUT:
+        if len(characters) > MAX_OUTPUT:
             raise ValueError("too many characters")
-    return found
+    return characters
 
 
 def _output_pwd(args: list[str], stdin: str | None, session: GuardSession) -> str:
@@ -210,10 +210,10 @@ def _output_seq(args: list[str], stdin: str | None, session: GuardSession) -> st
 def _output_sed(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     """`sed s/a/b/`, of a text without regular expressions."""
     scripts = [arg for arg in args if not arg.startswith("-")]
-    found = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
-    if found is None or stdin is None:
+    substitution = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
+    if substitution is None or stdin is None:
         return None
-    return "\n".join(line.replace(found[2], found[3], -1 if found[4] else 1) for line in stdin.split("\n"))
+    return "\n".join(line.replace(substitution[2], substitution[3], -1 if substitution[4] else 1) for line in stdin.split("\n"))
 
 
 def _output_rot13(args: list[str], stdin: str | None, session: GuardSession) -> str | None:

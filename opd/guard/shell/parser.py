@@ -43,7 +43,7 @@ def parse(text: str) -> Script:
     except RecursionError:
         raise UnreadableCommand("too deeply nested") from None
     except UnreadableCommand as error:
-        raise UnreadableCommand(str(error), error.said or _make_bash_error(text, reader.at)) from None
+        raise UnreadableCommand(str(error), error.error_text or _make_bash_error(text, reader.at)) from None
 
 
 def _make_bash_error(text: str, at: int) -> str:
@@ -52,58 +52,58 @@ def _make_bash_error(text: str, at: int) -> str:
     if token is None:
         return f"bash: -c: line {text.count(chr(10)) + 2}: syntax error: unexpected end of file"
     line = text.count("\n", 0, token.start(1))
-    where = f"bash: -c: line {line + 1}"
-    return f"{where}: syntax error near unexpected token `{token[1]}'\n{where}: `{text.split(chr(10))[line]}'"
+    prefix = f"bash: -c: line {line + 1}"
+    return f"{prefix}: syntax error near unexpected token `{token[1]}'\n{prefix}: `{text.split(chr(10))[line]}'"
 
 
 class Parser(Reader):
     """Reads a script from left to right, without going back."""
 
     def parse_script(self, closing: str) -> Script:
-        found = self._parse_list(frozenset())
+        script = self._parse_list(frozenset())
         self.skip_blanks()
         if self.peek(len(closing) or 1) != closing:
             raise UnreadableCommand(f"{closing or 'the end'} is missing before {self.peek(10)!r}")
         self.at += len(closing)
         if self.heredocs and not closing:
             raise UnreadableCommand("a heredoc without a body")
-        return found
+        return script
 
     def _parse_list(self, ends: frozenset[str]) -> Script:
         """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
-        found: list[List] = []
+        lists: list[List] = []
         current: list[Pipeline] = []
         while True:
-            first, when = self._skip_separators()
+            separator, when = self._skip_separators()
             if current and not when:
-                found.append(List(tuple(current), first == "&"))
+                lists.append(List(tuple(current), separator == "&"))
                 current = []
             reserved = self._peek_reserved_word()
             if not self.peek() or self.peek() == ")" or self.peek(2) in ENDS_CASE or reserved in ends:
-                return (*found, List(tuple(current))) if current else tuple(found)
+                return (*lists, List(tuple(current))) if current else tuple(lists)
             if reserved in ENDS_LIST:
                 raise UnreadableCommand(f"{reserved} where no such part is open")
             current.append(self._parse_pipeline(when if current else ""))
 
     def _skip_separators(self) -> tuple[str, str]:
         """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. The first of them, and the last if it is `&&` or `||`."""
-        first = when = ""
+        separator = when = ""
         while True:
             self.skip_blanks()
-            one = self.peek(2) if self.peek(2) in ("&&", "||") else self.peek()
-            if one == "\n":
+            token = self.peek(2) if self.peek(2) in ("&&", "||") else self.peek()
+            if token == "\n":
                 self.at += 1
                 self.read_heredocs()
             elif (
-                one in ("&&", "||")
-                or (one == ";" and self.peek(2) not in ENDS_CASE)
-                or (one == "&" and self.peek(2) != "&>")
+                token in ("&&", "||")
+                or (token == ";" and self.peek(2) not in ENDS_CASE)
+                or (token == "&" and self.peek(2) != "&>")
             ):
-                self.at += len(one)
-                when = one if len(one) == 2 else ""
+                self.at += len(token)
+                when = token if len(token) == 2 else ""
             else:
-                return first, when
-            first = first or one
+                return separator, when
+            separator = separator or token
 
     def _peek_reserved_word(self) -> str:
         """Return the reserved word that stands here, or nothing."""
@@ -220,10 +220,10 @@ class Parser(Reader):
         return For(name, tuple(words), body[0], self._parse_redirects())
 
     def _expect_reserved_word(self, reserved: str) -> str:
-        found = self._peek_reserved_word()
-        if found == "{":
-            return found
-        if found != reserved:
+        word = self._peek_reserved_word()
+        if word == "{":
+            return word
+        if word != reserved:
             raise UnreadableCommand(f"{reserved} is missing before {self.peek(10)!r}")
         return reserved
 
@@ -284,13 +284,13 @@ class Parser(Reader):
                 words.append(self.read_word())
 
     def _parse_redirects(self) -> list[Redirect]:
-        found: list[Redirect] = []
+        redirects: list[Redirect] = []
         self.skip_blanks()
-        while self._parse_redirect(found):
+        while self._parse_redirect(redirects):
             self.skip_blanks()
-        return found
+        return redirects
 
-    def _parse_redirect(self, found: list[Redirect]) -> bool:
+    def _parse_redirect(self, redirects: list[Redirect]) -> bool:
         """Read a redirection, if there is one here."""
         match = _REDIRECT.match(self.text, self.at)
         if not match:
@@ -301,14 +301,14 @@ class Parser(Reader):
         if operator not in ("<<", "<<-"):
             own = "0" if operator[0] == "<" else "1"
             fd = "" if match[1] in (None, own) else match[1]
-            found.append(Redirect(operator, self.read_word(), match[1] in (None, "1"), fd))
+            redirects.append(Redirect(operator, self.read_word(), match[1] in (None, "1"), fd))
             return True
         start = self.at
         mark = self.read_word()
         raw = self.text[start : self.at]
         plain = "".join(part.text for part in mark if isinstance(part, Literal))
         fd = "" if match[1] in (None, "0") else match[1]
-        self.heredocs.append((found, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
+        self.heredocs.append((redirects, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
         return True
 
     def _parse_simple_command(self) -> Command:

@@ -42,9 +42,9 @@ def walk_git(walker: Walker, run: ProgramRun) -> str | None:
     elif call.git in ("apply", "am"):
         note_changes(walker, run, list(call.args))
     elif text := _read_aliases(walker).get(call.git):
-        place = next(index for index, arg in enumerate(run.argv) if show_field(arg) == call.git)
-        rest = " ".join(map(show_field, run.argv[place + 1 :]))
-        walker.walk_text(f"{text[1:]} {rest}" if text.startswith("!") else f"git {text} {rest}", run.streams)
+        position = next(index for index, arg in enumerate(run.argv) if show_field(arg) == call.git)
+        arguments = " ".join(map(show_field, run.argv[position + 1 :]))
+        walker.walk_text(f"{text[1:]} {arguments}" if text.startswith("!") else f"git {text} {arguments}", run.streams)
     return None
 
 
@@ -61,10 +61,10 @@ def _apply_setting(walker: Walker, key: str, value: str) -> None:
 
 def _read_aliases(walker: Walker) -> dict[str, str]:
     """Return the aliases of git in files that the episode wrote."""
-    found: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for path in (f"{walker.session.home}/.gitconfig", ".git/config"):
-        found |= {name: value.strip('"') for name, value in _ALIAS.findall(walker.session.script_at(path) or "")}
-    return found
+        aliases |= {name: value.strip('"') for name, value in _ALIAS.findall(walker.session.script_at(path) or "")}
+    return aliases
 
 
 def walk_patch(walker: Walker, run: ProgramRun) -> str | None:
@@ -77,13 +77,13 @@ def note_changes(walker: Walker, run: ProgramRun, files: list[str]) -> None:
     """Note what a patch changes, a call for each file, as far as its text is known."""
     texts = [walker.session.script_at(file) for file in files] or [run.streams.stdin]
     for call in (call for text in texts if text for call in read_patch(walker, text)):
-        walker.add(call)
+        walker.add_call(call)
 
 
 def read_patch(walker: Walker, text: str) -> Iterator[ProgramCall]:
     """Yield the calls of a patch: its lines that begin with `+` or `-` are the arguments."""
     heads = list(_FILE.finditer(text))
-    for head, end in zip(heads, [*(one.start() for one in heads), len(text)][1:], strict=True):
+    for head, end in zip(heads, [*(next_head.start() for next_head in heads), len(text)][1:], strict=True):
         path = head[1].strip() if head[1].strip() != "/dev/null" else ""
         lines = tuple(line for line in text[head.end() : end].split("\n") if line[:1] in ("+", "-"))
         added = "\n".join(line[1:] for line in lines if line[0] == "+")

@@ -34,7 +34,7 @@ _ANSI_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{
 def unescape(text: str) -> str:
     """Return the text with the escapes of `$'...'`, `printf` and `echo -e` resolved."""
 
-    def one(match: re.Match[str]) -> str:
+    def replace_escape(match: re.Match[str]) -> str:
         code = match[1]
         if code[0] in "xuU" and len(code) > 1:
             return chr(min(int(code[1:], 16), 0x10FFFF))  # chr() raises for a larger number
@@ -42,7 +42,7 @@ def unescape(text: str) -> str:
             return chr(int(code, 8) & 0xFF)
         return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)
 
-    return _ANSI_ESCAPE.sub(one, text)
+    return _ANSI_ESCAPE.sub(replace_escape, text)
 
 
 class Reader:
@@ -113,8 +113,8 @@ class Reader:
         if not isinstance(last, Literal) or last.quoted or last.text[-1:] not in tuple("@?*+!") or end < 0:
             return False
         body = self.text[self.at + 1 : end].replace("|", ",")
-        one = ("{" + body + "}" if "," in body else body) if last.text[-1] in "@+" else "*"
-        parts[-1] = Literal(last.text[:-1] + one)
+        replacement = ("{" + body + "}" if "," in body else body) if last.text[-1] in "@+" else "*"
+        parts[-1] = Literal(last.text[:-1] + replacement)
         self.at = end + 1
         return True
 
@@ -239,15 +239,15 @@ class Reader:
             prefix, body = {"#": "length", "!": "indirect"}[body[0]], body[1:]
         match = _NAME.match(body)
         name = match[0] if match else body[:1]
-        rest = body[len(name) :]
+        suffix = body[len(name) :]
         index: Word = ()
-        if rest.startswith("[") and (end := self.bracket_end(rest, 0)) > 0:
-            index = self.inner_reader(rest[1:end]).expanded_text() if set(rest[1:end]) & {"$", "`"} else ()
-            name, rest = name + rest[: end + 1], rest[end + 1 :]
-        operator = _OPERATOR.match(rest)
-        if rest and not operator:
+        if suffix.startswith("[") and (end := self.bracket_end(suffix, 0)) > 0:
+            index = self.inner_reader(suffix[1:end]).expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
+            name, suffix = name + suffix[: end + 1], suffix[end + 1 :]
+        operator = _OPERATOR.match(suffix)
+        if suffix and not operator:
             raise UnreadableCommand(f"an expansion that we do not know: ${{{body}}}")
-        operand = self.inner_reader(rest[operator.end() :]).read_operand() if operator else ()
+        operand = self.inner_reader(suffix[operator.end() :]).read_operand() if operator else ()
         parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted, index))
 
     @staticmethod
@@ -293,10 +293,10 @@ class Reader:
             raise self._make_unclosed_error("a quote", char)
         return end
 
-    def _make_unclosed_error(self, what: str, mark: str) -> UnreadableCommand:
+    def _make_unclosed_error(self, construct: str, mark: str) -> UnreadableCommand:
         line = self.text.count("\n", 0, self.at) + 1
         return UnreadableCommand(
-            f"{what} is not closed", f"bash: -c: line {line}: unexpected EOF while looking for matching `{mark}'"
+            f"{construct} is not closed", f"bash: -c: line {line}: unexpected EOF while looking for matching `{mark}'"
         )
 
     def read_heredocs(self) -> None:

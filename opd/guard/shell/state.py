@@ -14,17 +14,17 @@ def run_cd(walker: Walker, run: ProgramRun) -> str | None:
     session, program = walker.session, show_field(run.argv[0])
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
     walker.note_call(run.with_argv([run.argv[0], *operands]))
-    before = session.cwd
+    old_cwd = session.cwd
     target = (operands[0] if operands else session.home).replace(UNSET, "")
     if program == "popd" or (program == "pushd" and not operands):
-        target = session.stack.pop(0) if session.stack else before
+        target = session.stack.pop(0) if session.stack else old_cwd
     elif target == "-":
         target = session.before
     if program == "pushd":
-        session.stack.insert(0, before)
-    there = session.resolve_path(target) if is_fully_known(target) and len(target) <= MAX_PATH else ""
-    session.cwd = there if there and len(there) <= MAX_PATH else posixpath.join(before, UNKNOWN)
-    session.before = before
+        session.stack.insert(0, old_cwd)
+    path = session.resolve_path(target) if is_fully_known(target) and len(target) <= MAX_PATH else ""
+    session.cwd = path if path and len(path) <= MAX_PATH else posixpath.join(old_cwd, UNKNOWN)
+    session.before = old_cwd
     return ""
 
 
@@ -65,14 +65,14 @@ def run_copy(walker: Walker, run: ProgramRun) -> str | None:
         operands.append(posixpath.basename(operands[0]))
     if len(operands) < 2:
         return ""
-    place = posixpath.normpath(posixpath.join(session.cwd, show_field(operands[-1])))
+    destination = posixpath.normpath(posixpath.join(session.cwd, show_field(operands[-1])))
     symbolic = show_field(run.argv[0]).endswith("ln") and any("s" in arg for arg in run.argv[1:] if arg.startswith("-"))
     for operand in operands[:-1]:
         source = posixpath.normpath(show_field(operand)) if symbolic else session.resolve_path(operand)
-        base = posixpath.dirname(place) if symbolic else session.cwd
+        base = posixpath.dirname(destination) if symbolic else session.cwd
         source = session.resolve_path(posixpath.join(base, source))
         text = session.written.get(source)
-        for name in {place, posixpath.join(place, posixpath.basename(show_field(operand)))}:
+        for name in {destination, posixpath.join(destination, posixpath.basename(show_field(operand)))}:
             if name != source:
                 session.written.pop(name, None)
                 session.appended.pop(name, None)

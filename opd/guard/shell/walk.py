@@ -13,7 +13,7 @@ from functools import partial
 from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
-from opd.guard.facts import PYTHONS, ProgramCall, Streams, code_facts, read_call
+from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_code_call, read_call
 from opd.guard.session import STANDARD_INPUT, STDIN, GuardSession
 from opd.guard.shell.arrays import array, assign
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
@@ -48,7 +48,7 @@ MAX_WRAPPED = 32
 """Programs that are each started by the one before, such as `nohup nice timeout 5 ls`."""
 REMOVERS = ("rm", "unlink", "shred", "truncate")
 """Programs that take nothing away where the file is the episode's own."""
-NOWHERE = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
+DEVICE_FILES = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
 @dataclass(slots=True)
@@ -80,17 +80,17 @@ class Walker:
         self.calls: list[ProgramCall] = []
         self.tags: frozenset[str] = frozenset()
         """Tags of all that is gone through at the moment, such as `decoded`."""
-        self.behind: dict[str, tuple[str, ...]] = {}
+        self.process_sources: dict[str, tuple[str, ...]] = {}
         """The programs behind the path of a process substitution."""
-        self.open: dict[str, str | None] = {}
+        self.descriptor_texts: dict[str, str | None] = {}
         """Text behind a descriptor other than the standard ones, None if we do not know it."""
         self._success: bool | None = None
         """True if the last command succeeds; None if nobody knows."""
-        self._stops = False
+        self._may_stop = False
         """True if the last list has a command after which nothing more may run."""
-        self._open: list[str] = []
+        self._active_names: list[str] = []
         """The functions and the files that are gone through at the moment."""
-        self._different: set[ProgramCall] = set()
+        self._distinct_calls: set[ProgramCall] = set()
         self._nested = self._wrapped = 0
         self._work = WorkBudget()
         self._expander = Expander(session, self._walk_substitution, self._work)
@@ -102,32 +102,32 @@ class Walker:
         self._work.spend(len(text))
         if not is_fully_known(text):
             text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
-        before, self.tags = self.tags, self.tags | tags
+        old_tags, self.tags = self.tags, self.tags | tags
         self._nested += 1
         try:
             return self.walk_script(parse(text), streams)
         finally:
             self._nested -= 1
-            self.tags = before
+            self.tags = old_tags
 
     def walk_script(self, script: Script, streams: Streams | None = None) -> str | None:
         """Go through the pipelines of a script. Return what they print together, if known."""
         printed = []
         stopped: list[GuardSession] = []
-        for one in script:
-            self._stops = False
-            printed.append(self._walk_list(one, streams or Streams()))
-            stopped += list_states(self.session) if self._stops else []
+        for commands in script:
+            self._may_stop = False
+            printed.append(self._walk_list(commands, streams or Streams()))
+            stopped += list_states(self.session) if self._may_stop else []
         if stopped:  # what comes behind a `return` or a `break` may be left out
             settle_states(self.session, [*list_states(self.session), *stopped])
         return join_outputs(printed)
 
-    def _walk_list(self, one: List, streams: Streams) -> str | None:
+    def _walk_list(self, commands: List, streams: Streams) -> str | None:
         steps = [
-            StateStep(pipeline.when, partial(self._walk_pipeline, pipeline, streams)) for pipeline in one.pipelines
+            StateStep(pipeline.when, partial(self._walk_pipeline, pipeline, streams)) for pipeline in commands.pipelines
         ]
         run = partial(in_turn, self.session, steps)
-        return act_in_subprocess(self.session, run) if one.background else run()
+        return act_in_subprocess(self.session, run) if commands.background else run()
 
     def _walk_substitution(self, script: Script) -> str | None:
         self._work.spend(COMMAND + self.session.size)
@@ -135,30 +135,30 @@ class Walker:
 
     def _walk_pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
         text, sources = outer.stdin, outer.sources
-        alone = len(pipeline.commands) == 1
-        last, before = 0, len(self.calls)
+        is_single = len(pipeline.commands) == 1
+        previous_start, start = 0, len(self.calls)
         for index, command in enumerate(pipeline.commands):
-            last, before = before, len(self.calls)
-            given = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
-            run = partial(self._walk_command, command, given)
-            text = run() if alone else act_in_subprocess(self.session, run)
-            sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[before:])]))
+            previous_start, start = start, len(self.calls)
+            inputs = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
+            run = partial(self._walk_command, command, inputs)
+            text = run() if is_single else act_in_subprocess(self.session, run)
+            sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[start:])]))
             if index:
                 # The calls of the command before feed those of this one.
-                feeds = tuple(call.call_line() for call in self.calls[before:])
-                self.calls[last:before] = [replace(call, feeds=feeds) for call in self.calls[last:before]]
+                feeds = tuple(call.call_line() for call in self.calls[start:])
+                self.calls[previous_start:start] = [replace(call, feeds=feeds) for call in self.calls[previous_start:start]]
         return (None if pipeline.unsure else self._success), text
 
-    def _walk_command(self, node: Node, given: Streams) -> str | None:
+    def _walk_command(self, node: Node, inputs: Streams) -> str | None:
         self._work.spend(COMMAND + self.session.size)
         if isinstance(node, Simple):
-            return self._walk_simple_command(node, given)
+            return self._walk_simple_command(node, inputs)
         if isinstance(node, Function):
             self.session.functions[node.name] = node.body
-            self.add(ProgramCall(program="function", args=(node.name,)))
+            self.add_call(ProgramCall(program="function", args=(node.name,)))
             self._success = True
             return ""
-        streams = self._redirect_streams(node.redirects, given)
+        streams = self._redirect_streams(node.redirects, inputs)
         self._bare_redirects(streams)
         if isinstance(node, For):
             values = [field for word in node.words for field in self._expander.expand_to_fields(word)]
@@ -167,30 +167,30 @@ class Walker:
             printed = walk_group(self.session, node, streams, self.walk_script)
         # `break` stops no more than its loop, and `exit` no more than its subshell.
         if isinstance(node, For) or node.kind in ("loop", "subshell"):
-            self._stops = False
+            self._may_stop = False
         self._success = None
         return self._note_output(streams, printed)
 
-    def _walk_simple_command(self, node: Simple, given: Streams) -> str | None:
+    def _walk_simple_command(self, node: Simple, inputs: Streams) -> str | None:
         self.session.read_variables = []
-        before = len(self.calls)
+        start = len(self.calls)
         values = [(a, self._assigned_value(a)) for a in node.assignments]
         argv = [field for word in node.words for field in self._expand_fields(word)]
-        streams = self._redirect_streams(node.redirects, given)
-        streams.sources = (*streams.sources, *dict.fromkeys(_program_names(self.calls[before:])))
+        streams = self._redirect_streams(node.redirects, inputs)
+        streams.sources = (*streams.sources, *dict.fromkeys(_program_names(self.calls[start:])))
         if not argv:
             self._assign_variables(values)
             self._bare_redirects(streams)
-            self._success = None if len(self.calls) > before else True
+            self._success = None if len(self.calls) > start else True
             if any(
                 "/" in value and " " in value for _, value in values
             ):  # a command that the shell starts by itself, say
-                self.add(ProgramCall(program="", tags=self._variable_tags(values)))
+                self.add_call(ProgramCall(program="", tags=self._variable_tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
-                self.add(ProgramCall(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
+                self.add_call(ProgramCall(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
         printed = self._with_variables(values, ProgramRun(argv, streams, self._variable_tags(values)))
-        self._stops = self._stops or argv[0] in STOPS
+        self._may_stop = self._may_stop or argv[0] in STOPS
         if node.redirects or argv[0] in self.session.functions:
             self._success = None
         else:
@@ -200,14 +200,14 @@ class Walker:
     def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
         """Run a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
-        kept = {name: self.session.variables.get(name) for name in (one.name.partition("[")[0] for one, _ in values)}
+        old_values = {name: self.session.variables.get(name) for name in (assignment.name.partition("[")[0] for assignment, _ in values)}
         self._assign_variables(values)
         self.session.read_variables = used
         try:
-            return self.run(run)
+            return self.run_program(run)
         finally:
-            for state in (self.session, *self.session.others) if kept else ():
-                state.set_back(kept)
+            for state in (self.session, *self.session.others) if old_values else ():
+                state.set_back(old_values)
 
     def _assigned_value(self, assignment: Assignment) -> str:
         """Return the value that is assigned; items of an array with a mark between them."""
@@ -219,26 +219,26 @@ class Walker:
 
     def _variable_tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
-        names = [(one.name.partition("[")[0], show_field(value)) for one, value in values]
+        names = [(assignment.name.partition("[")[0], show_field(value)) for assignment, value in values]
         return self.tags | {tag for name, value in names for tag in (f"sets:{name}", f"sets:{name}={value}")}
 
     def _expand_fields(self, word: Word) -> list[str]:
         if len(word) == 1 and isinstance(word[0], Process):
             # As bash does, which counts down from 63.
             path = f"/dev/fd/{63 - len(self.session.written)}"
-            before = len(self.calls)
+            start = len(self.calls)
             self.session.written[path] = self._walk_substitution(word[0].body)
-            self.behind[path] = tuple(c.program for c in self.calls[before:])
+            self.process_sources[path] = tuple(c.program for c in self.calls[start:])
             return [path]
         return self._expander.expand_to_fields(word)
 
     def _assign_variables(self, values: list[tuple[Assignment, str]]) -> None:
-        for one, value in values:
-            assign(self.session.variables, one, value)
+        for assignment, value in values:
+            assign(self.session.variables, assignment, value)
 
-    def _redirect_streams(self, redirects: list[Redirect], given: Streams) -> Streams:
+    def _redirect_streams(self, redirects: list[Redirect], inputs: Streams) -> Streams:
         """Return the streams after the redirections."""
-        streams = Streams(stdin=given.stdin, has_stdin=given.has_stdin, sources=given.sources)
+        streams = Streams(stdin=inputs.stdin, has_stdin=inputs.has_stdin, sources=inputs.sources)
         for redirect in redirects:
             operator = redirect.operator
             if operator in ("<<", "<<<"):
@@ -251,15 +251,15 @@ class Walker:
                 for field in targets
                 for path in self.session.resolve_argument(field, operator in ("<", "<>", "<&"))
             ]
-            if operator == "<&" and targets and show_field(targets[0]).rstrip("-") in self.open:
-                self._note_input(streams, redirect.fd, self.open[show_field(targets[0]).rstrip("-")])
+            if operator == "<&" and targets and show_field(targets[0]).rstrip("-") in self.descriptor_texts:
+                self._note_input(streams, redirect.fd, self.descriptor_texts[show_field(targets[0]).rstrip("-")])
             if not targets or (operator in ("<&", ">&") and show_field(targets[0]).rstrip("-").isdigit()):
                 continue
             if operator in ("<", "<>", "<&"):
                 streams.reads += paths
                 self._note_input(streams, redirect.fd, self.session.written_text(paths[0]))
             if operator not in ("<", "<&"):
-                self._note_opened_files(redirect, streams, [path for path in paths if path not in NOWHERE])
+                self._note_opened_files(redirect, streams, [path for path in paths if path not in DEVICE_FILES])
         return streams
 
     def _note_input(self, streams: Streams, fd: str, text: str | None) -> None:
@@ -267,7 +267,7 @@ class Walker:
         if not fd:
             streams.stdin, streams.has_stdin = text, True
             return
-        self.open[fd.strip("{}")] = text
+        self.descriptor_texts[fd.strip("{}")] = text
         self.session.written[f"/dev/fd/{fd}"] = text
 
     def _note_opened_files(self, redirect: Redirect, streams: Streams, paths: list[str]) -> None:
@@ -285,7 +285,7 @@ class Walker:
     def _bare_redirects(self, streams: Streams) -> None:
         """Note redirections that have no program, or belong to a whole group, as a call of `cat`."""
         if streams.reads or streams.writes:
-            self.add(read_call(["cat"], self.session, streams))
+            self.add_call(read_call(["cat"], self.session, streams))
 
     def _note_output(self, streams: Streams, printed: str | None) -> str | None:
         """Note what was printed in the files that it went to. Return what the standard output gets."""
@@ -296,7 +296,7 @@ class Walker:
                 state.record_append(path, printed)
         return "" if streams.truncates or streams.appends else printed
 
-    def add(self, call: ProgramCall) -> None:
+    def add_call(self, call: ProgramCall) -> None:
         """Note a call. Raises: UnreadableCommand if there are too many."""
         own = self.session.written
         reads = tuple(path for path in call.reads if path not in own)
@@ -305,8 +305,8 @@ class Walker:
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
         # The same call in several states counts once.
-        self._different.add(call)
-        if len(self._different) > MAX_CALLS:
+        self._distinct_calls.add(call)
+        if len(self._distinct_calls) > MAX_CALLS:
             raise UnreadableCommand("too many calls")
         self.calls.append(call)
 
@@ -314,10 +314,10 @@ class Walker:
         """Add a tag to the call that was noted last."""
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
-    def run(self, run: ProgramRun) -> str | None:
+    def run_program(self, run: ProgramRun) -> str | None:
         """Note what one program call does. Return what it prints, if known. Raises: UnreadableCommand."""
         name = run.argv[0]
-        if name in self.session.functions and self._open.count(name) < MAX_RECURSION:
+        if name in self.session.functions and self._active_names.count(name) < MAX_RECURSION:
             return self._walk_function(name, run)
         return self.walk_program(run)
 
@@ -341,7 +341,7 @@ class Walker:
             return special(self, run) if own else act_in_subprocess(self.session, partial(special, self, run))
         if "/" in run.argv[0] and (text := self.session.written_text(self.session.resolve_path(run.argv[0]))):
             self.note_call(run)
-            return act_in_subprocess(self.session, partial(self.file_code, text, run))
+            return act_in_subprocess(self.session, partial(self.walk_file, text, run))
         self.note_call(run)
         return predict_output(run.argv, run.streams.stdin, self.session)
 
@@ -352,35 +352,35 @@ class Walker:
         written = run.streams.stdin if call.program == "tee" else None
         if run.streams.writes and written is None:
             written = predict_output(run.argv, run.streams.stdin, self.session)
-        self.add(replace(call, text=written) if written else call)
+        self.add_call(replace(call, text=written) if written else call)
 
     def _walk_function(self, name: str, run: ProgramRun) -> str | None:
         if self._nested >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         body: Node = self.session.functions[name]  # type: ignore[assignment]
         self._nested += 1
-        self._open.append(name)
+        self._active_names.append(name)
         try:
             return self.with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
         finally:
             self._nested -= 1
-            self._open.pop()
-            self._stops = False
+            self._active_names.pop()
+            self._may_stop = False
 
     def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
         """Run `act` with these positional arguments, `$1` and so on."""
-        kept, self.session.positional = self.session.positional, arguments
+        old_arguments, self.session.positional = self.session.positional, arguments
         try:
             return act()
         finally:
             for state in (self.session, *self.session.others):
-                state.positional = kept
+                state.positional = old_arguments
 
-    def file_code(self, text: str, run: ProgramRun) -> str | None:
+    def walk_file(self, text: str, run: ProgramRun) -> str | None:
         """Go through a script file that the episode wrote, by its first line."""
-        first = text.partition("\n")[0]
+        first_line = text.partition("\n")[0]
         for language in ("python", "perl", "ruby", "node", "php"):
-            if language in first:
+            if language in first_line:
                 self.walk_code(language, text, run)
                 return None
         return self.with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
@@ -396,28 +396,28 @@ class Walker:
         if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * PYTHON)
-        found = read_python(text) if language == "python" else read_other(language, text)
+        parsed_code = read_python(text) if language == "python" else read_other(language, text)
         self._nested += 1
-        before = self.tags
+        old_tags = self.tags
         try:
-            self._read_code(language, found, run)
+            self._read_code(language, parsed_code, run)
         finally:
             self._nested -= 1
-            self.tags = before
+            self.tags = old_tags
 
-    def _read_code(self, language: str, found: Code, run: ProgramRun) -> None:
-        self.add(code_facts(language, found, self.session, run.streams, run.tags))
-        self.tags = self.tags | ({"decoded"} if "decodes" in found.tags else set())
-        for path, text in found.files:
+    def _read_code(self, language: str, parsed_code: Code, run: ProgramRun) -> None:
+        self.add_call(read_code_call(language, parsed_code, self.session, run.streams, run.tags))
+        self.tags = self.tags | ({"decoded"} if "decodes" in parsed_code.tags else set())
+        for path, text in parsed_code.files:
             self.session.record_append(self.session.resolve_path(path, copies=False), text)
-        for nested in found.nested:
+        for nested in parsed_code.nested:
             self.walk_code(language, nested, run)
-        for path, text in filter(None, map(self._module_finder(language), found.loads)):
-            if path not in self._open:
-                self._open.append(path)
+        for path, text in filter(None, map(self._module_finder(language), parsed_code.loads)):
+            if path not in self._active_names:
+                self._active_names.append(path)
                 self.walk_code(language, text, run)
-                self._open.remove(path)
-        for started in found.shell:
+                self._active_names.remove(path)
+        for started in parsed_code.shell:
             act_in_subprocess(self.session, partial(self._walk_started_command, language, started))
 
     def _module_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
@@ -439,5 +439,5 @@ class Walker:
 
 def _program_names(calls: list[ProgramCall]) -> list[str]:
     """Return the programs of calls, as sources of another one; a `find` that goes through the system is `find outward`, too."""
-    named = [call for call in calls if call.program]
-    return [*(c.program for c in named), *(f"{c.program} outward" for c in named if "outward" in c.tags)]
+    named_calls = [call for call in calls if call.program]
+    return [*(c.program for c in named_calls), *(f"{c.program} outward" for c in named_calls if "outward" in c.tags)]

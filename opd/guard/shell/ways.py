@@ -65,42 +65,42 @@ def enter_state(session: GuardSession, way: GuardSession) -> None:
 
 def list_states(session: GuardSession) -> list[GuardSession]:
     """Return all states that a session may be in, as sessions of their own."""
-    here = session.copy()
-    others, here.others = here.others, []
-    return [here, *others]
+    current = session.copy()
+    alternatives, current.others = current.others, []
+    return [current, *alternatives]
 
 
 def settle_states(session: GuardSession, ways: Iterable[GuardSession]) -> None:
     """Let the session be in one of these states."""
-    first, *others = distinct_states(ways)
-    session.take_over(first)
-    session.others = others
+    current, *alternatives = distinct_states(ways)
+    session.take_over(current)
+    session.others = alternatives
 
 
 def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
     """Return one state for each group of similar ones, `MAX_WAYS` at most."""
-    kept: list[GuardSession] = []
+    distinct: list[GuardSession] = []
     for way in ways:
-        twin = next((one for one in kept if one.is_similar(way)), None)
+        twin = next((state for state in distinct if state.is_similar(way)), None)
         if twin is None:
-            kept.append(way)
+            distinct.append(way)
         else:
             twin.take_files(way)
-        if len(kept) > 2 * MAX_WAYS:
-            kept = _most_telling(kept)
-    return kept if len(kept) <= MAX_WAYS else _most_telling(kept)
+        if len(distinct) > 2 * MAX_WAYS:
+            distinct = _most_telling(distinct)
+    return distinct if len(distinct) <= MAX_WAYS else _most_telling(distinct)
 
 
 def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
     """Return `MAX_WAYS` states: the first, and then each time the one with most that the chosen ones do not have."""
-    known = [way.state_entries() for way in ways]
-    kept, seen = [0], set(known[0])
-    while len(kept) < MAX_WAYS:
-        left = [index for index in range(len(ways)) if index not in kept]
-        best = max(left, key=lambda index: sum(map(_entry_weight, known[index] - seen)))
-        kept.append(best)
-        seen |= known[best]
-    return [ways[index] for index in kept]
+    entries = [way.state_entries() for way in ways]
+    indices, covered = [0], set(entries[0])
+    while len(indices) < MAX_WAYS:
+        candidates = [index for index in range(len(ways)) if index not in indices]
+        best = max(candidates, key=lambda index: sum(map(_entry_weight, entries[index] - covered)))
+        indices.append(best)
+        covered |= entries[best]
+    return [ways[index] for index in indices]
 
 
 def _entry_weight(entry: tuple[str, ...]) -> int:
@@ -110,21 +110,21 @@ def _entry_weight(entry: tuple[str, ...]) -> int:
 
 def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
     """Run `act` as a process of its own: afterwards the shell is as it was, and only files have changed."""
-    kept, used = session.copy(), session.read_variables
+    snapshot, used = session.copy(), session.read_variables
     try:
         return act()
     finally:
         used = [*used, *session.read_variables]
-        _take_over_files(session, kept)
+        _take_over_files(session, snapshot)
         session.read_variables = used
 
 
-def _take_over_files(session: GuardSession, kept: GuardSession) -> None:
+def _take_over_files(session: GuardSession, snapshot: GuardSession) -> None:
     """Take over the files of each state that the session may be in, and all else from `snapshot`."""
-    kept.others = []
+    snapshot.others = []
     ways: list[GuardSession] = []
     for state in list_states(session) if session.others else [session]:
-        way = kept.copy() if ways else kept
+        way = snapshot.copy() if ways else snapshot
         for name in FILES:
             setattr(way, name, getattr(state, name))
         ways.append(way)
@@ -140,8 +140,8 @@ def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
     for step in steps:
         # Where no state fits, the step is gone through in the others: no command may be missed.
         runs = {"&&": good or bad, "||": bad or good}.get(step.when, good)
-        worked, failed, said = _walk_step(session, runs, step)
-        printed.append(said)
+        worked, failed, output = _walk_step(session, runs, step)
+        printed.append(output)
         if step.when == "||":
             good, bad = distinct_states([*good, *worked]), failed
         else:
@@ -159,11 +159,11 @@ def _walk_step(
     printed: list[Output] = []
     for way in runs:
         enter_state(session, way)
-        success, said = step.act()
+        success, output = step.act()
         after = list_states(session)
         worked += [] if success is False else after
         failed += [] if success else after
-        printed += [] if said in printed else [said]
+        printed += [] if output in printed else [output]
     return distinct_states(worked), distinct_states(failed), join_outputs(printed, "\n")
 
 

@@ -24,10 +24,10 @@ class WorkBudget:
     """The budget that is left for one call."""
 
     def __init__(self) -> None:
-        self._left = MAX_WORK
+        self._remaining = MAX_WORK
 
     def spend(self, amount: int) -> None:
         """Raises: UnreadableCommand once there was too much."""
-        self._left -= amount
-        if self._left < 0:
+        self._remaining -= amount
+        if self._remaining < 0:
             raise UnreadableCommand("too much to go through")

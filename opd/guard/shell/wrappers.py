@@ -84,8 +84,8 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
     name = show_field(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
     run = run.with_argv(_separate_joined_options(run.argv, wrapper, AS_TEXT.get(name, ())))
-    taken = inner_command(run.argv[1:], wrapper)
-    inner = taken.argv
+    command = inner_command(run.argv[1:], wrapper)
+    inner = command.argv
     outer = run.argv[: len(run.argv) - len(inner)]
     if name not in ("exec", "command", "builtin", "busybox", "toybox", "nohup") or not inner:
         walker.note_call(run.with_argv(outer if inner else run.argv))
@@ -94,14 +94,14 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
     if not inner:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
-    place = (
-        outer[-1] if name == "chroot" else next((taken.values[one] for one in wrapper.chdir if one in taken.values), "")
+    directory = (
+        outer[-1] if name == "chroot" else next((command.values[option] for option in wrapper.chdir if option in command.values), "")
     )
-    if place:  # each of these is a process of its own, so that this ends with it
-        walker.session.cwd = walker.session.resolve_path(place)
+    if directory:  # each of these is a process of its own, so that this ends with it
+        walker.session.cwd = walker.session.resolve_path(directory)
     if name == "ssh" or show_field(outer[-1]) in AS_TEXT.get(name, ()):
         return walker.walk_text(" ".join(show_field(a) for a in inner), run.streams)
-    return walker.walk_program(ProgramRun(inner, run.streams, run.tags | taken.tags))
+    return walker.walk_program(ProgramRun(inner, run.streams, run.tags | command.tags))
 
 
 def _separate_joined_options(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
@@ -109,10 +109,10 @@ def _separate_joined_options(argv: list[str], wrapper: Wrapper, options: tuple[s
     argument."""
     index = 1
     while index < len(argv) and ((arg := show_field(argv[index])).startswith("-") or "=" in arg):
-        for one in options:
-            joined = f"{one}=" if one.startswith("--") else one
+        for option in options:
+            joined = f"{option}=" if option.startswith("--") else option
             if arg.startswith(joined) and len(arg) > len(joined):
-                return [*argv[:index], one, argv[index][len(joined) :], *argv[index + 1 :]]
+                return [*argv[:index], option, argv[index][len(joined) :], *argv[index + 1 :]]
         name, value = parse_option(arg, wrapper.valued)
         index += 2 if name and value is None else 1
     return argv
@@ -160,8 +160,8 @@ def parse_option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
     """
     if arg.startswith("--"):
         name, equals, value = arg.partition("=")
-        whole = next((one for one in sorted(valued) if one.startswith(name)), "") if name != "--" else ""
-        return whole, value if equals else None
+        full_name = next((option for option in sorted(valued) if option.startswith(name)), "") if name != "--" else ""
+        return full_name, value if equals else None
     for index, letter in enumerate(arg):
         if index and f"-{letter}" in valued:
             return f"-{letter}", arg[index + 1 :] or None
@@ -182,16 +182,16 @@ def run_runner(walker: Walker, run: ProgramRun) -> str | None:
     if run.argv[1:2] != ["run"]:
         walker.note_call(run)
         return None
-    taken = inner_command(run.argv[2:], _UV)
-    if place := taken.values.get("--directory"):
-        walker.session.cwd = walker.session.resolve_path(place)
-    return walker.walk_program(run.with_argv(taken.argv)) if taken.argv else None
+    command = inner_command(run.argv[2:], _UV)
+    if directory := command.values.get("--directory"):
+        walker.session.cwd = walker.session.resolve_path(directory)
+    return walker.walk_program(run.with_argv(command.argv)) if command.argv else None
 
 
 def run_docker(walker: Walker, run: ProgramRun) -> str | None:
     """`docker exec CONTAINER command` and `docker run IMAGE command`."""
-    place = next((i for i, arg in enumerate(run.argv) if show_field(arg) in ("exec", "run")), 0)
-    inner = inner_command(run.argv[place + 1 :], _DOCKER).argv if place else []
+    position = next((i for i, arg in enumerate(run.argv) if show_field(arg) in ("exec", "run")), 0)
+    inner = inner_command(run.argv[position + 1 :], _DOCKER).argv if position else []
     outer = run.argv[: len(run.argv) - len(inner)]
     mounts = _find_mounts(outer)
     walker.note_call(run.with_argv([mounts[arg][0] if arg in mounts else arg for arg in outer]))
@@ -207,18 +207,18 @@ def run_docker(walker: Walker, run: ProgramRun) -> str | None:
 
 def _find_mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
     """Return the arguments that mount a directory in a container: argument -> (path on this machine, path in the container)."""
-    found = {}
-    for before, arg in pairwise(argv):
+    mounts = {}
+    for previous_arg, arg in pairwise(argv):
         name, _, joined = arg.partition("=")
-        value = joined if name in ("--volume", "--mount") else arg if before in ("-v", "--volume", "--mount") else ""
-        parts = dict(one.partition("=")[::2] for one in value.split(","))
+        value = joined if name in ("--volume", "--mount") else arg if previous_arg in ("-v", "--volume", "--mount") else ""
+        parts = dict(option.partition("=")[::2] for option in value.split(","))
         source, target = (
             parts.get("src", parts.get("source", "")),
             parts.get("dst", parts.get("target", parts.get("destination", ""))),
         )
         if value and not target:
-            source, _, rest = value.partition(":")
-            target = rest.partition(":")[0]
+            source, _, remainder = value.partition(":")
+            target = remainder.partition(":")[0]
         if source and target.startswith("/") and (source.startswith(("/", ".", "~")) or not is_fully_known(source)):
-            found[arg] = (source, target.rstrip("/") or "/")
-    return found
+            mounts[arg] = (source, target.rstrip("/") or "/")
+    return mounts

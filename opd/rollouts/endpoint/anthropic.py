@@ -15,7 +15,7 @@ from opd.rollouts.endpoint.messages import (
     Problem,
     Reply,
     Request,
-    given_beside,
+    list_other_keys,
     make_request_error,
     request_hash,
     split_for_stream,
@@ -51,65 +51,65 @@ def parse(body: Mapping[str, Any]) -> Request:
         tools=() if choice == "none" else tuple(_parse_tools(body)),
         max_tokens=limit,
         stop=tuple(
-            reading.read_text(one, "stop_sequences")
-            for one in reading.read_list(body.get("stop_sequences"), "stop_sequences")
-            if one != ""
+            reading.read_text(stop, "stop_sequences")
+            for stop in reading.read_list(body.get("stop_sequences"), "stop_sequences")
+            if stop != ""
         ),
         stream=bool(body.get("stream")),
-        overridden=given_beside(body, READ) + (() if choice in ("auto", "none") else ("tool_choice",)),
+        overridden=list_other_keys(body, READ) + (() if choice in ("auto", "none") else ("tool_choice",)),
         identity=request_hash(body),
     )
 
 
 def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
     for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
-        where = f"messages[{number}]"
-        message = reading.read_mapping(data, where)
+        path = f"messages[{number}]"
+        message = reading.read_mapping(data, path)
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
-            raise make_request_error(f"{where}.role: expected user or assistant, found {role!r:.40}")
+            raise make_request_error(f"{path}.role: expected user or assistant, found {role!r:.40}")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         checked = [
-            reading.read_mapping(block, f"{where}.content[{place}]")
-            for place, block in enumerate(reading.read_list(blocks, f"{where}.content"))
+            reading.read_mapping(block, f"{path}.content[{index}]")
+            for index, block in enumerate(reading.read_list(blocks, f"{path}.content"))
         ]
-        yield from _of_user(checked, where) if role == "user" else _of_assistant(checked, where)
+        yield from _read_user_turn(checked, path) if role == "user" else _read_assistant_turn(checked, path)
 
 
-def _of_user(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
+def _read_user_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator[Message]:
     """Yield the messages of a user's turn: results of tools as messages of their own, before what the user says."""
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        called = reading.read_text(block.get("tool_use_id"), f"{where}.content: tool_use_id")
-        yield Message(role="tool", text=reading.read_content(block.get("content"), f"{where}.content"), answers=called)
-    said = [block for block in blocks if block.get("type") != "tool_result"]
-    if said or not results:
-        yield Message(role="user", text=reading.read_content(said, f"{where}.content"))
+        called = reading.read_text(block.get("tool_use_id"), f"{path}.content: tool_use_id")
+        yield Message(role="tool", text=reading.read_content(block.get("content"), f"{path}.content"), answers=called)
+    text_blocks = [block for block in blocks if block.get("type") != "tool_result"]
+    if text_blocks or not results:
+        yield Message(role="user", text=reading.read_content(text_blocks, f"{path}.content"))
 
 
-def _of_assistant(blocks: list[Mapping[str, Any]], where: str) -> Iterator[Message]:
-    said = [block for block in blocks if block.get("type") != "tool_use"]
+def _read_assistant_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator[Message]:
+    text_blocks = [block for block in blocks if block.get("type") != "tool_use"]
     calls = tuple(
         Call(
-            id=reading.read_text(block.get("id"), f"{where}.content: id"),
-            name=reading.read_text(block.get("name"), f"{where}.content: name"),
-            arguments=reading.read_mapping(block.get("input"), f"{where}.content: input"),
+            id=reading.read_text(block.get("id"), f"{path}.content: id"),
+            name=reading.read_text(block.get("name"), f"{path}.content: name"),
+            arguments=reading.read_mapping(block.get("input"), f"{path}.content: input"),
         )
         for block in blocks
         if block.get("type") == "tool_use"
     )
-    yield Message(role="assistant", text=reading.read_content(said, f"{where}.content"), calls=calls)
+    yield Message(role="assistant", text=reading.read_content(text_blocks, f"{path}.content"), calls=calls)
 
 
 def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
     for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
-        where = f"tools[{number}]"
-        tool = reading.read_mapping(data, where)
+        path = f"tools[{number}]"
+        tool = reading.read_mapping(data, path)
         if tool.get("type", "custom") != "custom":
             raise make_request_error(
-                f"{where}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}"
+                f"{path}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}"
             )
-        yield reading.read_tool(tool, "input_schema", where)
+        yield reading.read_tool(tool, "input_schema", path)
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
     text = [{"type": "text", "text": reply.text}] if reply.text or not reply.calls else []
     calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": dict(c.arguments)} for c in reply.calls]
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    return _message_head(reply.id, model) | {"content": [*text, *calls], "usage": usage} | _end_events(reply)
+    return _message_head(reply.id, model) | {"content": [*text, *calls], "usage": usage} | _stop_fields(reply)
 
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
@@ -126,7 +126,7 @@ def opening(reply_id: str, model: str, created: int) -> bytes:
     return _format_event("message_start", message=message | {"stop_reason": None, "stop_sequence": None})
 
 
-def rest(reply: Reply, request: Request) -> Iterator[bytes]:
+def later_events(reply: Reply, request: Request) -> Iterator[bytes]:
     """Yield the further events of a stream."""
     blocks: list[dict[str, Any]] = body(reply, request.model)["content"]
     for index, block in enumerate(blocks):
@@ -144,7 +144,7 @@ def rest(reply: Reply, request: Request) -> Iterator[bytes]:
             yield _format_event("content_block_delta", index=index, delta=delta)
         yield _format_event("content_block_stop", index=index)
     usage = {"input_tokens": reply.prompt_tokens, "output_tokens": reply.completion_tokens}
-    yield _format_event("message_delta", delta=_end_events(reply), usage=usage)
+    yield _format_event("message_delta", delta=_stop_fields(reply), usage=usage)
     yield _format_event("message_stop")
 
 
@@ -162,9 +162,9 @@ def _message_head(reply_id: str, model: str) -> dict[str, Any]:
     return {"id": reply_id, "type": "message", "role": "assistant", "model": model}
 
 
-def _end_events(reply: Reply) -> dict[str, Any]:
-    words = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-    reason = words[reply.finish] if reply.stopped_by is None else "stop_sequence"
+def _stop_fields(reply: Reply) -> dict[str, Any]:
+    reasons = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    reason = reasons[reply.finish] if reply.stopped_by is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": reply.stopped_by}
 
 

@@ -14,7 +14,7 @@ from opd.prompts.harmless import escape_specials, special_texts
 from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
-from opd.rollouts.episodes.chat import ChatAppender, call_id, without_tool_role
+from opd.rollouts.episodes.chat import ChatAppender, make_call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import plain_calls
 from opd.rollouts.episodes.turns import History
@@ -27,17 +27,17 @@ class UnreadableMessages(Exception):
 class ClientDialogue(Protocol):
     """The student's language, as far as a session needs it."""
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a conversation, up to where the policy begins its turn. Raises:
         UnreadableMessages."""
         ...
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises:
         UnreadableMessages."""
         ...
 
-    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+    def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of what was written so far, as the policy reads them when these messages follow. Raises:
         UnreadableMessages."""
         ...
@@ -57,15 +57,15 @@ class ChatMessages:
     def __init__(self, appender: ChatAppender, stops: frozenset[int]) -> None:
         self._appender, self._stops = appender, stops
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
         try:
-            return self._appender.encode_opening(self._in_template(messages), tools)
+            return self._appender.encode_opening(self._make_template_messages(messages), tools)
         except (TemplateError, ValueError, TypeError) as error:
             raise UnreadableMessages(str(error)) from None
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         from jinja2 import TemplateError
 
         ended = bool(turn) and turn[-1] in self._stops
@@ -74,13 +74,13 @@ class ChatMessages:
         except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
             raise UnreadableMessages(str(error)) from None
 
-    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+    def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         from jinja2 import TemplateError
 
         roles = {message.role for message in messages}
-        if not any(self._appender.drops(turn, roles) for turn, _ in history.turns):
+        if not any(self._appender.drops_thoughts_of(turn, roles) for turn, _ in history.turns):
             return history.ids
-        if self._appender.drops(history.head, roles):
+        if self._appender.drops_thoughts_of(history.head, roles):
             raise UnreadableMessages("thoughts that the chat template leaves out, in turns that were rendered")
         try:
             return history.without_thoughts(self._appender).ids
@@ -91,15 +91,15 @@ class ChatMessages:
         return self._appender.turn_text(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = self._appender.read(text, tools)
-        return found.text, _assign_call_ids(found.calls)
+        turn = self._appender.read(text, tools)
+        return turn.text, _assign_call_ids(turn.calls)
 
-    def _in_template(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def _make_template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return a whole conversation as the template takes it: some know no tools, some one call in a turn."""
-        told = [self._appender.make_message_safe(message.for_template()) for message in with_own_ids(messages)]
+        template_messages = [self._appender.make_message_safe(message.for_template()) for message in renumber_calls(messages)]
         if self._appender.tools_in_template:
-            return told if self._appender.parallel else _one_by_one(told)
-        runs = groupby(map(self._with_calls_in_text, told), key=lambda message: message["role"] == "tool")
+            return template_messages if self._appender.parallel else _split_parallel_calls(template_messages)
+        runs = groupby(map(self._with_calls_in_text, template_messages), key=lambda message: message["role"] == "tool")
         return [message for are_results, run in runs for message in (without_tool_role([*run]) if are_results else run)]
 
     def _with_calls_in_text(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -124,47 +124,47 @@ class PlainMessages:
         self._end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self._prompt = prompt
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         ids: list[int] = []
-        for theirs, run in groupby(messages, key=lambda message: message.role == "assistant"):
-            if theirs:
+        for is_assistant, run in groupby(messages, key=lambda message: message.role == "assistant"):
+            if is_assistant:
                 for message in run:
                     ids += [
-                        *self._encode_text(escape_specials(_side_by_side([message]), self._special), first=not ids),
+                        *self._encode_text(escape_specials(_join_messages([message]), self._special), at_start=not ids),
                         *self._end,
                     ]
                 continue
-            text = _side_by_side(list(run))
-            kept = self._prompt if not ids and text.startswith(self._prompt) else ""
-            ids += self._encode_text(kept + escape_specials(text.removeprefix(kept), self._special), first=not ids)
+            text = _join_messages(list(run))
+            prompt_prefix = self._prompt if not ids and text.startswith(self._prompt) else ""
+            ids += self._encode_text(prompt_prefix + escape_specials(text.removeprefix(prompt_prefix), self._special), at_start=not ids)
         return ids
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        return self._encode_text(escape_specials(_side_by_side(messages), self._special), first=False)
+    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        return self._encode_text(escape_specials(_join_messages(messages), self._special), at_start=False)
 
-    def _encode_text(self, text: str, *, first: bool) -> list[int]:
-        """Return the ids of a text; the `first` one has in front what the tokenizer puts there."""
-        encode = encode_prompt if first else encode_text
+    def _encode_text(self, text: str, *, at_start: bool) -> list[int]:
+        """Return the ids of a text; the `at_start` one has in front what the tokenizer puts there."""
+        encode = encode_prompt if at_start else encode_text
         try:
             return list(encode(self._tokenizer, text)) if text else []
         except (ValueError, TypeError) as error:  # a lone surrogate is no text
             raise UnreadableMessages(str(error)) from None
 
-    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+    def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         return history.ids
 
     def text(self, turn: Sequence[int]) -> str:
         return written_text(self._tokenizer, turn, self._ends)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        found = plain_calls(text, tools)
-        return ("" if found else text), _assign_call_ids(found)
+        tool_calls = plain_calls(text, tools)
+        return ("" if tool_calls else text), _assign_call_ids(tool_calls)
 
 
-def _side_by_side(messages: Sequence[Message]) -> str:
+def _join_messages(messages: Sequence[Message]) -> str:
     """Return the texts of messages with their calls, one after the other."""
     calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
-    return "".join(m.text + "".join(made) for m, made in zip(messages, calls, strict=True))
+    return "".join(m.text + "".join(call_texts) for m, call_texts in zip(messages, calls, strict=True))
 
 
 def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
@@ -172,34 +172,34 @@ def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
     return tuple(Call(id=secrets.token_hex(5)[:9], name=call.name, arguments=call.arguments) for call in calls)
 
 
-def with_own_ids(messages: Sequence[Message]) -> list[Message]:
+def renumber_calls(messages: Sequence[Message]) -> list[Message]:
     """Return the conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a
     client gave."""
-    found: list[Message] = []
+    conversation: list[Message] = []
     ids: dict[str, str] = {}
     for message in messages:
         if message.calls:
-            ids = {call.id: call_id(place) for place, call in enumerate(message.calls)}
-            calls = tuple(replace(call, id=call_id(place)) for place, call in enumerate(message.calls))
+            ids = {call.id: make_call_id(index) for index, call in enumerate(message.calls)}
+            calls = tuple(replace(call, id=make_call_id(index)) for index, call in enumerate(message.calls))
             message = replace(message, calls=calls)
         elif message.role == "tool":
             message = replace(message, answers=ids.get(message.answers, message.answers))
-        found.append(message)
-    return found
+        conversation.append(message)
+    return conversation
 
 
-def _one_by_one(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Split turns with several calls into turns with one call, each followed by its result."""
-    found: list[dict[str, Any]] = []
-    waiting: list[dict[str, Any]] = []
+    conversation: list[dict[str, Any]] = []
+    later_calls: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] != "tool":
-            found += waiting
+            conversation += later_calls
             calls = message.get("tool_calls", [])
-            waiting = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
-            found.append(message | {"tool_calls": calls[:1]} if calls else message)
+            later_calls = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls[1:]]
+            conversation.append(message | {"tool_calls": calls[:1]} if calls else message)
             continue
-        if found and found[-1]["role"] == "tool" and waiting:
-            found.append(waiting.pop(0))
-        found.append(message)
-    return found + waiting
+        if conversation and conversation[-1]["role"] == "tool" and later_calls:
+            conversation.append(later_calls.pop(0))
+        conversation.append(message)
+    return conversation + later_calls

@@ -22,12 +22,12 @@ from opd.rollouts.endpoint.dialogue import ChatMessages, ClientDialogue, PlainMe
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import ProgramResult, program_environment, run_program
 from opd.rollouts.endpoint.server import EndpointServer
-from opd.rollouts.endpoint.session import EndpointSession, Terms
+from opd.rollouts.endpoint.session import EndpointSession, SessionLimits
 from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, is_reward
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
 from opd.rollouts.episodes.trace import Trace
-from opd.text import one_line
+from opd.text import to_one_line
 from opd.verifiers import build_verifier
 
 SHOWN = 200
@@ -46,22 +46,22 @@ async def play_episodes(
 
     `context` is the engine's, `version` the policy's; `expert` writes some turns. Raises: RunError, ModelError.
     """
-    theirs = [request for request in requests if isinstance(request.options, AgentOptions)]
-    if not theirs:
+    agent_requests = [request for request in requests if isinstance(request.options, AgentOptions)]
+    if not agent_requests:
         return await run_episodes(requests, engine, dialogues, context, version, expert)
-    ours = [request for request in requests if not isinstance(request.options, AgentOptions)]
+    environment_requests = [request for request in requests if not isinstance(request.options, AgentOptions)]
     handover = asyncio.Lock()
-    agents = [_ProgramEpisode(request, engine, dialogues, context, version, handover) for request in theirs]
+    agents = [_ProgramEpisode(request, engine, dialogues, context, version, handover) for request in agent_requests]
     slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
     try:
         async with EndpointServer() as endpoint, asyncio.TaskGroup() as group:
-            white = group.create_task(run_episodes(ours, engine, dialogues, context, version, expert))
-            black = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
+            environment_task = group.create_task(run_episodes(environment_requests, engine, dialogues, context, version, expert))
+            agent_tasks = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    done = zip([*ours, *theirs], [*white.result(), *(task.result() for task in black)], strict=True)
-    found = {request.sample.sample_id: result for request, result in done}
-    return [found[request.sample.sample_id] for request in requests]
+    pairs = zip([*environment_requests, *agent_requests], [*environment_task.result(), *(task.result() for task in agent_tasks)], strict=True)
+    results = {request.sample.sample_id: result for request, result in pairs}
+    return [results[request.sample.sample_id] for request in requests]
 
 
 class _ProgramEpisode:
@@ -80,7 +80,7 @@ class _ProgramEpisode:
         self._request, self._options = request, request.options
         self.domain, self.parallel = request.prompt.domain, request.options.parallel
         self._trace = Trace(version, request.masked)
-        terms = Terms(
+        terms = SessionLimits(
             max_new_tokens=self._options.max_turn_tokens,
             max_model_len=context,
             max_calls=self._options.max_calls,
@@ -111,21 +111,21 @@ class _ProgramEpisode:
             audit=session.audit,
             invalid_calls=session.invalid_calls,
             error=f"{self._request.sample.sample_id}: {end.error}" if end.error else "",
-            text="\n".join([*session.said, *_describe_requests(session)]),
+            text="\n".join([*session.dialogue_lines, *_describe_requests(session)]),
             guard=None if self._watch is None else self._watch.stats,
         )
 
     async def _run_program(self, endpoint: EndpointServer) -> ProgramResult:
         """Run the agent's program. Raises: EpisodeEnd if it cannot be started, RunError if the engine fails meanwhile."""
         options, session = self._options, self._session
-        found = endpoint.open_session(session)
+        session_environ = endpoint.open_session(session)
         try:
             with tempfile.TemporaryDirectory(
                 prefix=f"{leftovers.directory_prefix()}agent-", ignore_cleanup_errors=True
             ) as name:
                 folder = Path(name)
                 (folder / "task.json").write_text(json.dumps(self._task_for_program()), "utf-8")
-                environ = program_environment(folder, {**options.env, **found}, options.inherit)
+                environ = program_environment(folder, {**options.env, **session_environ}, options.inherit)
                 ran = await run_program(options.command, folder, environ, session.ended, options.timeout_s)
         except OSError as error:
             raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
@@ -148,17 +148,17 @@ class _ProgramEpisode:
     def _stop_reason(self, ran: ProgramResult) -> EpisodeEnd:
         """Return why the episode ended."""
         session, last = self._session, ran.err.strip().splitlines()[-1:]
-        if session.why == "foreign":
+        if session.end_reason == "foreign":
             return EpisodeEnd("foreign", "the program used its key for another episode's session")
-        if session.why == "turns" or session.why == "tokens":
-            return EpisodeEnd(session.why)
+        if session.end_reason == "turns" or session.end_reason == "tokens":
+            return EpisodeEnd(session.end_reason)
         if ran.code is None:
             return EpisodeEnd("timeout", f"the program did not end within {self._options.timeout_s:g} s")
         if ran.code and session.too_long:
             return EpisodeEnd("context")
         if ran.code:
-            said = one_line(last[0], SHOWN) if last else "it said nothing"
-            return EpisodeEnd("agent", f"the program ended with exit status {ran.code}: {said}")
+            message = to_one_line(last[0], SHOWN) if last else "it said nothing"
+            return EpisodeEnd("agent", f"the program ended with exit status {ran.code}: {message}")
         if not session.audit.turns:
             return EpisodeEnd("silent", "the program ended without one reply of the policy")
         return EpisodeEnd("done")
@@ -185,9 +185,9 @@ class _ProgramEpisode:
         thread = OwnThread(self._options.timeout_s)
         try:
             return await thread.call("the verifier", judge)
-        except Failed as error:
-            raise EpisodeEnd("raised", one_line(str(error), SHOWN)) from None
-        except Overdue as error:
+        except CallFailed as error:
+            raise EpisodeEnd("raised", to_one_line(str(error), SHOWN)) from None
+        except CallOverdue as error:
             raise EpisodeEnd("timeout", str(error)) from None
         finally:
             thread.end_after()
@@ -204,5 +204,5 @@ def _open_dialogue(dialogues: Dialogues, request: EpisodeRequest) -> ClientDialo
 
 def _describe_requests(session: EndpointSession) -> list[str]:
     """Return notes for a reader of the episode about its requests."""
-    given = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
-    return [f"settings that the agent gave and the training decides: {given}"] if given else []
+    settings = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
+    return [f"settings that the agent gave and the training decides: {settings}"] if settings else []

@@ -64,15 +64,15 @@ class Message:
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as chat templates read it."""
-        found: dict[str, Any] = {"role": self.role, "content": self.text}
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
                 for call in self.calls
             ]
         if self.role == "tool":
-            found["tool_call_id"] = self.answers
-        return found
+            message["tool_call_id"] = self.answers
+        return message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +130,8 @@ def canonical_json(value: Any) -> str:
 
 def request_hash(body: Mapping[str, Any]) -> str:
     """Return the hash of a request's body without the settings that decide only how the reply is sent."""
-    asked = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
-    return sha256(canonical_json(asked).encode("utf-8", "surrogatepass")).hexdigest()
+    settings = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
+    return sha256(canonical_json(settings).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
@@ -142,7 +142,7 @@ def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[
         yield digest
 
 
-def given_beside(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
+def list_other_keys(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
     """Return the other keys to which the body gives a value: the first of them, and of each its first characters."""
     return tuple(sorted(key[:40] for key, value in body.items() if key not in names and value is not None)[:40])
 

@@ -16,7 +16,7 @@ from opd.rollouts.endpoint.messages import (
     Reply,
     Request,
     Role,
-    given_beside,
+    list_other_keys,
     make_request_error,
     request_hash,
     split_for_stream,
@@ -62,57 +62,57 @@ def parse(body: Mapping[str, Any]) -> Request:
     forced = () if choice in (None, "auto", "none") else ("tool_choice",)
     return Request(
         model=reading.read_text(body.get("model", ""), "model"),
-        messages=tuple(_messages(body)),
-        tools=() if choice == "none" else tuple(_tools(body)),
+        messages=tuple(_parse_messages(body)),
+        tools=() if choice == "none" else tuple(_parse_tools(body)),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stop=tuple(reading.read_text(one, "stop") for one in stops if one != ""),
+        stop=tuple(reading.read_text(text, "stop") for text in stops if text != ""),
         stream=bool(body.get("stream")),
         stream_usage=bool(options.get("include_usage")),
-        overridden=given_beside(body, READ) + forced,
+        overridden=list_other_keys(body, READ) + forced,
         identity=request_hash(body),
     )
 
 
-def _messages(body: Mapping[str, Any]) -> Iterator[Message]:
+def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
     for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
-        where = f"messages[{number}]"
-        message = reading.read_mapping(data, where)
+        path = f"messages[{number}]"
+        message = reading.read_mapping(data, path)
         role = ROLES.get(str(message.get("role")))
         if role is None:
             raise make_request_error(
-                f"{where}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}"
+                f"{path}.role: expected one of {', '.join(ROLES)}, found {message.get('role')!r:.40}"
             )
         unread = next((key for key in ("function_call", "refusal", "audio") if message.get(key) is not None), None)
         if unread is not None:
-            raise make_request_error(f"{where}.{unread}: this model reads content and tool_calls")
-        calls = reading.read_list(message.get("tool_calls"), f"{where}.tool_calls") if role == "assistant" else []
-        answers = reading.read_text(message.get("tool_call_id"), f"{where}.tool_call_id") if role == "tool" else ""
+            raise make_request_error(f"{path}.{unread}: this model reads content and tool_calls")
+        calls = reading.read_list(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else []
+        answers = reading.read_text(message.get("tool_call_id"), f"{path}.tool_call_id") if role == "tool" else ""
         yield Message(
             role=role,
-            text=reading.read_content(message.get("content"), f"{where}.content"),
-            calls=tuple(_parse_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)),
+            text=reading.read_content(message.get("content"), f"{path}.content"),
+            calls=tuple(_parse_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)),
             answers=answers,
         )
 
 
-def _parse_call(data: Any, where: str) -> Call:
-    call = reading.read_mapping(data, where)
-    function = reading.read_mapping(call.get("function"), f"{where}.function")
+def _parse_call(data: Any, path: str) -> Call:
+    call = reading.read_mapping(data, path)
+    function = reading.read_mapping(call.get("function"), f"{path}.function")
     return Call(
-        id=reading.read_text(call.get("id"), f"{where}.id"),
-        name=reading.read_text(function.get("name"), f"{where}.function.name"),
-        arguments=reading.read_arguments(function.get("arguments"), f"{where}.function.arguments"),
+        id=reading.read_text(call.get("id"), f"{path}.id"),
+        name=reading.read_text(function.get("name"), f"{path}.function.name"),
+        arguments=reading.read_arguments(function.get("arguments"), f"{path}.function.arguments"),
     )
 
 
-def _tools(body: Mapping[str, Any]) -> Iterator[Tool]:
+def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
     for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
-        where = f"tools[{number}]"
-        tool = reading.read_mapping(data, where)
+        path = f"tools[{number}]"
+        tool = reading.read_mapping(data, path)
         if tool.get("type") != "function":
-            raise make_request_error(f"{where}.type: expected function, found {tool.get('type')!r:.40}")
-        function = reading.read_mapping(tool.get("function"), f"{where}.function")
-        yield reading.read_tool(function, "parameters", f"{where}.function")
+            raise make_request_error(f"{path}.type: expected function, found {tool.get('type')!r:.40}")
+        function = reading.read_mapping(tool.get("function"), f"{path}.function")
+        yield reading.read_tool(function, "parameters", f"{path}.function")
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:
@@ -126,26 +126,26 @@ def body(reply: Reply, model: str) -> dict[str, Any]:
 
 def opening(reply_id: str, model: str, created: int) -> bytes:
     """Return the first event of a stream, which is sent before the policy has written anything."""
-    return _event(_format_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
+    return _format_event(_format_chunk(reply_id, model, created, {"role": "assistant", "content": ""}, None))
 
 
 def rest(reply: Reply, request: Request) -> Iterator[bytes]:
     """Yield the further events of a stream."""
-    about = (reply.id, request.model, reply.created)
+    head_fields = (reply.id, request.model, reply.created)
     for piece in split_for_stream(reply.text):
-        yield _event(_format_chunk(*about, {"content": piece}, None))
+        yield _format_event(_format_chunk(*head_fields, {"content": piece}, None))
     for index, call in enumerate(reply.calls):
-        whole = {"index": index, **_call_body(call)}
-        named = whole | {"function": {"name": call.name, "arguments": ""}}
-        yield _event(_format_chunk(*about, {"tool_calls": [named]}, None))
-        for piece in split_for_stream(whole["function"]["arguments"]):
-            yield _event(
-                _format_chunk(*about, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}, None)
+        entry = {"index": index, **_call_body(call)}
+        named = entry | {"function": {"name": call.name, "arguments": ""}}
+        yield _format_event(_format_chunk(*head_fields, {"tool_calls": [named]}, None))
+        for piece in split_for_stream(entry["function"]["arguments"]):
+            yield _format_event(
+                _format_chunk(*head_fields, {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}, None)
             )
-    yield _event(_format_chunk(*about, {}, reply.finish))
+    yield _format_event(_format_chunk(*head_fields, {}, reply.finish))
     if request.stream_usage:
         head = _completion_head(reply, request.model, "chat.completion.chunk")
-        yield _event(head | {"choices": [], "usage": _count_usage(reply)})
+        yield _format_event(head | {"choices": [], "usage": _count_usage(reply)})
     yield b"data: [DONE]\n\n"
 
 
@@ -157,7 +157,7 @@ def error(problem: ApiError) -> dict[str, Any]:
 
 def error_event(problem: ApiError) -> bytes:
     """Return the last event of a stream that breaks off."""
-    return _event(error(problem))
+    return _format_event(error(problem))
 
 
 def _completion_head(reply: Reply, model: str, kind: str) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def _call_body(call: Call) -> dict[str, Any]:
 
 
 def _count_usage(reply: Reply) -> dict[str, int]:
-    asked, written = reply.prompt_tokens, reply.completion_tokens
-    return {"prompt_tokens": asked, "completion_tokens": written, "total_tokens": asked + written}
+    prompt_tokens, completion_tokens = reply.prompt_tokens, reply.completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": prompt_tokens + completion_tokens}
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
+def _format_event(data: Mapping[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"

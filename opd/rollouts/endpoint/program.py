@@ -47,11 +47,11 @@ async def run_program(
     Whatever it started in its process group is gone afterwards. Raises: OSError if it cannot be started.
     """
     async with (
-        _open_pipe() as (out, printed),
-        _open_pipe() as (err, said),
+        _open_pipe() as (out, out_stream),
+        _open_pipe() as (err, err_stream),
         _start_process(command, folder, environ, out, err) as process,
     ):
-        tails = [_Tail(stream) for stream in (printed, said)]
+        tails = [_Tail(stream) for stream in (out_stream, err_stream)]
         readers = [asyncio.ensure_future(tail.read()) for tail in tails]
         waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
         try:
@@ -66,16 +66,16 @@ async def run_program(
     return ProgramResult(code=code, err=tails[1].text, result=_read_result(folder / "result.json", tails[0].text))
 
 
-def program_environment(folder: Path, given: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
+def program_environment(folder: Path, variables: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
     """Return all environment variables of a program: few of ours, those that the pipeline names, the paths of its files."""
-    ours = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
+    inherited = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
     return (
         base
         # A proxy that the pipeline passes on must not get the requests to our endpoint.
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        | ours
-        | dict(given)
+        | inherited
+        | dict(variables)
         # Behind the pipeline's, so that none of those hides whose program it is and where its files lie.
         | {leftovers.OWNER: leftovers.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
@@ -142,26 +142,26 @@ class _Tail:
     """The last part of what a stream has brought so far."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
-        self._stream, self._kept = stream, b""
+        self._stream, self._data = stream, b""
 
     async def read(self) -> None:
         """Read to the end."""
         while data := await self._stream.read(KEPT_BYTES):
-            self._kept = (self._kept + data)[-KEPT_BYTES:]
+            self._data = (self._data + data)[-KEPT_BYTES:]
 
     @property
     def text(self) -> str:
-        return self._kept.decode("utf-8", "replace")
+        return self._data.decode("utf-8", "replace")
 
 
 def _read_result(file: Path, out: str) -> Any:
     """Read the JSON of the result file; without one, of the last printed line."""
     if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
-        return _json(file.read_text("utf-8", "replace"))
-    return _json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))
+        return _parse_json(file.read_text("utf-8", "replace"))
+    return _parse_json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))
 
 
-def _json(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -6,75 +6,75 @@ from collections.abc import Mapping
 from typing import Any
 
 from opd.records.environments import Tool
-from opd.records.json_fields import strict_json
+from opd.records.json_fields import parse_strict_json
 from opd.rollouts.endpoint.messages import make_request_error
 
 
-def read_mapping(value: Any, where: str) -> Mapping[str, Any]:
+def read_mapping(value: Any, path: str) -> Mapping[str, Any]:
     """Return a value that must be an object of JSON."""
     if not isinstance(value, dict):
-        raise make_request_error(f"{where}: expected an object, found {_type_name(value)}")
+        raise make_request_error(f"{path}: expected an object, found {_type_name(value)}")
     return value
 
 
-def read_list(value: Any, where: str) -> list[Any]:
+def read_list(value: Any, path: str) -> list[Any]:
     """Return a value that must be a list; nothing at all counts as an empty one."""
     if value is None:
         return []
     if not isinstance(value, list):
-        raise make_request_error(f"{where}: expected a list, found {_type_name(value)}")
+        raise make_request_error(f"{path}: expected a list, found {_type_name(value)}")
     return value
 
 
-def read_text(value: Any, where: str) -> str:
+def read_text(value: Any, path: str) -> str:
     """Return a value that must be a text."""
     if not isinstance(value, str):
-        raise make_request_error(f"{where}: expected text, found {_type_name(value)}")
+        raise make_request_error(f"{path}: expected text, found {_type_name(value)}")
     return value
 
 
-def read_positive_integer(value: Any, where: str) -> int | None:
+def read_positive_integer(value: Any, path: str) -> int | None:
     """Return a value that must be a whole number of at least 1, or nothing."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise make_request_error(f"{where}: expected a whole number of at least 1, found {_type_name(value)}")
+        raise make_request_error(f"{path}: expected a whole number of at least 1, found {_type_name(value)}")
     return value
 
 
-def read_content(value: Any, where: str) -> str:
+def read_content(value: Any, path: str) -> str:
     """Return the text of a message's content: a text, nothing, or a list of parts that are all text."""
     if value is None or isinstance(value, str):
         return value or ""
-    found = []
-    for number, part in enumerate(read_list(value, where)):
-        place = f"{where}[{number}]"
-        kind = read_mapping(part, place).get("type")
+    texts = []
+    for number, part in enumerate(read_list(value, path)):
+        part_path = f"{path}[{number}]"
+        kind = read_mapping(part, part_path).get("type")
         if kind != "text":
             raise make_request_error(
-                f"{place}: expected a part of type text, found {kind!r:.40}: this model reads text only"
+                f"{part_path}: expected a part of type text, found {kind!r:.40}: this model reads text only"
             )
-        found.append(read_text(part.get("text"), f"{place}.text"))
-    return "".join(found)
+        texts.append(read_text(part.get("text"), f"{part_path}.text"))
+    return "".join(texts)
 
 
-def read_arguments(value: Any, where: str) -> Mapping[str, Any]:
+def read_arguments(value: Any, path: str) -> Mapping[str, Any]:
     """Return the arguments of a call, which OpenAI's form writes as JSON in a text."""
-    written = read_text(value, where)
+    json_text = read_text(value, path)
     try:
-        found = strict_json(written or "{}")
+        value_read = parse_strict_json(json_text or "{}")
     except (ValueError, RecursionError) as error:
-        raise make_request_error(f"{where}: expected the JSON of an object ({error!s:.80})") from None
-    return read_mapping(found, where)
+        raise make_request_error(f"{path}: expected the JSON of an object ({error!s:.80})") from None
+    return read_mapping(value_read, path)
 
 
-def read_tool(data: Mapping[str, Any], schema: str, where: str) -> Tool:
+def read_tool(data: Mapping[str, Any], schema: str, path: str) -> Tool:
     """Read a tool whose arguments' JSON schema stands under the key `schema`."""
-    given = data.get(schema)
+    parameters = data.get(schema)
     return Tool(
-        name=read_text(data.get("name"), f"{where}.name"),
-        description=read_text(data.get("description") or "", f"{where}.description"),
-        **({} if given is None else {"parameters": read_mapping(given, f"{where}.{schema}")}),
+        name=read_text(data.get("name"), f"{path}.name"),
+        description=read_text(data.get("description") or "", f"{path}.description"),
+        **({} if parameters is None else {"parameters": read_mapping(parameters, f"{path}.{schema}")}),
     )
 
 

@@ -15,12 +15,12 @@ from typing import Any, Protocol, Self
 
 from aiohttp import web
 
-from opd.records.json_fields import strict_json
+from opd.records.json_fields import parse_strict_json
 from opd.rollouts.endpoint import anthropic, openai
 from opd.rollouts.endpoint.messages import ApiError, Reply, Request, make_request_error
 from opd.rollouts.endpoint.session import EndpointSession, Turn
-from opd.rollouts.episodes.threads import read_aside
-from opd.text import one_line
+from opd.rollouts.episodes.threads import run_in_reader
+from opd.text import to_one_line
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
@@ -39,7 +39,7 @@ class Codec(Protocol):
     def parse(self, body: Mapping[str, Any]) -> Request: ...
     def body(self, reply: Reply, model: str) -> dict[str, Any]: ...
     def opening(self, reply_id: str, model: str, created: int) -> bytes: ...
-    def rest(self, reply: Reply, request: Request) -> Iterator[bytes]: ...
+    def later_events(self, reply: Reply, request: Request) -> Iterator[bytes]: ...
     def error(self, problem: ApiError) -> dict[str, Any]: ...
     def error_event(self, problem: ApiError) -> bytes: ...
 
@@ -52,7 +52,7 @@ class EndpointServer:
     """Serves open sessions within `async with`, on a free port of this machine's loopback address."""
 
     def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        app = web.Application(client_max_size=max_body_bytes, middlewares=[_in_the_apis_form])
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[_format_refusals])
         for path in CODECS:
             app.router.add_post(f"/s/{{session}}/v1/{path}", self._answer_chat)
         app.router.add_get("/s/{session}/v1/models", self._answer_models)
@@ -86,7 +86,7 @@ class EndpointServer:
 
     def close(self, session: EndpointSession) -> None:
         """Stop serving a session; what it is waiting for is cancelled."""
-        self._sessions = {name: one for name, one in self._sessions.items() if one is not session}
+        self._sessions = {name: other_session for name, other_session in self._sessions.items() if other_session is not session}
         session.close()
 
     def _find_session(self, http: web.Request) -> EndpointSession:
@@ -95,12 +95,12 @@ class EndpointServer:
         if session is None:
             raise ApiError(404, "not_found", "there is no such session, or its episode has ended")
         kind, _, token = http.headers.get("Authorization", "").partition(" ")
-        shown = token if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
-        if not _equal_in_constant_time(shown, session.secret):
-            for other in self._sessions.values():
+        key = token if kind.lower() == "bearer" else http.headers.get("x-api-key", "")
+        if not _equal_in_constant_time(key, session.secret):
+            for other_session in self._sessions.values():
                 # Its agent asked in the name of another episode, so it is the key's session that ends.
-                if _equal_in_constant_time(shown, other.secret):
-                    other.end_session("foreign")
+                if _equal_in_constant_time(key, other_session.secret):
+                    other_session.end_session("foreign")
             raise ApiError(401, "authentication", "the key is not that of this session")
         return session
 
@@ -115,7 +115,7 @@ class EndpointServer:
         codec, session = _codec_of_url(http), self._find_session(http)
         session.count_request()
         try:
-            request = await read_aside(_parse_request, codec, await http.read())
+            request = await run_in_reader(_parse_request, codec, await http.read())
             turn = await session.accept_request(request)
         except RecursionError:
             raise make_request_error("the body is nested too deeply") from None
@@ -124,9 +124,9 @@ class EndpointServer:
         return web.json_response(codec.body(await turn.wait_for_reply(), request.model))
 
 
-def _equal_in_constant_time(one: str, other: str) -> bool:
+def _equal_in_constant_time(key: str, secret: str) -> bool:
     """Return True if two texts are equal, in a time that does not tell how much of them is."""
-    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())
+    return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), secret.encode())
 
 
 def _codec_of_url(http: web.BaseRequest) -> Codec:
@@ -137,16 +137,16 @@ def _codec_of_url(http: web.BaseRequest) -> Codec:
 def _parse_request(codec: Codec, data: bytes) -> Request:
     """Read a request's body. Raises: ApiError, RecursionError."""
     try:
-        found = strict_json(data.decode())
+        body = parse_strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise make_request_error(f"the body is not JSON: {error!s:.100}") from None
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise make_request_error("the body is not a JSON object")
-    return codec.parse(found)
+    return codec.parse(body)
 
 
 @web.middleware
-async def _in_the_apis_form(
+async def _format_refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """Write every refusal in the form of the API that was asked."""
@@ -155,7 +155,7 @@ async def _in_the_apis_form(
     except ApiError as error:
         problem = error
     except web.RequestPayloadError as error:
-        problem = make_request_error(f"the body cannot be read: {one_line(str(error.__cause__ or error), 100)}")
+        problem = make_request_error(f"the body cannot be read: {to_one_line(str(error.__cause__ or error), 100)}")
     except web.HTTPRequestEntityTooLarge:
         problem = ApiError(413, "too_large", f"the body has more than {request.client_max_size >> 20} MiB")
     except web.HTTPException as error:  # no such URL, or another method
@@ -175,7 +175,7 @@ async def _stream_reply(http: web.Request, codec: Codec, request: Request, turn:
     try:
         while not (await asyncio.wait({writing}, timeout=KEEP_ALIVE_S))[0]:
             await response.write(codec.WAITING)
-        for event in codec.rest(await writing, request):
+        for event in codec.later_events(await writing, request):
             await response.write(event)
     except ApiError as problem:  # the status has been sent: what went wrong is an event
         await response.write(codec.error_event(problem))

@@ -31,7 +31,7 @@ from opd.guard.watch import CheckedTurn, GuardWatch
 from opd.interfaces import TokenEngine
 from opd.records.environments import ToolCall
 from opd.records.episodes import Audit
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.endpoint.budget import Budget
 from opd.rollouts.endpoint.dialogue import ClientDialogue, UnreadableMessages
 from opd.rollouts.endpoint.draws import Draws
@@ -46,7 +46,7 @@ from opd.rollouts.endpoint.messages import (
 )
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, seed_of
-from opd.rollouts.episodes.threads import hand_over, read_aside
+from opd.rollouts.episodes.threads import hand_over, run_in_reader
 from opd.rollouts.episodes.trace import Trace, TraceSegment
 from opd.rollouts.episodes.turns import History
 from opd.tool_formats.records import BadCall
@@ -61,7 +61,7 @@ QUOTED = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class SessionLimits:
     """Limits of a session, whatever its requests say."""
 
     max_new_tokens: int
@@ -77,7 +77,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ReplyEnd:
     """The end of a reply in the trace."""
 
     segment: TraceSegment
@@ -117,12 +117,12 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _ReadTurn:
     """A turn that was sampled, and how it is read."""
 
-    sampled: Sampled
+    sampled: SampledTurn
     stopped_by: str | None
-    whole: str
+    full_text: str
     """All of its text."""
     text: str
     """What stands around the calls."""
@@ -141,7 +141,7 @@ class EndpointSession:
         trace: Trace,
         engine: TokenEngine,
         dialogue: ClientDialogue,
-        terms: Terms,
+        terms: SessionLimits,
         watch: GuardWatch | None = None,
         handover: asyncio.Lock | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class EndpointSession:
         self.secret = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()
         """Set when the session takes no more requests; `why` says why."""
-        self.why: End | None = None
+        self.end_reason: End | None = None
         self.failure: Exception | None = None
         """What the engine raised."""
         self.calls = 0
@@ -157,7 +157,7 @@ class EndpointSession:
         """Setting -> requests that gave it although the training decides it."""
         self.last_text = ""
         """Text of the newest turn."""
-        self.said: list[str] = []
+        self.dialogue_lines: list[str] = []
         """The dialogue for people: for each turn the message before it and the turn."""
         self.invalid_calls = 0
         """Turns with a call that could not be read; their agent gets the text as it is."""
@@ -167,24 +167,24 @@ class EndpointSession:
         self._watch = watch
         self._handover = handover or asyncio.Lock()
         self._budget = Budget(terms.max_tokens, lambda: trace.audit.sampled)
-        self._places: dict[str, list[_Place]] = {}
+        self._reply_ends: dict[str, list[_ReplyEnd]] = {}
         """Digest of a conversation up to a reply -> where such replies end."""
         self._answered: dict[str, Reply] = {}
-        self._unseen: dict[str, tuple[Sequence[int], int]] = {}
+        self._unseen_histories: dict[str, tuple[Sequence[int], int]] = {}
         """Identity of a request -> tokens and turns from which it goes on, where turns for it went to no agent."""
         self._draws = Draws()
-        self._running: set[asyncio.Task[Sampled]] = set()
-        self._begun = self._kept = 0
+        self._running: set[asyncio.Task[SampledTurn]] = set()
+        self._turns_begun = self._turns_in_trace = 0
         """Turns that the engine was asked for, and those that are in the trace."""
 
     @property
     def audit(self) -> Audit:
         """Counts of what became of the tokens that were sampled for this session, once it is closed."""
-        return self._trace.audit + Audit(lost_turns=self._begun - self._kept)
+        return self._trace.audit + Audit(lost_turns=self._turns_begun - self._turns_in_trace)
 
-    def end_session(self, why: End) -> None:
+    def end_session(self, reason: End) -> None:
         """Take no more requests. The first reason stays."""
-        self.why = self.why or why
+        self.end_reason = self.end_reason or reason
         self.ended.set()
 
     def close(self) -> None:
@@ -200,7 +200,7 @@ class EndpointSession:
         recorded = self._answered.get(request.identity)
         if recorded is not None:
             return Turn(self, request, (), 0, reply_id=recorded.id, created=recorded.created, recorded=recorded)
-        ids, number = self._unseen.get(request.identity) or await self._encode_request(request)
+        ids, number = self._unseen_histories.get(request.identity) or await self._encode_request(request)
         return Turn(self, request, ids, self._token_limit(ids, request), number)
 
     async def sample_turn(self, turn: Turn) -> Reply:
@@ -214,20 +214,20 @@ class EndpointSession:
                 if not share:
                     self.end_session("tokens")
                 self._refuse_if_ended()
-                written, segment = await self._one_turn(replace(turn, max_tokens=share))
+                written, segment = await self._sample_one_turn(replace(turn, max_tokens=share))
             finally:
                 # Only now, with the turn in the trace: the budget takes off what is sampled there.
                 self._budget.give_back(share)
             if not written.looked.stops:
                 return self._make_reply(turn, written, segment)
-            turn = await self._go_on(turn, written)
+            turn = await self._answer_unseen_turn(turn, written)
 
-    async def _one_turn(self, turn: Turn) -> tuple[_Written, TraceSegment]:
+    async def _sample_one_turn(self, turn: Turn) -> tuple[_ReadTurn, TraceSegment]:
         """Sample one turn of the policy and put it into the trace; return it with its segment. Raises: ApiError."""
-        self._begun += 1
+        self._turns_begun += 1
         draw = self._draws.draw_for_turn(turn.number, turn.request.identity)
         try:
-            written = await self._write(turn, self._turn_seed(turn.number, draw))
+            written = await self._sample_and_check(turn, self._turn_seed(turn.number, draw))
             # The session may have ended while the engine wrote; then the turn gets into no rollout.
             self._refuse_if_ended()
             return written, self._commit_turn(turn, written)
@@ -239,7 +239,7 @@ class EndpointSession:
             self.end_session("engine")
             raise ApiError(500, "engine", "the engine failed, and with it this episode") from None
 
-    async def _write(self, turn: Turn, seed: int) -> _Written:
+    async def _sample_and_check(self, turn: Turn, seed: int) -> _ReadTurn:
         """Have the engine write a turn, and the guard judge it. Raises: RunError if the engine fails."""
         request = turn.request
         task = asyncio.ensure_future(self._engine.generate(turn.ids, max_tokens=turn.max_tokens, seed=seed))
@@ -248,15 +248,15 @@ class EndpointSession:
             written = await task
         finally:
             self._running.discard(task)
-        read = await read_aside(self._read, written, request)
+        read = await run_in_reader(self._read_turn, written, request)
         if self._watch is not None:
-            made = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
-            read = replace(read, looked=await self._watch.check_turn(turn.number, read.text, made))
+            tool_calls = tuple(ToolCall(name=call.name, arguments=call.arguments) for call in read.calls)
+            read = replace(read, looked=await self._watch.check_turn(turn.number, read.text, tool_calls))
         # Many turns end in one step of the engine; between two of them the loop gets to other work.
         await hand_over(self._handover)
         return read
 
-    async def _go_on(self, turn: Turn, written: _Written) -> Turn:
+    async def _answer_unseen_turn(self, turn: Turn, written: _ReadTurn) -> Turn:
         """Answer a turn of which nothing happens in the agent's place, and return the turn that follows it. Raises: ApiError."""
         request, looked = turn.request, written.looked
         if written.unread:
@@ -265,13 +265,13 @@ class EndpointSession:
             new = _own_call_results(written.calls, looked.instead)
         else:
             new = [Message(role="user", text=str(looked.instead))]
-        self.said += [f"{message.role}: {message.text}" for message in new]
+        self.dialogue_lines += [f"{message.role}: {message.text}" for message in new]
         try:
-            following = await read_aside(self._dialogue.after, written.sampled.token_ids, new, request.tools)
+            following = await run_in_reader(self._dialogue.encode_following, written.sampled.token_ids, new, request.tools)
         except UnreadableMessages as error:
             raise make_request_error(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         ids = [*turn.ids, *written.sampled.token_ids, *following]
-        self._unseen[request.identity] = ids, turn.number + 1
+        self._unseen_histories[request.identity] = ids, turn.number + 1
         self.count_request()
         return replace(turn, ids=ids, max_tokens=self._token_limit(ids, request), number=turn.number + 1)
 
@@ -285,8 +285,8 @@ class EndpointSession:
         self.calls += 1
 
     def _refuse_if_ended(self) -> None:
-        if self.why is not None:
-            raise ApiError(403, "permission", f"this episode takes no more requests ({self.why})")
+        if self.end_reason is not None:
+            raise ApiError(403, "permission", f"this episode takes no more requests ({self.end_reason})")
 
     async def _encode_request(self, request: Request) -> tuple[Sequence[int], int]:
         """Return the tokens of everything that comes before the reply, and the number of turns of the policy in it. Raises:
@@ -295,19 +295,19 @@ class EndpointSession:
         if not messages or messages[-1].role not in ("user", "tool"):
             raise make_request_error("messages: expected the last one to be of the user or of a tool")
         self._refuse_more_than_the_context(messages)
-        number = max((place for place, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
-        known = await read_aside(_digest_conversation, request.context, messages[:number])
-        if number and (places := self._places.get(known)):
+        number = max((position for position, m in enumerate(messages, start=1) if m.role == "assistant"), default=0)
+        digest = await run_in_reader(_digest_conversation, request.context, messages[:number])
+        if number and (positions := self._reply_ends.get(digest)):
             # Of several equal conversations rather one that nothing follows yet: its segment can go on.
-            place = next((one for one in places if one.last), places[-1])
-            history, turn = _turns_before(place.segment, place.end), place.segment.ids[place.begin : place.end]
-            told = _merge_dummies(_in_order(messages[number:], messages[number - 1].calls), place.dummies)
+            position = next((reply_end for reply_end in positions if reply_end.last), positions[-1])
+            history, turn = _turns_before(position.segment, position.end), position.segment.ids[position.begin : position.end]
+            new_messages = _merge_dummies(_order_results(messages[number:], messages[number - 1].calls), position.dummies)
             with suppress(UnreadableMessages):  # then all of it is rendered anew, which the trace counts as a fork
-                before = await read_aside(self._dialogue.before, history, told)
-                after = await read_aside(self._dialogue.after, turn, told, request.tools)
-                return [*before, *after], place.turns
+                history_ids = await run_in_reader(self._dialogue.encode_history, history, new_messages)
+                following_ids = await run_in_reader(self._dialogue.encode_following, turn, new_messages, request.tools)
+                return [*history_ids, *following_ids], position.turns
         try:
-            ids = await read_aside(self._dialogue.whole, messages, request.tools)
+            ids = await run_in_reader(self._dialogue.encode_conversation, messages, request.tools)
         except UnreadableMessages as error:
             raise make_request_error(f"messages: the model's chat template refuses them: {error!s:.200}") from None
         if not ids:
@@ -318,14 +318,14 @@ class EndpointSession:
         """Refuse messages if one alone fits no context, or if they are too many for it: to tokenise them would only cost time.
         Raises: ApiError."""
         longest, most = max(len(m.text) for m in messages), max(MAX_OBSERVATION, 32 * self._terms.max_model_len)
-        room, found = self._terms.max_model_len, ""
+        room, problem = self._terms.max_model_len, ""
         if longest > most:
-            found = f"a message of {longest:,} characters > {most:,} maximum"
+            problem = f"a message of {longest:,} characters > {most:,} maximum"
         elif len(messages) > room:  # each has a token at least
-            found = f"{len(messages):,} messages > {room:,} tokens maximum"
-        if found:
+            problem = f"{len(messages):,} messages > {room:,} tokens maximum"
+        if problem:
             self.too_long = True
-            raise ApiError(400, "context", f"prompt is too long: {found}")
+            raise ApiError(400, "context", f"prompt is too long: {problem}")
 
     def _token_limit(self, ids: Sequence[int], request: Request) -> int:
         """Return the most tokens that the next turn may have, for this request. Raises: ApiError if there are none."""
@@ -348,28 +348,28 @@ class EndpointSession:
         draws are those of parallel conversations."""
         return seed_of(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
 
-    def _commit_turn(self, turn: Turn, written: _Written) -> TraceSegment:
+    def _commit_turn(self, turn: Turn, written: _ReadTurn) -> TraceSegment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
         segment = self._trace.continue_or_fork(turn.ids, begins=self._begins_dialogue(turn))
         segment.append_policy_turn(written.sampled)
-        self._kept += 1
-        # What came before such a turn is noted already: the session wrote it itself, in `_go_on`.
-        asked = [] if turn.request.identity in self._unseen else [turn.request.messages[-1]]
-        self.said += [*(f"{message.role}: {message.text}" for message in asked), f"policy: {written.whole}"]
+        self._turns_in_trace += 1
+        # What came before such a turn is noted already: the session wrote it itself, in `_answer_unseen_turn`.
+        new_messages = [] if turn.request.identity in self._unseen_histories else [turn.request.messages[-1]]
+        self.dialogue_lines += [*(f"{message.role}: {message.text}" for message in new_messages), f"policy: {written.full_text}"]
         if self._watch is not None:
             self._watch.record_turn(written.looked)
-            self.said += [event.line for event in written.looked.seen.events]
+            self.dialogue_lines += [event.line for event in written.looked.stats.events]
             if written.looked.blocked:
                 segment.mark_last_turn(written.sampled, self._watch.mark)
         return segment
 
     def _begins_dialogue(self, turn: Turn) -> bool:
         """Return True if a request begins a dialogue of its own: it has no turn of the policy, and quotes none as a summary."""
-        said = without_thoughts(self.last_text).strip()
-        quoted = len(said) >= QUOTED and any(said in message.text for message in turn.request.messages)
+        last_reply = without_thoughts(self.last_text).strip()
+        quoted = len(last_reply) >= QUOTED and any(last_reply in message.text for message in turn.request.messages)
         return turn.number == 0 and not quoted
 
-    def _make_reply(self, turn: Turn, written: _Written, segment: TraceSegment) -> Reply:
+    def _make_reply(self, turn: Turn, written: _ReadTurn, segment: TraceSegment) -> Reply:
         """Make the reply to the agent, with those calls that it may make, and record it for requests that repeat or continue
         it."""
         request, sampled, looked = turn.request, written.sampled, written.looked
@@ -387,27 +387,27 @@ class EndpointSession:
         )
         digest = _digest_conversation(request.context, (*request.messages, reply.message))
         end = len(segment.ids)
-        place = _Place(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
-        self._places.setdefault(digest, []).append(place)
+        reply_end = _ReplyEnd(segment, end - len(sampled.token_ids), end, turn.number + 1, dummies)
+        self._reply_ends.setdefault(digest, []).append(reply_end)
         self._answered[request.identity] = reply
         # The agent has a reply now, so what it sends next goes on from there.
-        self._unseen.pop(request.identity, None)
+        self._unseen_histories.pop(request.identity, None)
         self.last_text = reply.text
         return reply
 
-    def _read(self, written: Sampled, request: Request) -> _Written:
+    def _read_turn(self, written: SampledTurn, request: Request) -> _ReadTurn:
         """Read a turn up to the client's stop string; all of it is text if a call cannot be read."""
         sampled, stopped_by = self._cut_at_stop(written, request)
-        whole = self._dialogue.text(sampled.token_ids)
-        shown = whole if stopped_by is None else whole.partition(stopped_by)[0]
+        full_text = self._dialogue.text(sampled.token_ids)
+        reply_text = full_text if stopped_by is None else full_text.partition(stopped_by)[0]
         try:
-            text, calls = self._dialogue.calls(shown, request.tools)
+            text, calls = self._dialogue.calls(reply_text, request.tools)
         except BadCall as error:
             self.invalid_calls += 1
-            return _Written(sampled, stopped_by, whole, shown, unread=str(error))
-        return _Written(sampled, stopped_by, whole, text, calls)
+            return _ReadTurn(sampled, stopped_by, full_text, reply_text, unread=str(error))
+        return _ReadTurn(sampled, stopped_by, full_text, text, calls)
 
-    def _cut_at_stop(self, sampled: Sampled, request: Request) -> tuple[Sampled, str | None]:
+    def _cut_at_stop(self, sampled: SampledTurn, request: Request) -> tuple[SampledTurn, str | None]:
         """Cut a turn after the token with which the first of the client's stop strings is there.
 
         What was sampled after it is in no sequence. Where it is cut depends on the tokens before the cut alone, so those that
@@ -455,11 +455,11 @@ def _own_call_results(calls: Sequence[Call], texts: Sequence[str]) -> list[Messa
     return [Message(role="tool", text=text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
 
 
-def _in_order(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:
+def _order_results(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:
     """Return the messages after a reply, with the results in the order of its calls: templates tell results apart by place."""
-    places = {call.id: place for place, call in enumerate(calls)}
+    order = {call.id: index for index, call in enumerate(calls)}
     results = (message for message in new if message.role == "tool")
-    ordered = iter(sorted(results, key=lambda message: places.get(message.answers, len(places))))
+    ordered = iter(sorted(results, key=lambda message: order.get(message.answers, len(order))))
     return [next(ordered) if message.role == "tool" else message for message in new]
 
 
@@ -468,11 +468,11 @@ def _merge_dummies(new: Sequence[Message], dummies: Sequence[str | None]) -> Seq
     these calls."""
     if all(text is None for text in dummies):
         return new
-    own = [message for message in new if message.role == "tool"]
+    agent_results = [message for message in new if message.role == "tool"]
     woven = []
     for number, text in enumerate(dummies):
         if text is not None:
             woven.append(Message(role="tool", text=text, answers=f"blocked{number:02d}"))
-        elif own:
-            woven.append(own.pop(0))
-    return [*woven, *own, *(message for message in new if message.role != "tool")]
+        elif agent_results:
+            woven.append(agent_results.pop(0))
+    return [*woven, *agent_results, *(message for message in new if message.role != "tool")]

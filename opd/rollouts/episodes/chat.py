@@ -110,13 +110,13 @@ class ChatAppender:
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of the messages that come before the first turn, which `make_message_safe` has made harmless.
         Raises: what the template raises."""
-        given = [dict(message) for message in messages]
+        opening_messages = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
             listed = "\n".join(map(json.dumps, self._tool_schemas(tools)))
-            told = CALLING.format(tools=listed, told=self.format.told)
-            given = _with_system(given, told) if self._accepts_history(_HISTORIES[1]) else _with_preface(given, told)
+            tools_text = CALLING.format(tools=listed, told=self.format.instructions)
+            opening_messages = _with_system(opening_messages, tools_text) if self._accepts_history(_HISTORIES[1]) else _with_preface(opening_messages, tools_text)
             tools = ()
-        return encode_text(self._tokenizer, self._render(given, tools=tools))
+        return encode_text(self._tokenizer, self._render(opening_messages, tools=tools))
 
     def encode_following(
         self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = ""
@@ -160,8 +160,8 @@ class ChatAppender:
         if not tools or not has_thoughts(text):
             return self.format.read(text, tools) if tools else WrittenCalls((), text)
         parts = split_thoughts(text, self.format.begins, self.format.ends)
-        found = [WrittenCalls((), part) if thought else self.format.read(part, tools) for part, thought in parts]
-        return WrittenCalls(tuple(call for one in found for call in one.calls), "".join(one.text for one in found))
+        parts_read = [WrittenCalls((), part) if thought else self.format.read(part, tools) for part, thought in parts]
+        return WrittenCalls(tuple(call for part_read in parts_read for call in part_read.calls), "".join(part_read.text for part_read in parts_read))
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
         """Return True if the template leaves out the thoughts of earlier turns once a turn with so many calls is answered;
@@ -169,7 +169,7 @@ class ChatAppender:
         as_user = not calls or (noted and self._note_apart)
         return bool(self._dropped["tool"] if calls else ()) or bool(self._dropped["user"] if as_user else ())
 
-    def drops(self, written: Sequence[int], roles: Iterable[str]) -> bool:
+    def drops_thoughts_of(self, written: Sequence[int], roles: Iterable[str]) -> bool:
         """Return True if the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
         dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
         return bool(dropped) and any(end in self.turn_text(written) for end in dropped)
@@ -180,15 +180,15 @@ class ChatAppender:
 
         Raises: what the template raises.
         """
-        if not self.drops(turn, self._dropped):
+        if not self.drops_thoughts_of(turn, self._dropped):
             return list(turn)
-        written = {"role": "assistant", "content": escape_specials(self.turn_text(turn), self._unkept)}
-        start, rest = self._turn_and_rest(_HISTORIES[0], written, [_GO_ON], ())
+        written = {"role": "assistant", "content": escape_specials(self.turn_text(turn), self._specials_to_escape)}
+        start, continuation = self._render_around_turn(_HISTORIES[0], written, [_GO_ON], ())
         after = self._render_following(_HISTORIES[0], [_GO_ON])
-        if not rest.endswith(after):
-            raise self._make_template_error("writes another text after a turn with thoughts", start, rest)
+        if not continuation.endswith(after):
+            raise self._make_template_error("writes another text after a turn with thoughts", start, continuation)
         ended = [turn[-1]] if turn[-1] in self._stop_ids else []
-        return [*encode_text(self._tokenizer, rest.removesuffix(after)), *ended]
+        return [*encode_text(self._tokenizer, continuation.removesuffix(after)), *ended]
 
     def turn_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of what the policy wrote, without the tokens that end a turn."""
@@ -203,8 +203,8 @@ class ChatAppender:
         by their tags."""
         thinks = message.get("role") == "assistant"
         specials = [special for special in self._special if not (thinks and has_thoughts(special))]
-        found: dict[str, Any] = escape_specials_inside(message, specials)
-        return found
+        safe_message: dict[str, Any] = escape_specials_inside(message, specials)
+        return safe_message
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         variables = {**self._variables, **({"tools": self._tool_schemas(tools)} if tools else {})}
@@ -234,48 +234,48 @@ class ChatAppender:
         """
         called = sum(message["role"] == "tool" for message in new)
         turn = _turn_with_probe_calls(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
-        start, rest = self._turn_and_rest(history, turn, new, tools)
+        start, continuation = self._render_around_turn(history, turn, new, tools)
         if not called:
-            if not rest.startswith(REPLY):
+            if not continuation.startswith(REPLY):
                 raise self._make_template_error(
-                    "writes something between the assistant's header and its turn", start, rest
+                    "writes something between the assistant's header and its turn", start, continuation
                 )
-            return rest.removeprefix(REPLY)
-        _, closer, after = rest.partition(self._closer)
+            return continuation.removeprefix(REPLY)
+        _, closer, after = continuation.partition(self._closer)
         return closer + after
 
-    def _turn_and_rest(
+    def _render_around_turn(
         self, history: Sequence[Message], turn: Message, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[str, str]:
         """Return the text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
-        start, whole = self._render(history, tools), self._render([*history, turn, *new], tools)
-        if not whole.startswith(start):
-            raise self._make_template_error("changes what stands before a turn when a message follows it", start, whole)
-        return start, whole[len(start) :]
+        start, full_text = self._render(history, tools), self._render([*history, turn, *new], tools)
+        if not full_text.startswith(start):
+            raise self._make_template_error("changes what stands before a turn when a message follows it", start, full_text)
+        return start, full_text[len(start) :]
 
     def _prove_template(self) -> None:
         """Try the template with several histories and further messages. Raises: ModelError."""
         if _HISTORIES[0] not in self._histories:
             raise self._make_template_error("refuses a message of a user", "", "")
         new = [_GO_ON]
-        rest = self._render_following(_HISTORIES[0], new)
-        self._closer = next((stop for stop in self._stops if stop and rest.startswith(stop)), "")
+        continuation = self._render_following(_HISTORIES[0], new)
+        self._closer = next((stop for stop in self._stops if stop and continuation.startswith(stop)), "")
         if not self._closer:
             raise self._make_template_error(
-                f"does not end a turn with an end token ({', '.join(self._stops)})", REPLY, rest
+                f"does not end a turn with an end token ({', '.join(self._stops)})", REPLY, continuation
             )
         for history in self._histories:
-            self._prove_one(history, new, rest)
+            self._prove_history(history, new, continuation)
 
-    def _prove_one(self, history: Sequence[Message], new: Sequence[Message], wanted: str) -> None:
-        found = self._render_following(history, new)
-        if found != wanted:
+    def _prove_history(self, history: Sequence[Message], new: Sequence[Message], expected: str) -> None:
+        continuation = self._render_following(history, new)
+        if continuation != expected:
             raise self._make_template_error(
-                "writes another text for the same message after another history", wanted, found
+                "writes another text for the same message after another history", expected, continuation
             )
-        pieces = [self._render(history) + REPLY + self._closer, found.removeprefix(self._closer)]
-        whole = encode_text(self._tokenizer, "".join(pieces))
-        if [token for piece in pieces for token in encode_text(self._tokenizer, piece)] != whole:
+        pieces = [self._render(history) + REPLY + self._closer, continuation.removeprefix(self._closer)]
+        joint_ids = encode_text(self._tokenizer, "".join(pieces))
+        if [token for piece in pieces for token in encode_text(self._tokenizer, piece)] != joint_ids:
             raise self._make_template_error("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
 
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
@@ -284,9 +284,9 @@ class ChatAppender:
         if parser != AUTO:
             form = tool_format(parser)
             return form, _format_reads_turns(form, turns) and self._renders_text(self._render_two_results)
-        found = next((form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None)
-        if found is not None:
-            return found, self._renders_text(self._render_two_results)
+        first_fitting = next((form for form in TOOL_FORMATS.values() if _format_reads_turns(form, turns, alone=True)), None)
+        if first_fitting is not None:
+            return first_fitting, self._renders_text(self._render_two_results)
         self._odd_call = next((turn for turn in turns if _PROBE.name in turn), "")
         return (None if self._odd_call else tool_format(FALLBACK)), False
 
@@ -304,13 +304,13 @@ class ChatAppender:
 
         result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
         try:
-            rests = [
-                self._turn_and_rest(_HISTORIES[0], _turn_with_probe_calls(asked), result, [_PROBE])[1]
-                for asked in _ASKED
+            continuations = [
+                self._render_around_turn(_HISTORIES[0], _turn_with_probe_calls(arguments), result, [_PROBE])[1]
+                for arguments in _ASKED
             ]
         except (TemplateError, ValueError, TypeError, KeyError):
             return []
-        return [rest.partition(self._closer)[0] for rest in rests]
+        return [continuation.partition(self._closer)[0] for continuation in continuations]
 
     def prove_note(self) -> None:
         """Prove that a text of the user's can follow the results of tools. Raises: ModelError if it cannot, so that nobody
@@ -319,7 +319,7 @@ class ChatAppender:
             raise self._make_template_error("refuses a text of the user's after the results of tools", "", "")
 
     @property
-    def _unkept(self) -> list[str]:
+    def _specials_to_escape(self) -> list[str]:
         """Special tokens that a turn is not rendered again with: all but the marks of calls and thoughts."""
         calls = () if self._format is None else self._format.marks
         return [special for special in self._special if special not in (*calls, *chain.from_iterable(TAGS))]
@@ -331,7 +331,7 @@ class ChatAppender:
         turn = _turn_with_thought(tag)
         try:
             if role == "user":
-                _, rest = self._turn_and_rest(_HISTORIES[0], turn, [_GO_ON], ())
+                _, continuation = self._render_around_turn(_HISTORIES[0], turn, [_GO_ON], ())
             else:
                 result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
                 turn = (
@@ -341,10 +341,10 @@ class ChatAppender:
                 )
                 new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
                 tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
-                _, rest = self._turn_and_rest(_HISTORIES[0], turn, new, tools)
+                _, continuation = self._render_around_turn(_HISTORIES[0], turn, new, tools)
         except (TemplateError, ValueError, TypeError, KeyError):  # no such turn is ever followed by such a message
             return False
-        return THOUGHT not in rest
+        return THOUGHT not in continuation
 
     def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
         """Return the messages with a text of the user's after them, in a message of its own where the template takes that."""
@@ -361,18 +361,18 @@ class ChatAppender:
     def _render_two_results(self) -> str:
         """Return what the template writes after a turn with two calls. Raises: ValueError if that is another text after
         another history, or lacks the results."""
-        told = ("result 42", "result 43")
-        new = number_call_results([{"role": "tool", "name": _PROBE.name, "content": text} for text in told])
+        results = ("result 42", "result 43")
+        new = number_call_results([{"role": "tool", "name": _PROBE.name, "content": text} for text in results])
         tools = [_PROBE] if self._tools_stay else []
-        found = {self._render_following(history, new, tools) for history in self._histories}
-        if len(found) > 1 or not all(text in next(iter(found)) for text in told):
+        renderings = {self._render_following(history, new, tools) for history in self._histories}
+        if len(renderings) > 1 or not all(text in next(iter(renderings)) for text in results):
             raise ValueError("a template that does not show results")
-        return found.pop()
+        return renderings.pop()
 
-    def _make_template_error(self, what: str, before: str, after: str) -> ModelError:
+    def _make_template_error(self, problem: str, start: str, continuation: str) -> ModelError:
         return ModelError.at(
             "the student's chat template",
-            found=f"it {what}: {before[-80:]!r}, then {after[-160:]!r}",
+            found=f"it {problem}: {start[-80:]!r}, then {continuation[-160:]!r}",
             wanted="one that writes a new message after the turns before it and leaves them as they are",
             fix="give the domain's prompts as text (for an agent's program, set agent.render to text), or take a student whose "
             "chat_template appends, such as ChatML",
@@ -385,29 +385,29 @@ def _turn_with_thought(tag: tuple[str, str]) -> Message:
 
 
 def number_call_results(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, with the results of a turn's calls numbered as `call_id` numbers the calls: templates may ask for
+    """Return the messages, with the results of a turn's calls numbered as `make_call_id` numbers the calls: templates may ask for
     ids, and a client's own would give other tokens than an environment's."""
-    places = count()
+    numbers = count()
     return [
-        {**message, "tool_call_id": call_id(next(places))} if message["role"] == "tool" else message
+        {**message, "tool_call_id": make_call_id(next(numbers))} if message["role"] == "tool" else message
         for message in messages
     ]
 
 
-def call_id(place: int) -> str:
+def make_call_id(number: int) -> str:
     """Return the id of a turn's call: nine letters and digits, as the strictest chat templates want them."""
-    return f"call{place:05d}"
+    return f"call{number:05d}"
 
 
 def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> bool:
     """Return True if a format reads one of the probe's turns; `alone`: with nothing around the call but a block for thoughts."""
-    for turn, asked in zip(turns, _ASKED, strict=False):
+    for turn, arguments in zip(turns, _ASKED, strict=False):
         try:
-            found = form.read(turn, [_PROBE])
+            read_turn = form.read(turn, [_PROBE])
         except BadCall:
             continue
-        around = found.text.replace("<think>", "").replace("</think>", "").strip() if alone else ""
-        if found.calls == (ToolCall(name=_PROBE.name, arguments=asked),) and not around:
+        around = read_turn.text.replace("<think>", "").replace("</think>", "").strip() if alone else ""
+        if read_turn.calls == (ToolCall(name=_PROBE.name, arguments=arguments),) and not around:
             return True
     return False
 
@@ -415,8 +415,8 @@ def _format_reads_turns(form: ToolFormat, turns: Sequence[str], *, alone: bool =
 def _turn_with_probe_calls(*asked: Mapping[str, Any]) -> Message:
     """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
     calls = [
-        {"id": call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(one)}}
-        for i, one in enumerate(asked)
+        {"id": make_call_id(i), "type": "function", "function": {"name": _PROBE.name, "arguments": dict(arguments)}}
+        for i, arguments in enumerate(argument_sets)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -435,6 +435,6 @@ def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, An
 def without_tool_role(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages with tool results in the role `user`, all of a turn in one message."""
     results = [m["content"] for m in messages if m["role"] == "tool"]
-    others = [m for m in messages if m["role"] != "tool"]
-    told = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
-    return [{"role": "user", "content": told}, *others] if results else others
+    other_messages = [m for m in messages if m["role"] != "tool"]
+    results_text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+    return [{"role": "user", "content": results_text}, *other_messages] if results else other_messages

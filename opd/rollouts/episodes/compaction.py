@@ -32,17 +32,17 @@ class Compactor:
 
     options: CompactionOptions | None
     """None: never."""
-    done: int = 0
+    num_summaries: int = 0
     """Summaries so far."""
 
     def options_if_due(self, tokens: int) -> CompactionOptions | None:
         """Return the options if a segment of so many tokens is to be summarised; else None."""
         options = self.options
-        if options is None or tokens <= options.compact_at or self.done >= options.max_compactions:
+        if options is None or tokens <= options.compact_at or self.num_summaries >= options.max_compactions:
             return None
         return options
 
     def cut_history(self, history: History, keep_last: int, head: list[int]) -> History:
         """Return the history that follows a summary: another beginning, and the last turns."""
-        self.done += 1
+        self.num_summaries += 1
         return History(head, history.turns[-keep_last:] if keep_last else [])

@@ -63,30 +63,30 @@ class Delegation:
         agent's budget."""
         assert self._options.sub_agents is not None
         # A call that was refused is among the ends too, but started nothing.
-        left = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
-        started = calls[:left]
+        num_allowed = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
+        started = calls[:num_allowed]
         if not started:
             return [None] * len(calls)
         # Equal shares, fixed before they run: who samples first must not decide what another one may still write.
         share = None if tokens is None else tokens // len(started)
-        inner = (left - len(started)) // len(started)
-        found = [self._request_of(call, share, inner) for call in started]
-        return [*found, *[None] * (len(calls) - len(started))]
+        inner = (num_allowed - len(started)) // len(started)
+        requests = [self._make_request(call, share, inner) for call in started]
+        return [*requests, *[None] * (len(calls) - len(started))]
 
     def refusal_text(self) -> str:
         """Count a call that started nothing, and return what the agent reads of it."""
         self.ends[REFUSED] += 1
         return NO_MORE
 
-    def render_answer(self, call: ToolCall, end: EpisodeEnd, said: str, inner: Delegation) -> str:
-        """Return what the agent reads of a sub-agent that ended so, with `said` as its last turn and `inner` its own
+    def render_answer(self, call: ToolCall, end: EpisodeEnd, last_turn: str, inner: Delegation) -> str:
+        """Return what the agent reads of a sub-agent that ended so, with `last_turn` as its last turn and `inner` its own
         sub-agents."""
         self.ends += inner.ends
         self.ends[end.reason] += 1
         self.error = self.error or inner.error or (end.error if end.reason in BROKEN else "")
         if end.reason != "done":
             return NO_ANSWER.format(name=call.name)
-        return self._sub_agent_kind(call).result.replace(ANSWER, self._clean(said))
+        return self._sub_agent_kind(call).result.replace(ANSWER, self._clean(last_turn))
 
     def shares_environment(self, call: ToolCall) -> bool:
         """Return True if the call's sub-agent acts on the environment of this agent."""
@@ -99,24 +99,24 @@ class Delegation:
     def _task_of_call(self, call: ToolCall) -> str:
         return self._clean(str(call.arguments["task"]))
 
-    def _request_of(self, call: ToolCall, tokens: int | None, inner: int) -> EpisodeRequest:
+    def _make_request(self, call: ToolCall, tokens: int | None, inner: int) -> EpisodeRequest:
         """Return the episode that a call starts. Its ids, and so its seeds, follow from the order of calls alone."""
         assert self._options.sub_agents is not None
         self._number += 1
         caller, kind, task = self._request, self._sub_agent_kind(call), self._task_of_call(call)
-        place = f"/{call.name}-{self._number}"
+        id_suffix = f"/{call.name}-{self._number}"
         limits = [limit for limit in (kind.max_tokens, tokens) if limit is not None]
         domain, prompt = kind.domain or caller.sample.domain, caller.prompt
         return replace(
             caller,
             prompt=replace(
                 prompt,
-                id=prompt.id + place,
+                id=prompt.id + id_suffix,
                 token_ids=(),
                 text=_first_message(kind, task, plain=isinstance(prompt.text, str)),
                 metadata={**prompt.metadata, "task": task},
             ),
-            sample=replace(caller.sample, sample_id=caller.sample.sample_id + place, domain=domain),
+            sample=replace(caller.sample, sample_id=caller.sample.sample_id + id_suffix, domain=domain),
             options=replace(
                 self._options,
                 environment=kind.environment,
@@ -134,16 +134,16 @@ class Delegation:
 
 def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Messages:
     """Return what the sub-agent reads before the first observation."""
-    asked = kind.prompt.replace(TASK, task)
+    task_text = kind.prompt.replace(TASK, task)
     if plain:
-        return asked
+        return task_text
     system = [{"role": "system", "content": kind.system}] if kind.system else []
-    return [*system, {"role": "user", "content": asked}]
+    return [*system, {"role": "user", "content": task_text}]
 
 
-def in_order(calls: Sequence[bool], answers: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
+def merge_answers(calls: Sequence[bool], answers: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
     """Return one text for each call of a turn: `calls` says which started sub-agents, whose answers these are; the others are
     the environment's."""
-    seen = outcome.observation
-    mine, theirs = iter(answers), iter((seen,) if isinstance(seen, str) else seen)
-    return tuple(next(mine) if delegated else next(theirs, "") for delegated in calls)
+    observation = outcome.observation
+    sub_agent_answers, observations = iter(answers), iter((observation,) if isinstance(observation, str) else observation)
+    return tuple(next(sub_agent_answers) if delegated else next(observations, "") for delegated in calls)

@@ -16,7 +16,7 @@ from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import checked_calls, plain_calls
-from opd.text import control_in
+from opd.text import find_control_character
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
@@ -30,7 +30,7 @@ class BadObservation(Exception):
 class Dialogue(Protocol):
     """Conversion of an episode's texts into tokens, and of its turns into calls."""
 
-    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
+    def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         """Return the token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
         BadObservation, and what a chat template raises."""
         ...
@@ -43,7 +43,7 @@ class Dialogue(Protocol):
         """Return the tool calls in a turn's text. Raises: BadCall."""
         ...
 
-    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` is explained at
         `ChatAppender.encode_following`. Raises: as `first`."""
         ...
@@ -68,7 +68,7 @@ class PlainDialogue:
         self._tools = tools
         self._special = special_texts(tokenizer)
 
-    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
+    def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
@@ -80,7 +80,7 @@ class PlainDialogue:
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return plain_calls(text, self._tools)
 
-    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._join_safely(*texts)) if any(texts) else []
 
@@ -102,18 +102,18 @@ class ChatDialogue:
         self._appender = appender
         self._tools = tools
 
-    def first(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
+    def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
         assert not isinstance(prompt, str)
-        given = [self._appender.make_message_safe(message) for message in prompt]
+        messages = [self._appender.make_message_safe(message) for message in prompt]
         if not isinstance(observation, str):
-            given += [
+            messages += [
                 self._appender.make_message_safe(m | {"content": check_observation(m["content"])}) for m in observation
             ]
         else:
-            self._add_user_text(given, observation)
-        self._add_user_text(given, note)
+            self._add_user_text(messages, observation)
+        self._add_user_text(messages, note)
         try:
-            return self._appender.encode_opening(given, self._tools)
+            return self._appender.encode_opening(messages, self._tools)
         except (TypeError, ValueError) as error:
             # Messages of `reset` may have any keys, which a template reads as it likes.
             raise BadObservation(f"the chat template cannot read the messages: {error}") from None
@@ -131,7 +131,7 @@ class ChatDialogue:
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return checked_calls(self._appender.read(text, self._tools).calls, self._tools)
 
-    def after(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
+    def encode_following(self, observation: Observation, *, calls: int, ended: bool, note: str = "") -> list[int]:
         texts = (observation,) if isinstance(observation, str) else observation
         role = "tool" if calls else "user"
         messages: list[dict[str, Any]] = [{"role": role, "content": check_observation(text)} for text in texts]
@@ -155,6 +155,6 @@ def check_observation(text: str) -> str:
     """Return an environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
-    if (odd := control_in(text)) is not None:
+    if (odd := find_control_character(text)) is not None:
         raise BadObservation(f"the control character {odd[0]!r} at place {odd.start()}")
     return text

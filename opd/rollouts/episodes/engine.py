@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RunError
 from opd.interfaces import TokenEngine
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 
 if TYPE_CHECKING:  # that module starts engines, and uses this one
     from opd.rollouts.worker import Generated
 
 T = TypeVar("T")
-FIRST_S, NEXT_S, MOST_S = 0.02, 0.005, 0.2
+FIRST_WAIT_S, NEXT_WAIT_S, MAX_WAIT_S = 0.02, 0.005, 0.2
 """How long the engine waits for the first of the turns that may be about to come, after each one for the next, and for all."""
 END_S = 10.0
 """Deadline for the loop's thread to end after an engine failed: every turn that it waits for raises by then."""
@@ -52,26 +52,26 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Ask:
+class _TurnRequest:
     """One turn that somebody waits for."""
 
     token_ids: list[int]
     params: Any
-    future: asyncio.Future[Sampled]
+    future: asyncio.Future[SampledTurn]
     loop: asyncio.AbstractEventLoop
     engine: int
     """Place of the engine that takes the turn."""
 
 
-Settle = Callable[[asyncio.Future[Sampled]], None]
+Settle = Callable[[asyncio.Future[SampledTurn]], None]
 """Ends somebody's wait for a turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Leave:
+class _TurnCancelled:
     """Nobody waits for this turn any more."""
 
-    ask: _Ask
+    ask: _TurnRequest
 
 
 class BatchEngine:
@@ -81,22 +81,22 @@ class BatchEngine:
         """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or what has its methods, that nobody else uses meanwhile."""
         self._engines = [engine]
         self._sampling = sampling
-        self._inbox: queue.SimpleQueue[_Ask | _Leave | None] = queue.SimpleQueue()
-        self._waiting: dict[str, _Ask] = {}
-        self._count = 0
-        self._coming = math.inf
+        self._inbox: queue.SimpleQueue[_TurnRequest | _TurnCancelled | None] = queue.SimpleQueue()
+        self._waiting: dict[str, _TurnRequest] = {}
+        self._num_requests = 0
+        self._expected_turns = math.inf
         """Turns that ended lately, each of which may bring another; at the beginning nobody knows how many."""
         self._failed = ""
 
     def add_engine(self, engine: Any) -> TokenEngine:
         """Add another engine, such as an expert's, which is stepped by the same thread and samples alike."""
         self._engines.append(engine)
-        return _Beside(self, len(self._engines) - 1)
+        return _AddedEngine(self, len(self._engines) - 1)
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         return await self.sample_turn(token_ids, max_tokens, seed, engine=0)
 
-    async def sample_turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> Sampled:
+    async def sample_turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> SampledTurn:
         """Sample a turn by one of the engines: see `generate`."""
         room = min(max_tokens, self._sampling.context - len(token_ids))
         if self._failed or room < 1 or not token_ids:
@@ -104,14 +104,14 @@ class BatchEngine:
                 self._failed or f"no room for a turn: {len(token_ids)} tokens before it, {max_tokens} asked for"
             )
         loop = asyncio.get_running_loop()
-        ask = _Ask(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
+        ask = _TurnRequest(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
         self._inbox.put(ask)
         if self._failed:  # after the inbox was emptied for the last time, perhaps
             raise RunError(self._failed)
         try:
             return await ask.future
         except asyncio.CancelledError:
-            self._inbox.put(_Leave(ask))
+            self._inbox.put(_TurnCancelled(ask))
             raise
 
     def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -150,35 +150,35 @@ class BatchEngine:
         """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most turns are about to
         come. Return False at the end."""
         # More turns may be about to come than are in the batch: a step for the few that are left would cost nearly as much.
-        patient = self._coming > len(self._waiting)
+        patient = self._expected_turns > len(self._waiting)
         began = time.monotonic()
-        until, latest = began + FIRST_S, began + MOST_S
+        until, latest = began + FIRST_WAIT_S, began + MAX_WAIT_S
         while True:
-            moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._coming else 0.0
+            moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._expected_turns else 0.0
             try:
                 # Without a turn in the batch there is nothing to step, so the wait has no limit.
                 item = self._inbox.get(timeout=moment if self._waiting else None)
             except queue.Empty:
                 # They did not come in time, and are not waited for a second time.
-                self._coming = 0 if patient else self._coming
+                self._expected_turns = 0 if patient else self._expected_turns
                 return True
             if item is None:
                 return False
-            if isinstance(item, _Leave):
+            if isinstance(item, _TurnCancelled):
                 self._remove_request(item.ask)
                 continue
             now = time.monotonic()
-            until, latest = now + NEXT_S, latest if self._waiting else now + MOST_S
-            self._add(item)
-            self._coming = max(0, self._coming - 1)
+            until, latest = now + NEXT_WAIT_S, latest if self._waiting else now + MAX_WAIT_S
+            self._add_request(item)
+            self._expected_turns = max(0, self._expected_turns - 1)
 
-    def _add(self, ask: _Ask) -> None:
-        self._count += 1
-        name = str(self._count)
+    def _add_request(self, ask: _TurnRequest) -> None:
+        self._num_requests += 1
+        name = str(self._num_requests)
         self._waiting[name] = ask
         self._engines[ask.engine].add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
 
-    def _remove_request(self, ask: _Ask) -> None:
+    def _remove_request(self, ask: _TurnRequest) -> None:
         for name in [name for name, waiting in self._waiting.items() if waiting is ask]:
             self._engines[ask.engine].abort_request([name])
             del self._waiting[name]
@@ -186,9 +186,9 @@ class BatchEngine:
     def _step(self) -> None:
         """Step every engine that has something to do. One thread steps all: vLLM's state of a forward pass is the process's."""
         at_work = {ask.engine for ask in self._waiting.values()}
-        ended: list[tuple[_Ask, Settle]] = []
+        ended: list[tuple[_TurnRequest, Settle]] = []
         try:
-            for output in chain.from_iterable(self._engines[place].step() for place in sorted(at_work)):
+            for output in chain.from_iterable(self._engines[index].step() for index in sorted(at_work)):
                 if output.finished and output.request_id in self._waiting:
                     turn = self._finish_turn(
                         output.outputs[0]
@@ -196,15 +196,15 @@ class BatchEngine:
                     ended.append((self._waiting.pop(output.request_id), methodcaller("set_result", turn)))
         finally:
             # Also where a later output raised: these turns are whole, and their episodes wait for them.
-            self._coming += len(ended)
+            self._expected_turns += len(ended)
             _settle_turns(ended)
 
-    def _finish_turn(self, output: Any) -> Sampled:
-        found = self._sampling.read(output)
-        return Sampled(
-            token_ids=found.token_ids,
-            logprobs=found.logprobs,
-            stop_reason=found.stop_reason,
+    def _finish_turn(self, output: Any) -> SampledTurn:
+        generated = self._sampling.read(output)
+        return SampledTurn(
+            token_ids=generated.token_ids,
+            logprobs=generated.logprobs,
+            stop_reason=generated.stop_reason,
             policy_version=self._sampling.policy_version,
         )
 
@@ -216,22 +216,22 @@ class BatchEngine:
         with suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
-                asks += [item] if isinstance(item, _Ask) else []
+                asks += [item] if isinstance(item, _TurnRequest) else []
         _settle_turns([(ask, lambda future: future.set_exception(RunError(self._failed))) for ask in asks])
 
 
 @dataclass(frozen=True, slots=True)
-class _Beside:
+class _AddedEngine:
     """Implements `opd.interfaces.TokenEngine` for one of the other engines of a batch."""
 
     batch: BatchEngine
     engine: int
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         return await self.batch.sample_turn(token_ids, max_tokens, seed, engine=self.engine)
 
 
-def _settle_turns(ended: Sequence[tuple[_Ask, Settle]]) -> None:
+def _settle_turns(ended: Sequence[tuple[_TurnRequest, Settle]]) -> None:
     """Settle turns in the one loop that waits for them: in one call, because each call wakes its thread."""
 
     def settled() -> None:

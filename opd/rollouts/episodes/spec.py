@@ -97,15 +97,15 @@ def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> No
     """Refuse a step of which too much broke. Raises: RunError if more than `max_share` of a domain's episodes broke, or of
     their sub-agents; one always may."""
     started = {reason: num for reason, num in stats.sub_agents.items() if reason != REFUSED}
-    for what, ends, error in (
+    for unit, ends, error in (
         ("episodes", stats.stop_reasons, stats.error),
         ("sub-agents", started, stats.sub_agent_error),
     ):
-        total = stats.episodes if what == "episodes" else sum(started.values())
+        total = stats.episodes if unit == "episodes" else sum(started.values())
         bad = {reason: num for reason, num in ends.items() if reason in BROKEN}
         if sum(bad.values()) > max(1, max_share * total):
             reasons = ", ".join(f"{num} {reason}" for reason, num in bad.items())
             raise RunError(
-                f"domain {domain}: {sum(bad.values())} of {total} {what} broke ({reasons}), first: {error}; "
+                f"domain {domain}: {sum(bad.values())} of {total} {unit} broke ({reasons}), first: {error}; "
                 f"max_broken of domains.{domain} is {max_share:g}"
             )

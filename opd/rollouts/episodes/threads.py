@@ -21,7 +21,7 @@ _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
 """One thread, not several: they would take the interpreter from each other and from the loop, and share one tokenizer."""
 
 
-async def read_aside(function: Callable[..., T], *arguments: Any) -> T:
+async def run_in_reader(function: Callable[..., T], *arguments: Any) -> T:
     """Return `function(*arguments)`, run in the thread that reads what policies and programs wrote: the longest turn or request then
     keeps no other episode of the loop waiting. Raises: what the function raises."""
     return await asyncio.get_running_loop().run_in_executor(_READER, _read_and_yield, function, *arguments)
@@ -46,11 +46,11 @@ async def hand_over(lock: asyncio.Lock) -> None:
         await asyncio.sleep(0)
 
 
-class Failed(Exception):
+class CallFailed(Exception):
     """The call raised; the message is its error's last line."""
 
 
-class Overdue(Exception):
+class CallOverdue(Exception):
     """The call was not back in time."""
 
 
@@ -74,17 +74,17 @@ class OwnThread:
         self._last: Callable[[], object] = lambda: None
         threading.Thread(target=self._run_calls, name="environment", daemon=True).start()
 
-    async def call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function(*arguments)` in the thread; `what` names it in errors. Raises: Failed, Overdue."""
+    async def call(self, label: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Run `function(*arguments)` in the thread; `label` names it in errors. Raises: Failed, Overdue."""
         loop = asyncio.get_running_loop()
         job = _ThreadJob(function, arguments, loop.create_future(), loop)
         self._jobs.put(job)
-        done, _ = await asyncio.wait({job.future}, timeout=self._timeout_s)
-        if not done:
-            raise Overdue(f"{what} was not back after {self._timeout_s:g} s")
+        finished, _ = await asyncio.wait({job.future}, timeout=self._timeout_s)
+        if not finished:
+            raise CallOverdue(f"{label} was not back after {self._timeout_s:g} s")
         value, error = job.future.result()
         if error:
-            raise Failed(f"{what}: {error}")
+            raise CallFailed(f"{label}: {error}")
         result: T = value
         return result
 

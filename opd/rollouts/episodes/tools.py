@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from opd.records.environments import Tool, ToolCall
-from opd.records.json_fields import strict_json
+from opd.records.json_fields import parse_strict_json
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.schema import problem_with, schema_properties
 
@@ -35,21 +35,21 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     The arguments are JSON (`add {"a": 1}`), or the text for the tool's only parameter (`calculate 3*4`). Text that begins
     with no tool's name has no call. Raises: BadCall for arguments that do not fit the tool's schema.
     """
-    name, _, rest = text.strip().partition(" ")
+    name, _, arguments_text = text.strip().partition(" ")
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         return ()
     parameters = schema_properties(tool.parameters)
     arguments: Any
     try:
-        arguments = strict_json(rest)
+        arguments = parse_strict_json(arguments_text)
     except (ValueError, RecursionError):
-        arguments = rest.strip()
+        arguments = arguments_text.strip()
     if not isinstance(arguments, dict):
         if len(parameters) != 1:
             raise BadCall(f"{name} takes JSON with {', '.join(parameters) or 'nothing in it'}")
         ((parameter, schema),) = parameters.items()
-        arguments = {parameter: rest.strip() if schema.get("type") == "string" else arguments}
+        arguments = {parameter: arguments_text.strip() if schema.get("type") == "string" else arguments}
     return (_check_call(name, arguments, tools),)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from opd.errors import RunError
 from opd.records.episodes import Audit
-from opd.records.types import Origin, Rollout, Sampled, SegmentOrigin, Span, StopReason
+from opd.records.types import Origin, Rollout, SampledTurn, SegmentOrigin, Span, StopReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class TraceSegment:
         if ids or self.spans:
             self.spans.append(Span(length=len(ids), origin="environment", policy_version=self.policy_version))
 
-    def append_policy_turn(self, turn: Sampled) -> None:
+    def append_policy_turn(self, turn: SampledTurn) -> None:
         """Add a turn of the policy. Raises: RunError if a log-prob is missing or is not a finite number."""
         if len(turn.logprobs) != len(turn.token_ids):
             raise RunError(f"a turn of {len(turn.token_ids)} tokens came with {len(turn.logprobs)} log-probs")
@@ -91,7 +91,7 @@ class TraceSegment:
         for masked, run in groupby(turn.token_ids, self.masked.__contains__):
             self._append_span(len(list(run)), "masked" if masked else "policy")
 
-    def append_teacher_turn(self, turn: Sampled, *, train: bool) -> None:
+    def append_teacher_turn(self, turn: SampledTurn, *, train: bool) -> None:
         """Add a turn that the domain's expert wrote in the policy's place; with `train` the policy is trained on it."""
         self.logprobs += [0.0] * len(turn.token_ids)
         self.teacher_turns += 1
@@ -102,22 +102,22 @@ class TraceSegment:
         self.ids += ids
         self.packed.extend(ids)
 
-    def _append_turn(self, turn: Sampled) -> None:
+    def _append_turn(self, turn: SampledTurn) -> None:
         self._extend_ids(turn.token_ids)
         self.policy_version = turn.policy_version
         self.turns += 1
         self.busy = False
 
-    def mark_last_turn(self, turn: Sampled, origin: Origin) -> None:
+    def mark_last_turn(self, turn: SampledTurn, origin: Origin) -> None:
         """Give another origin to what the policy wrote of the turn that was added last. `masked` takes the loss off an expert's
         turn, too."""
         # Back over the spans of that turn: it has several where some of its tokens are masked.
-        left, place = len(turn.token_ids), len(self.spans)
-        while left > 0:
-            place -= 1
-            left -= self.spans[place].length
-        others: dict[Origin, Origin] = {"policy": origin, "taught": "teacher" if origin == "masked" else "taught"}
-        self.spans[place:] = [replace(s, origin=others.get(s.origin, s.origin)) for s in self.spans[place:]]
+        remaining, index = len(turn.token_ids), len(self.spans)
+        while remaining > 0:
+            index -= 1
+            remaining -= self.spans[index].length
+        new_origins: dict[Origin, Origin] = {"policy": origin, "taught": "teacher" if origin == "masked" else "taught"}
+        self.spans[index:] = [replace(s, origin=new_origins.get(s.origin, s.origin)) for s in self.spans[index:]]
 
     def _append_span(self, length: int, origin: Origin) -> None:
         if length:
@@ -151,7 +151,7 @@ class Trace:
         self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: TraceSegment | None = None
     ) -> TraceSegment:
         """Begin a segment with these tokens, none of which carries loss in it; one of origin `summary` goes on from its parent."""
-        made = TraceSegment(
+        segment = TraceSegment(
             number=len(self.segments),
             ids=list(prompt_ids),
             prompt_len=len(prompt_ids),
@@ -161,31 +161,31 @@ class Trace:
             parent=None if parent is None else parent.number,
             domain=self._domain,
         )
-        self.segments.append(made)
+        self.segments.append(segment)
         if parent is not None and origin == "summary":
-            parent.next = made.number
-        return made
+            parent.next = segment.number
+        return segment
 
     def continue_segment(self, segment: TraceSegment, ids: Sequence[int]) -> TraceSegment:
         """Return the segment that has these tokens: the same one if they continue it, else another in its place, which begins
         with them because the chat template leaves out what stood in earlier turns."""
-        given = list(ids)
-        if given[: len(segment.ids)] == segment.ids:
-            segment.append_observation(given[len(segment.ids) :])
+        new_ids = list(ids)
+        if new_ids[: len(segment.ids)] == segment.ids:
+            segment.append_observation(new_ids[len(segment.ids) :])
             return segment
-        made = self.begin_segment(given, "main", segment)
-        segment.next = made.number
-        return made
+        successor = self.begin_segment(new_ids, "main", segment)
+        segment.next = successor.number
+        return successor
 
-    def adopt_segments(self, other: Trace, caller: TraceSegment) -> None:
+    def adopt_segments(self, sub_agent_trace: Trace, caller: TraceSegment) -> None:
         """Take over the segments of a sub-agent that a turn of `caller` started."""
         # A number is the place in the list, and these come behind those that are there.
-        before = len(self.segments)
-        for segment in other.segments:
-            segment.number += before
-            segment.parent = caller.number if segment.parent is None else segment.parent + before
-            segment.next = None if segment.next is None else segment.next + before
-        self.segments += other.segments
+        offset = len(self.segments)
+        for segment in sub_agent_trace.segments:
+            segment.number += offset
+            segment.parent = caller.number if segment.parent is None else segment.parent + offset
+            segment.next = None if segment.next is None else segment.next + offset
+        self.segments += sub_agent_trace.segments
 
     def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> TraceSegment:
         """Return the segment after which the turn for this whole history is sampled, busy until the turn is there.
@@ -194,23 +194,23 @@ class Trace:
         Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
         `release_segment` on a segment whose turn does not come.
         """
-        given = list(ids)
-        packed = array("q", given).tobytes()
+        history_ids = list(ids)
+        packed = array("q", history_ids).tobytes()
         # Both have 8 bytes a token, so a prefix of the bytes is a prefix of the tokens.
         fitting = [s for s in self.segments if not s.busy and packed.startswith(s.packed)]
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
-            segment.append_observation(given[len(segment.ids) :])
-            self._leave_beside(segment)
+            segment.append_observation(history_ids[len(segment.ids) :])
+            self._mark_forks_aside(segment)
         else:
             nearest = max(self.segments, key=lambda s: _common_prefix(s.packed, packed), default=None)
             self._forks += nearest is not None
-            beside = nearest is not None and (begins or nearest.busy)
-            segment = self.begin_segment(given, "aside" if beside else "main", parent=nearest)
+            is_aside = nearest is not None and (begins or nearest.busy)
+            segment = self.begin_segment(history_ids, "aside" if is_aside else "main", parent=nearest)
         segment.busy = True
         return segment
 
-    def _leave_beside(self, segment: TraceSegment) -> None:
+    def _mark_forks_aside(self, segment: TraceSegment) -> None:
         """Note that a segment goes on: what was forked from it before does not take its place in the episode."""
         for fork in self.segments:
             if fork.parent == segment.number and fork.origin == "main":
@@ -224,22 +224,22 @@ class Trace:
     @property
     def audit(self) -> Audit:
         """The counts of the episode so far."""
-        kept = [s for s in self.segments if s.turns]
+        segments = [s for s in self.segments if s.turns]
         return Audit(
-            segments=len(kept),
-            turns=sum(s.turns for s in kept),
-            sampled=sum(s.num_sampled for s in kept),
-            trained=sum(s.num_trained for s in kept),
+            segments=len(segments),
+            turns=sum(s.turns for s in segments),
+            sampled=sum(s.num_sampled for s in segments),
+            trained=sum(s.num_trained for s in segments),
             forks=self._forks,
             lost_turns=self._lost_turns,
-            teacher_turns=sum(s.teacher_turns for s in kept),
+            teacher_turns=sum(s.teacher_turns for s in segments),
         )
 
     def to_rollouts(self, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
         """Return the rollouts of those segments in which a turn was taken. Each ends with its last turn: what followed it
         predicts nothing."""
-        kept = [segment for segment in self.segments if segment.turns]
-        names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(kept)}
+        segments = [segment for segment in self.segments if segment.turns]
+        names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(segments)}
         return [
             replace(
                 _to_rollout(segment, sample, stop_reason, reward),
@@ -248,7 +248,7 @@ class Trace:
                 parent=self._nearest_sample_id(segment.parent, names),
                 next=None if segment.next is None else names.get(segment.next),
             )
-            for segment in kept
+            for segment in segments
         ]
 
     def _nearest_sample_id(self, number: int | None, names: Mapping[int, str]) -> str | None:
@@ -258,13 +258,13 @@ class Trace:
         return None if number is None else names[number]
 
 
-def _common_prefix(one: array[int], other: bytes) -> int:
+def _common_prefix(packed_ids: array[int], packed_history: bytes) -> int:
     """Return how many tokens both begin with."""
     # [N] token ids: both are buffers of 8 bytes a token.
-    a_N, b_N = np.frombuffer(one, np.int64), np.frombuffer(other, np.int64)
-    both = min(len(a_N), len(b_N))
-    differ_N = a_N[:both] != b_N[:both]
-    return int(differ_N.argmax()) if differ_N.any() else both
+    a_N, b_N = np.frombuffer(packed_ids, np.int64), np.frombuffer(packed_history, np.int64)
+    length = min(len(a_N), len(b_N))
+    differ_N = a_N[:length] != b_N[:length]
+    return int(differ_N.argmax()) if differ_N.any() else length
 
 
 def _to_rollout(segment: TraceSegment, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> Rollout:

@@ -47,13 +47,13 @@ class Opening:
     @property
     def texts(self) -> list[str]:
         """The texts of the first observation."""
-        seen = self.observation
-        return [seen] if isinstance(seen, str) else [message["content"] for message in seen]
+        observation = self.observation
+        return [observation] if isinstance(observation, str) else [message["content"] for message in observation]
 
     def ids(self, note: str = "") -> list[int]:
         """Return the token ids up to the first turn; `note` stands last. Raises: BadObservation, and what a chat template
         raises."""
-        return self.dialogue.first(self.prompt, self.observation, note)
+        return self.dialogue.encode_opening(self.prompt, self.observation, note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,4 +74,4 @@ class EncodedAnswer:
     def ids(self, dialogue: Dialogue, note: str = "") -> list[int]:
         """Return the token ids up to the next turn; `note` stands last. Raises: BadObservation, and what a chat template
         raises."""
-        return dialogue.after(self.observation, calls=self.calls, ended=self.ended, note=note)
+        return dialogue.encode_following(self.observation, calls=self.calls, ended=self.ended, note=note)

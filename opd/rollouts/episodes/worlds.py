@@ -10,7 +10,7 @@ from opd.interfaces import Environment
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.types import StopReason
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, is_reward
-from opd.rollouts.episodes.threads import Failed, Overdue, OwnThread
+from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
 from opd.rollouts.episodes.tools import problem_with_tools
 
 if TYPE_CHECKING:
@@ -70,10 +70,10 @@ class OwnEnvironment:
             self._options.environment, "environment"
         )  # a class that is not there is no fault of one episode
         await self._call("the environment", self._make_environment)
-        first, self.tools, wrong = await self._call("reset", self._reset)
+        observation, self.tools, wrong = await self._call("reset", self._reset)
         if wrong:
             raise self._make_episode_end("raised", wrong)
-        return first
+        return observation
 
     async def step(self, action: Action) -> Outcome:
         outcome, wrong = await self._call("step", self._step, action)
@@ -91,12 +91,12 @@ class OwnEnvironment:
     def leave(self) -> None:
         self._thread.end_after(self._close)
 
-    async def _call(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    async def _call(self, label: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
-            return await self._thread.call(what, function, *arguments)
-        except Overdue as error:
+            return await self._thread.call(label, function, *arguments)
+        except CallOverdue as error:
             raise self._make_episode_end("timeout", str(error)) from None
-        except Failed as error:
+        except CallFailed as error:
             raise self._make_episode_end("raised", str(error)) from None
 
     def _make_episode_end(self, reason: StopReason, error: str = "") -> EpisodeEnd:
@@ -114,10 +114,10 @@ class OwnEnvironment:
     def _reset(self) -> tuple[str | Messages, tuple[Tool, ...], str]:
         """Reset the environment; return the first observation, the tools, and what is wrong with them, empty if nothing."""
         assert self._environment is not None
-        first = self._environment.reset(self._metadata, self._seed)
+        observation = self._environment.reset(self._metadata, self._seed)
         tools = self._environment.tools
-        wrong = "" if _is_first_observation(first) else f"reset returned {first!r:.60}, wanted text or messages"
-        return first, tools, wrong or problem_with_tools(tools)
+        wrong = "" if _is_first_observation(observation) else f"reset returned {observation!r:.60}, wanted text or messages"
+        return observation, tools, wrong or problem_with_tools(tools)
 
     def _step(self, action: Action) -> tuple[Outcome, str]:
         """Step the environment; return the outcome, and what is wrong with it, empty if nothing."""
@@ -177,11 +177,11 @@ class NoEnvironment:
         """Do nothing: there is no environment."""
 
 
-def _is_first_observation(found: Any) -> bool:
-    if isinstance(found, str):
+def _is_first_observation(observation: Any) -> bool:
+    if isinstance(observation, str):
         return True
-    return isinstance(found, list) and all(
-        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in found
+    return isinstance(observation, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in observation
     )
 
 
@@ -189,11 +189,11 @@ def _explain_bad_outcome(outcome: Any, calls: int) -> str:
     """Return what is wrong with what `step` returned; empty if nothing."""
     if not isinstance(outcome, Outcome):
         return f"{outcome!r:.60}, wanted an Outcome"
-    reward, seen = outcome.reward, outcome.observation
+    reward, observation = outcome.reward, outcome.observation
     if reward is not None and not is_reward(reward):
         return f"the reward {reward!r:.60}, wanted a finite number or None"
-    if isinstance(seen, str):
+    if isinstance(observation, str):
         return ""
-    if not isinstance(seen, tuple) or not all(isinstance(text, str) for text in seen):
-        return f"the observation {seen!r:.60}, wanted a text or a tuple of texts"
-    return f"{len(seen)} observations for {calls} calls" if len(seen) != calls and not outcome.done else ""
+    if not isinstance(observation, tuple) or not all(isinstance(text, str) for text in observation):
+        return f"the observation {observation!r:.60}, wanted a text or a tuple of texts"
+    return f"{len(observation)} observations for {calls} calls" if len(observation) != calls and not outcome.done else ""

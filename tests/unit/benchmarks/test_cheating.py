@@ -27,7 +27,7 @@ from benchmarks.cheating import (
     write,
 )
 from experts.rl.spec import ReinforceSpec, load_training
-from opd.config.guard import guard_of
+from opd.config.guard import merge_guard
 from opd.guard.build import guard_spec
 from opd.records.episodes import EpisodeResult, EpisodesRecord
 from opd.records.guard import GuardRecord
@@ -104,7 +104,7 @@ def play(root: Path, arm: str, policy: Policy, **metadata: Any) -> tuple[Episode
     config = pipeline_of(written(root, "--quick"), arm)
     environment = config.domains[DOMAIN].environment
     assert environment is not None
-    guard = guard_of(config.guard, config.domains[DOMAIN].guard)
+    guard = merge_guard(config.guard, config.domains[DOMAIN].guard)
     options = EpisodeOptions(
         environment=environment.name,
         options=environment.options,

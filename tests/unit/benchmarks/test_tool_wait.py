@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.tool_wait import AT_ONCE, LENGTHS, SLEEPS, TOLD, Case, Time, summary
 from experts.suites.letters import build_tokenizer
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 
 CASE = Case(
@@ -20,8 +20,8 @@ CASE = Case(
 class Longest:
     """Writes as long as it may."""
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
-        return Sampled(
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
+        return SampledTurn(
             token_ids=(500,) * max_tokens, logprobs=(-1.0,) * max_tokens, stop_reason="length", policy_version=0
         )
 

@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from experts import finite
 from experts.model_dir import inspect_model
-from experts.probe import probe_ids, take_probe
+from experts.probe import probe_ids, measure_probe
 from experts.registry import Registry
 from opd.errors import ModelError
 from opd.records.types import Probe
@@ -88,7 +88,7 @@ def test_ids_of_small_and_large_vocabularies() -> None:
 
 def test_rows_beyond_the_vocabulary_are_no_part_of_it(model: Path) -> None:
     info = inspect_model(model).model_copy(update={"vocab_size": 60})
-    record = take_probe(info)
+    record = measure_probe(info)
     assert record is not None and record.logprobs == pytest.approx(plain_logprobs(model, 60), abs=6e-4)
 
 

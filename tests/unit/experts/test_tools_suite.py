@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.rows import episode_row, read_episodes
+from experts.episodes.rows import read_episode, read_episodes
 from experts.spec import find_spec, load_spec
 from experts.suites import write_suite
 from experts.suites.tools import DOMAINS, make_rows
@@ -81,7 +81,7 @@ def test_a_rollout_of_the_same_turns_has_the_same_tokens(domain: str, make: Call
     tokenizer = make()
     encoder = EpisodeEncoder(tokenizer)
     for row in make_rows(domain, 12, 0):
-        ids, learned = encoder.encode(episode_row(json.loads(json.dumps(row))))
+        ids, learned = encoder.encode(read_episode(json.loads(json.dumps(row))))
         found = spoken(tokenizer, ENVIRONMENTS[domain], row, said(row))
         (rollout,) = found.rollouts
         assert ids == [*rollout.prompt_ids, *rollout.response_ids]
@@ -96,7 +96,7 @@ def test_the_pipeline_has_room_for_every_episode_of_smollm2(domain: str) -> None
     config, spec = load_pipeline(find_pipeline("smollm2-tools")), load_spec(find_spec("smollm2-tools-experts"))
     encoder = EpisodeEncoder(tokenizer)
     for row in make_rows(domain, 200, 0):
-        prompt, after, _ = encoder.split(episode_row(row))
+        prompt, after, _ = encoder.encode_apart(read_episode(row))
         assert len(prompt) <= 300
         assert len(prompt + after) <= min(config.rollout.max_model_len, spec.train.max_length)
         longest = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in said(row))

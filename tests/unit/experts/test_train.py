@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from experts import sft
-from experts.episodes.rows import episode_row
+from experts.episodes.rows import read_episode
 from experts.model_dir import inspect_model
 from experts.registry import Registry
 from experts.sft import collate_examples, encode_line, encode_lines, fine_tune
 from experts.spec import ExpertsSpec, TrainSettings
 from experts.suites import write_suite
 from experts.suites.letters import build_tokenizer
-from experts.train import base_of, train_experts
+from experts.train import build_base_job, train_experts
 from opd.errors import ConfigError, ModelError, OpdError, PromptError, RegistryError
 from opd.prompts import PromptLine
 from opd.prompts.line import read_row
@@ -194,8 +194,8 @@ def test_rows_are_read_on_the_day_and_with_the_calls_of_the_merge():
     tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
     rows = [
         PromptLine(prompt=prompt, completion=said),
-        episode_row({"prompt": prompt, "messages": said}),
-        episode_row({"prompt": prompt, "messages": said, "tools": [tool]}),
+        read_episode({"prompt": prompt, "messages": said}),
+        read_episode({"prompt": prompt, "messages": said, "tools": [tool]}),
     ]
     texts = [tokenizer.decode(e["input_ids"]) for e in encode_lines(tokenizer, rows, 900, (), day, "qwen3_xml")]
     assert all(text.startswith("<|im_start|>system\n2020-01-02<|im_end|>") for text in texts)
@@ -211,13 +211,13 @@ def test_the_day_and_the_parser_of_a_spec_reach_the_rows_and_the_record(
         seen.append(given[4:])
         raise ModelError("far enough")
 
-    plain = base_of(validate_section(ExpertsSpec, raw, "s.yaml")).record
+    plain = build_base_job(validate_section(ExpertsSpec, raw, "s.yaml")).record
     raw["base"] |= {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml"}
     monkeypatch.setattr("experts.sft.encode_lines", stop)
     with pytest.raises(ModelError, match="far enough"):
         run(raw)
     assert seen == [(date(2020, 1, 2), "qwen3_xml", {})]
-    recorded = base_of(validate_section(ExpertsSpec, raw, "s.yaml")).record
+    recorded = build_base_job(validate_section(ExpertsSpec, raw, "s.yaml")).record
     assert recorded == {"template_date": "2020-01-02", "tool_call_parser": "qwen3_xml", **plain}
     assert "template_date" not in plain, "a record of an older version is that of the same settings"
 

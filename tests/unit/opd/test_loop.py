@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.loop import Parts, Plan, run
+from opd.loop import Components, Plan, run
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import AlarmRecord, StepRecord
 from opd.records.types import (
@@ -19,7 +19,7 @@ from opd.records.types import (
     PositionStats,
     Prompt,
     PushReport,
-    Quarantined,
+    QuarantinedPrompt,
     Rollout,
     RolloutBatch,
     SavedCheckpoint,
@@ -102,7 +102,7 @@ class Events:
         other = replace(rollout, sample_id=f"{step:06d}/a/1")
         rollouts = (rollout, other) if self.quarantined else (rollout,)
         self.written = [r.sample_id for r in rollouts]
-        return RolloutBatch(rollouts=rollouts, quarantined=(Quarantined(prompt_id="b/0", domain="b", reason="long"),))
+        return RolloutBatch(rollouts=rollouts, quarantined=(QuarantinedPrompt(prompt_id="b/0", domain="b", reason="long"),))
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Any]:
         assert not prompts
@@ -168,8 +168,8 @@ class Events:
     def phase(self, name: str) -> None:
         """Nobody looks on."""
 
-    def evaluation(self, name: str, found: Evaluation) -> None:
-        self.seen.append(f"store {name} of {found.model}")
+    def evaluation(self, name: str, result: Evaluation) -> None:
+        self.seen.append(f"store {name} of {result.model}")
 
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
         assert carried == {}
@@ -198,11 +198,11 @@ class Events:
         assert self.seen[-1] == f"record {step}" and trained.step == step, "a resume takes both back"
         assert [r.sample_id for r in batch.rollouts] == self.written
 
-    def parts(self) -> Parts:
+    def parts(self) -> Components:
         every: Any = self
         bounds: Any = {"max_staleness": 0, "timeout_s": 60}
         spec = ScheduleSpec(prompts=every, engine=every, log=every, sleeps=self.sleeps, **bounds)
-        return Parts(
+        return Components(
             prompts=every, schedule=SyncSchedule(spec), engine=every, teachers=every, log=every, trainer=every, sync=every, evaluator=every,
             monitors=every, traces=every, checkpoints=every, reporter=every,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.loop import Parts, run
+from opd.loop import Components, run
 from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep
 from opd.records.types import Prompt, Rollout, RolloutBatch, StepReport
 from tests.unit.opd.test_loop import PROMPTS, Events, plan
@@ -45,7 +45,7 @@ class Rewarded(Events):
 
     def load(self, checkpoint: Path) -> None: ...
 
-    def parts(self) -> Parts:
+    def parts(self) -> Components:
         rewards: Any = Credited(self)
         return replace(super().parts(), rewards=rewards)
 

@@ -9,7 +9,7 @@ import unicodedata
 import pytest
 
 from opd.errors import ConfigError
-from opd.text import control_in, escape_control_characters, one_line, readable
+from opd.text import find_control_character, escape_control_characters, to_one_line, strip_control_characters
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,8 @@ def test_signs_that_a_terminal_would_obey_are_spelt_out(text: str, shown: str) -
 
 
 def test_one_line() -> None:
-    assert one_line(" a\n\n b\x1b\tc ", 100) == "a b\\x1b c"
-    assert one_line("abcdef", 3) == "abc"
+    assert to_one_line(" a\n\n b\x1b\tc ", 100) == "a b\\x1b c"
+    assert to_one_line("abcdef", 3) == "abc"
 
 
 def test_what_was_found_cannot_speak_for_us() -> None:
@@ -50,5 +50,5 @@ def test_what_was_found_cannot_speak_for_us() -> None:
 def test_a_policy_reads_no_control_character_but_line_ends_and_tabs() -> None:
     for character in map(chr, range(sys.maxunicode + 1)):
         odd = unicodedata.category(character) in ("Cc", "Cs") and character not in "\n\t\r"
-        assert (control_in(f"a{character}") is not None) == odd
-        assert readable(f"a{character}b") == ("ab" if odd else f"a{character}b")
+        assert (find_control_character(f"a{character}") is not None) == odd
+        assert strip_control_characters(f"a{character}b") == ("ab" if odd else f"a{character}b")

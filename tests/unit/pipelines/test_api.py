@@ -16,7 +16,7 @@ import opd
 import pipelines
 from opd.config import PipelineConfig
 from opd.errors import ConfigError, OpdError, RunDirError
-from opd.live.displays import Beginning
+from opd.live.displays import RunStart
 from opd.records.step import StepRecord
 from opd.run.metrics import MetricsFile
 from pipelines import MergeResult, load_pipeline, merge, register_expert, resume
@@ -34,7 +34,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def session(run: Any, checkpoint: Any, notices: Any, signals: Any) -> dict[str, Any]:
         seen.append((run, signals, signal.getsignal(signal.SIGINT)))
-        with run.around.display(Beginning("two", run.paths.root, 2)) as shown:
+        with run.around.display(RunStart("two", run.paths.root, 2)) as shown:
             shown.say("going on")
             for step in (1, 2):
                 record = StepRecord(step=step, loss=1 / step)

@@ -83,7 +83,7 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
     inputs: Any = SimpleNamespace(
         scoring={}, student=SimpleNamespace(vocab_size=76, eos_token_ids=(2,)), tokenizer=None, untrained={}, routes={}
     )
-    build._start_workers(PipelineConfig.model_validate(data), inputs, MagicMock())
+    build._start_roles(PipelineConfig.model_validate(data), inputs, MagicMock())
     assert " ".join(seen) == order
 
 
@@ -91,5 +91,5 @@ def test_an_engine_that_shares_its_gpu_is_up_before_others_take_of_it(
 def test_a_schedule_knows_whether_its_engine_sleeps(sleep: bool) -> None:
     engine = MagicMock()
     schedule = build._build_schedule(sleeping_pipeline(sleep=sleep), MagicMock(), engine, MagicMock())
-    schedule.rest()
+    schedule.sleep_engines()
     assert engine.answer.call_count == sleep

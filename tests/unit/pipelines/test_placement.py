@@ -14,7 +14,7 @@ from pipelines import placement
 from pipelines.placement import (
     ROLLOUT,
     TEACHERS,
-    beside_the_driver,
+    local_worker_names,
     groups_of,
     refuse_impossible_placement,
     refuse_unplaceable,
@@ -24,7 +24,7 @@ from pipelines.placement import (
 
 def node(name: str, here: bool = False, cpu: float = 4, gpu: float = 0, **labels: str) -> Node:
     has = {"CPU": cpu, "memory": 1e9, f"node:{name}": 1.0} | ({"GPU": gpu, "big": 1.0} if gpu else {})
-    return Node(id=f"id-{name}", address=name, here=here, has=has, labels=labels | {NODE: f"id-{name}"})
+    return Node(id=f"id-{name}", address=name, is_local=here, has=has, labels=labels | {NODE: f"id-{name}"})
 
 
 NODES = [node("10.0.0.1", here=True, pool="head"), node("10.0.0.2", pool="far"), node("10.0.0.3", gpu=8, pool="gpus")]
@@ -120,7 +120,7 @@ def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.Mo
 )
 def test_what_can_be_had_is_not_refused(config: PipelineConfig, cluster: Any) -> None:
     wanted = changed(config, cluster)
-    refuse_impossible_placement(groups_of(wanted), beside_the_driver(wanted), NODES)
+    refuse_impossible_placement(groups_of(wanted), local_worker_names(wanted), NODES)
 
 
 @pytest.mark.parametrize(
@@ -172,15 +172,15 @@ def test_what_no_node_can_have_is_refused_with_what_they_have(
 ) -> None:
     wanted = changed(config, cluster, **sections)
     with pytest.raises(ConfigError) as refusal:
-        refuse_impossible_placement(groups_of(wanted), beside_the_driver(wanted), NODES)
+        refuse_impossible_placement(groups_of(wanted), local_worker_names(wanted), NODES)
     told = str(refusal.value)
     assert all(word in told for word in words), told
     assert "memory" not in told.replace("shared memory", "") and "id-" not in told, "what Ray counts for itself"
 
 
 def test_a_push_that_needs_no_shared_memory_keeps_nobody_here(config: PipelineConfig) -> None:
-    assert beside_the_driver(config) == {"rollout worker 0", "trainer rank 0"}
-    assert beside_the_driver(changed(config, {}, sync={"kind": "network"})) == frozenset()
+    assert local_worker_names(config) == {"rollout worker 0", "trainer rank 0"}
+    assert local_worker_names(changed(config, {}, sync={"kind": "network"})) == frozenset()
     far = changed(config, {"placement": {"rollout": {"label_selector": {"pool": "far"}}}})
     refuse_impossible_placement(groups_of(far), frozenset(), NODES)
 

@@ -46,7 +46,7 @@ def learning(world: Any) -> Any:
 
 def parts_of(world: Any, monkeypatch: pytest.MonkeyPatch, sinks: list[Sink]) -> Any:
     """What `build` puts together around workers that do nothing."""
-    monkeypatch.setattr(build, "_start_workers", lambda *_: (MagicMock(), MagicMock(), MagicMock()))
+    monkeypatch.setattr(build, "_start_roles", lambda *_: (MagicMock(), MagicMock(), MagicMock()))
     config = load_pipeline(world.write())
     return build.build_merge(config, read_inputs(config), RunPaths(world.root), MagicMock(), {}, sinks)
 

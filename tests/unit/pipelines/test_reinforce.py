@@ -195,7 +195,7 @@ def test_its_inputs_manifest_card_and_memory_know_no_experts(alone: Any) -> None
     found = manifest_of(alone, inputs)
     assert found["experts"] == {} and set(found["prompts"]) == {"reverse", "upper"}
     assert "Trained by reinforcement" in model_card(alone, inputs) and "Expert" not in model_card(alone, inputs)
-    needs = {need.what: need.nbytes for need in estimate_memory(alone, inputs)}
+    needs = {need.part: need.nbytes for need in estimate_memory(alone, inputs)}
     assert not any(what.startswith("teachers") for what in needs)
     of_each_rank = 4  # gradients on their way to the sum over ranks
     copied = 12  # while a checkpoint is written

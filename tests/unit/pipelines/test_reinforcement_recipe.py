@@ -11,7 +11,7 @@ import yaml
 
 from experts.rl.spec import ReinforceSpec, load_training
 from experts.spec import ExpertsSpec
-from opd.config.guard import guard_of
+from opd.config.guard import merge_guard
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
@@ -209,7 +209,7 @@ def test_a_guard_holds_for_experts_with_an_environment_unless_they_switch_it_off
     assert pipeline_of(spec, "answer").guard is None, "it has no episodes"
     experts["guess"]["guard"] = {"workdir": "/box", "on_hit": "negative"}
     config = pipeline_of(spec_of(guard={}, experts=experts), "guess")
-    found = guard_of(config.guard, config.domains["number"].guard)
+    found = merge_guard(config.guard, config.domains["number"].guard)
     assert found is not None and (found.workdir, found.on_hit) == ("/box", "negative")
     assert "guard" in record_of(config, spec, {}, "hash") and "guard" not in record_of(
         pipeline_of(spec_of(), "guess"), spec, {}, "hash"

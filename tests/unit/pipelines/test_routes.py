@@ -9,12 +9,12 @@ import pytest
 
 from experts.model_dir import inspect_model
 from opd.config import PipelineConfig, load_pipeline
-from opd.config.objectives import OBJECTIVES, objective_config
+from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
 from opd.records.types import Teacher
 from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
-from pipelines.routes import Expert, asked_by_trainer, route_domains
+from pipelines.routes import RoutedExpert, start_student_weights, route_domains
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""
@@ -43,7 +43,7 @@ def routed(
         "p.yaml",
     )  # fmt: skip
     made = {
-        name: Expert(teacher=Teacher(name=name, model_dir=Path(name)), domain=domain, info=info, prompts=None)
+        name: RoutedExpert(teacher=Teacher(name=name, model_dir=Path(name)), domain=domain, info=info, prompts=None)
         for name, domain in experts.items()
     }
     routes, notices = route_domains(config, made)
@@ -144,7 +144,7 @@ def test_an_unknown_name_like_no_other_can_be_added(info: Any) -> None:
 @pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"none"}))
 def test_only_sums_over_teachers_mix(kind: str, info: Any) -> None:
     domains = OWN | {"math": {"algebra": 0.5, "proofs": 0.5}}
-    if objective_config(kind).OBJECTIVE.mixes:
+    if find_objective_section(kind).OBJECTIVE.mixes:
         assert routed(info, domains, kind=kind)[0]["math"] == [("algebra", 0.5), ("proofs", 0.5)]
     else:
         assert refused(info, domains, kind=kind) == [
@@ -242,10 +242,10 @@ def test_a_lora_student_is_asked_by_the_trainer_and_not_by_a_teacher(world: Any)
     world.data["student"]["lora"] = {"r": 4}
     assert scored(world) == {"reverse": [("rev", 1)], "upper": [("up", 1.25)]}
     config = load_pipeline(world.write())
-    assert asked_by_trainer(config) == {"upper": -0.25}
+    assert start_student_weights(config) == {"upper": -0.25}
     assert set(read_inputs(config).scorers) == {"rev", "up"}
     # A baseline is known before anything is trained.
     world.data["objective"] |= {"kind": "sampled", "baseline": "leave_one_out"}
     world.data["teachers"] = {"payload": "sampled_logprobs"}
     assert scored(world)["upper"] == [("up", 1.25), ("start student", -0.25)]
-    assert asked_by_trainer(load_pipeline(world.write())) == {}
+    assert start_student_weights(load_pipeline(world.write())) == {}

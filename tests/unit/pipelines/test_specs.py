@@ -21,7 +21,7 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.zero import ZeroOptions
-from pipelines.specs import flight_spec, imitation_spec, nobody_spec, pool_spec, rollout_spec, trainer_spec
+from pipelines.specs import flight_spec, imitation_spec, teacherless_spec, pool_spec, rollout_spec, trainer_spec
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 
@@ -80,7 +80,7 @@ def config(**sections: Any) -> PipelineConfig:
 
 
 def specs(config: PipelineConfig) -> list[Any]:
-    made = {"flight": flight_spec, "none": lambda config, _: nobody_spec(config)}
+    made = {"flight": flight_spec, "none": lambda config, _: teacherless_spec(config)}
     teachers = made.get(config.teachers.engine, pool_spec)(config, 76)
     return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76), teachers]
 

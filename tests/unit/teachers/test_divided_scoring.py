@@ -70,7 +70,7 @@ def test_layers_that_stay_in_the_files_change_no_bit(share: float, payload: str,
         teacher = experts[name]
         assert said(parts, teacher) == said(whole, teacher), name
         assert parts.head_key(teacher) == whole.head_key(teacher)
-        division = parts._architecture(teacher.model_dir).division
+        division = parts._get_architecture(teacher.model_dir).division
         away = {name for name, param in parts._model.named_parameters(remove_duplicate=False) if param.is_meta}
         assert division is not None and away == division.on_disk
         layers = {name.split(".")[2] for name in away if ".layers." in name}
@@ -167,7 +167,7 @@ def test_a_module_without_weights_may_be_the_only_one_on_disk(
     """The rotary embedding comes last in a map, and no file has it."""
     modules = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
     places: dict[str, int | str] = dict.fromkeys(modules, "cpu") | {"model.rotary_emb": "disk"}
-    made = Division(places=places, main="cpu", on_disk=frozenset())
+    made = Division(device_map=places, main_device="cpu", on_disk=frozenset())
     monkeypatch.setattr(Division, "from_skeleton", lambda *_: made)
     assert said(scorer({"cpu": 1 << 30}), experts["one"]) == said(scorer(None), experts["one"])
 
@@ -177,12 +177,12 @@ def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(expert
     model_dir = experts["rev"].model_dir
     size = nbytes(model_dir)
     both = Division.from_skeleton(skeleton(model_dir), {0: 2 * size, 1: 2 * size}, 0)
-    assert set(both.places.values()) == {0, 1} and not both.on_disk
-    layers = [both.device_of(f"model.layers.{i}.mlp.up_proj").index for i in range(LAYERS)]
+    assert set(both.device_map.values()) == {0, 1} and not both.on_disk
+    layers = [both.find_device(f"model.layers.{i}.mlp.up_proj").index for i in range(LAYERS)]
     assert layers == sorted(layers) and 2 <= sum(layers) <= 4, "about half of the layers, the last ones"
-    assert both.device_of("lm_head") == both.device_of("model.embed_tokens") == torch.device("cuda", 0), "tied"
+    assert both.find_device("lm_head") == both.find_device("model.embed_tokens") == torch.device("cuda", 0), "tied"
     spilt = Division.from_skeleton(skeleton(model_dir), {0: int(HALF * size), "cpu": 2 * size}, 0)
-    assert set(spilt.places.values()) == {0, "cpu"}
-    assert {spilt.device_of(f"model.layers.{i}") for i in range(LAYERS)} == {torch.device("cuda", 0)}
+    assert set(spilt.device_map.values()) == {0, "cpu"}
+    assert {spilt.find_device(f"model.layers.{i}") for i in range(LAYERS)} == {torch.device("cuda", 0)}
     with pytest.raises(KeyError):  # and not a search without end
-        spilt.device_of("transformer.h.0")
+        spilt.find_device("transformer.h.0")

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
 from opd.records.types import Rollout, Teacher
-from teachers.pool import assign_groups
+from teachers.pool import assign_rows
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
-from teachers.worker import ScoringGroup
+from teachers.worker import TeacherRows
 from tests.rows import make_rollout
 
 VOCABULARY = 76
@@ -170,12 +170,12 @@ def test_a_swap_between_adapters_leaves_the_base_where_it_is(experts: dict[str, 
 
 
 def test_a_worker_takes_the_adapters_of_one_base_one_after_the_other() -> None:
-    def group(name: str, base: str, num: int) -> ScoringGroup:
+    def group(name: str, base: str, num: int) -> TeacherRows:
         teacher = Teacher(name=name, model_dir=Path(base), adapter_dir=Path(name), digest=name, base_digest=base)
         return teacher, 1.0, tuple(rollouts(num))
 
     sizes = {"a": ("x", 6), "b": ("y", 5), "c": ("x", 4), "d": ("y", 3)}  # by size alone: a, b, c, d
-    (share,) = assign_groups([group(name, *of) for name, of in sizes.items()], 1)
+    (share,) = assign_rows([group(name, *of) for name, of in sizes.items()], 1)
     assert [teacher.name for teacher, _, _ in share] == ["a", "c", "b", "d"]
 
 

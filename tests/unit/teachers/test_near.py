@@ -24,7 +24,7 @@ def state(size: int = 4) -> dict[str, torch.Tensor]:
 
 def cache(budget_bytes: int) -> DeviceCache:
     made = DeviceCache(torch.device("cpu"), budget_bytes)
-    made._copies = True
+    made._copies_weights = True
     return made
 
 
@@ -89,7 +89,7 @@ def test_any_budget_gives_the_same_answers(
     wanted = answers(scorer(), teachers)
     one = sum(t.nbytes for t in scorer()._weights.get(teachers[0])[0].values())
     scoring = scorer(kept * one)
-    scoring._device_cache._copies = True
+    scoring._device_cache._copies_weights = True
     bring, sizes = scoring._device_cache.copy_to_device, []
 
     def noted(key: str, given: Any) -> Any:
@@ -108,7 +108,7 @@ def test_the_teacher_before_goes_before_the_next_one_comes(
     teachers: list[Teacher], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scoring = scorer()
-    scoring._device_cache._copies = True
+    scoring._device_cache._copies_weights = True
     bring, held = scoring._device_cache.copy_to_device, []
 
     def noted(key: str, given: Any) -> Any:

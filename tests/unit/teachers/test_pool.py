@@ -19,9 +19,9 @@ from opd.stream import schema
 from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
 from pipelines.specs import pool_spec
-from teachers.pool import PARTS_AHEAD, Pool, assign_groups
+from teachers.pool import PARTS_AHEAD, Pool, assign_rows
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import ScoringGroup, TeacherWorker
+from teachers.worker import TeacherRows, TeacherWorker
 from tests.conftest import read_rows
 from tests.unit.teachers.conftest import rollout
 
@@ -160,7 +160,7 @@ def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
         )
         for i in range(8)
     ]
-    shares = assign_groups(groups, 3)
+    shares = assign_rows(groups, 3)
     assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
     loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
     assert max(loads) - min(loads) <= 9 * 8
@@ -179,7 +179,7 @@ class Mortal(TeacherWorker):
     """Shares that it was given."""
     asked = 0
 
-    def begin_groups(self, groups: Sequence[ScoringGroup], worker: int) -> None:
+    def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
         self.begun += 1
         self.asked = 0
         self._may_die("begin")

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from experts.adapter import inspect_expert
 from experts.model_dir import inspect_model
-from experts.probe import take_probe
+from experts.probe import measure_probe
 from opd.errors import RunError
 from opd.models.heads import head_key
 from opd.records.types import Teacher
@@ -32,7 +32,7 @@ def worker(payload: str, dtype: str = "float32", top_k: int = 8) -> TeacherWorke
 @pytest.fixture
 def teacher(expert_dirs: dict[str, Path]) -> Teacher:
     """With the probe of its registration."""
-    record = take_probe(inspect_model(expert_dirs["rev"]))
+    record = measure_probe(inspect_model(expert_dirs["rev"]))
     assert record is not None
     return Teacher(name="rev", model_dir=expert_dirs["rev"], probe=record.probe)
 
@@ -126,7 +126,7 @@ def test_a_top_k_payload_counts_only_what_its_bounds_exclude(teacher: Teacher) -
 def lora(tiny_model_dir: Path, make_adapter: Callable[..., Path], tmp_path: Path) -> Teacher:
     """An adapter with the probe of its registration."""
     adapter = make_adapter(tmp_path / "adapter", tiny_model_dir)
-    record = take_probe(*inspect_expert(adapter))
+    record = measure_probe(*inspect_expert(adapter))
     assert record is not None
     return Teacher(name="lora", model_dir=tiny_model_dir, adapter_dir=adapter, probe=record.probe)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.worker import ScoringGroup, TeacherWorker
+from teachers.worker import TeacherRows, TeacherWorker
 from tests.rows import make_rollout
 
 
@@ -30,14 +30,14 @@ def rollouts(domain: str) -> tuple[Rollout, ...]:
 
 
 @pytest.fixture(scope="module")
-def groups(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[ScoringGroup]:
+def groups(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> list[TeacherRows]:
     """Four full models of one shape, each with rows of its own."""
     root = tmp_path_factory.mktemp("many")
     dirs = {f"e{seed}": make_model_dir(root / f"e{seed}", seed=seed) for seed in range(4)}
     return [(Teacher(name=name, model_dir=path), 1.0, rollouts(name)) for name, path in dirs.items()]
 
 
-def model_bytes(groups: list[ScoringGroup]) -> int:
+def model_bytes(groups: list[TeacherRows]) -> int:
     return sum(t.nbytes for t in load_file(groups[0][0].model_dir / "model.safetensors").values())
 
 
@@ -48,7 +48,7 @@ def worker(memory_bytes: int, dtype: str = "float32") -> Any:
     )
 
 
-def score(scoring: Any, groups: list[ScoringGroup]) -> list[bytes]:
+def score(scoring: Any, groups: list[TeacherRows]) -> list[bytes]:
     """All parts of a step."""
     scoring.begin_groups(groups, 0)
     parts = []
@@ -59,7 +59,7 @@ def score(scoring: Any, groups: list[ScoringGroup]) -> list[bytes]:
 
 @pytest.mark.parametrize(("kept", "loads"), [(0, [4, 8]), (1, [4, 8]), (2, [4, 8]), (4, [4, 4])])
 def test_a_step_reads_each_teacher_once_and_any_budget_gives_the_same(
-    kept: int, loads: list[int], groups: list[ScoringGroup]
+    kept: int, loads: list[int], groups: list[TeacherRows]
 ) -> None:
     wanted = score(worker(1 << 30), groups)
     scoring = worker(max(1, kept * model_bytes(groups)))
@@ -73,7 +73,7 @@ def test_a_step_reads_each_teacher_once_and_any_budget_gives_the_same(
 
 
 def test_the_next_teacher_is_read_while_this_one_scores(
-    groups: list[ScoringGroup], monkeypatch: pytest.MonkeyPatch
+    groups: list[TeacherRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scoring = worker(1 << 30)
     events: list[str] = []
@@ -105,7 +105,7 @@ def test_the_next_teacher_is_read_while_this_one_scores(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_of_the_teacher_before_is_held_while_the_next_is_read(
-    dtype: str, groups: list[ScoringGroup], monkeypatch: pytest.MonkeyPatch
+    dtype: str, groups: list[TeacherRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scoring = worker(1, dtype)
     scorer = scoring._scorer
@@ -122,7 +122,7 @@ def test_nothing_of_the_teacher_before_is_held_while_the_next_is_read(
 
 
 def test_teachers_in_memory_take_each_others_place_without_torchs_loading(
-    groups: list[ScoringGroup], monkeypatch: pytest.MonkeyPatch
+    groups: list[TeacherRows], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [score(worker(1 << 30), [group]) for group in groups]
     scoring = worker(1 << 30)
@@ -141,10 +141,10 @@ def test_teachers_in_memory_take_each_others_place_without_torchs_loading(
     assert head is scoring._scorer._model.get_input_embeddings().weight, "still tied"
 
 
-def test_a_teacher_with_other_tensors_takes_the_long_way(groups: list[ScoringGroup]) -> None:
+def test_a_teacher_with_other_tensors_takes_the_long_way(groups: list[TeacherRows]) -> None:
     scoring = worker(1 << 30)
     score(scoring, groups[:2])
-    architecture = scoring._scorer._architecture(groups[0][0].model_dir)
+    architecture = scoring._scorer._get_architecture(groups[0][0].model_dir)
     state = load_file(groups[0][0].model_dir / "model.safetensors")
     first = next(iter(state))
     assert not architecture.replace_tensors({name: tensor for name, tensor in state.items() if name != first})

@@ -81,8 +81,8 @@ def test_what_is_sent_holds_trained_positions_only(payload: str, teachers: dict[
     assert [row.answer.nbytes for row in wholes] == [len(r.response_ids) * each for r in GIVEN]
     for some, all_of_them in zip(rows, wholes, strict=True):
         for found, want in zip(columns(some), columns(all_of_them), strict=True):
-            if some.rollout.trained:  # fewer rows in a product: another order of sums on some processors
-                torch.testing.assert_close(found, want[list(some.rollout.trained)], rtol=1e-5, atol=1e-5)
+            if some.rollout.trained_positions:  # fewer rows in a product: another order of sums on some processors
+                torch.testing.assert_close(found, want[list(some.rollout.trained_positions)], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("payload", OBJECTIVES)
@@ -127,7 +127,7 @@ def test_loss_and_gradients_are_those_of_all_positions_masked(
     assert float((found[1] - want[1]).norm()) < 1e-5 * float(want[1].norm())
     assert found[2].loss == pytest.approx(want[2].loss, rel=1e-5)
     assert (found[2].domains["reverse"].tokens, found[2].domains["reverse"].samples) == (18, 3)
-    places = [place for r in GIVEN for place in r.trained]
+    places = [place for r in GIVEN for place in r.trained_positions]
     assert {bits: p.tokens for bits, p in sorted(found[2].positions.items())} == {
         bits: sum(place.bit_length() == bits for place in places) for bits in range(5)
     }
@@ -183,7 +183,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_an_engines_states_and_log_probs_are_taken_at_trained_tokens(given: Rollout, vllm: None) -> None:
-    places = [len(given.prompt_ids) + place for place in given.trained]
+    places = [len(given.prompt_ids) + place for place in given.trained_positions]
     pooling = VLLMScorer(ScorerOptions(payload="hidden_states", **OPTIONS))
     pooling._llm = Engine()
     (answer,) = pooling._run_engine([given], "h")

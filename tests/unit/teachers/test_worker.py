@@ -15,7 +15,7 @@ from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import ScoringGroup, TeacherWorker
+from teachers.worker import TeacherRows, TeacherWorker
 from tests.rows import make_rollout
 
 
@@ -35,7 +35,7 @@ def worker(memory_bytes: int = 1 << 30) -> TeacherWorker:
     return TeacherWorker("transformers", options)
 
 
-def group(teacher: Teacher, weight: float = 1.0, *, num: int = 3) -> ScoringGroup:
+def group(teacher: Teacher, weight: float = 1.0, *, num: int = 3) -> TeacherRows:
     rollouts = [
         make_rollout(
             sample_id=f"{i}", step=1, domain="d", policy_version=0, prompt_ids=(4 + i, 5), response_ids=(6, 7, 8 + i),
@@ -46,9 +46,9 @@ def group(teacher: Teacher, weight: float = 1.0, *, num: int = 3) -> ScoringGrou
     return teacher, weight, tuple(rollouts)
 
 
-def streams(made: TeacherWorker, groups: list[ScoringGroup]) -> list[Stream]:
+def streams(made: TeacherWorker, groups: list[TeacherRows]) -> list[Stream]:
     """All parts of a step."""
-    made.begin_groups(groups, 0)
+    made.begin_rows(groups, 0)
     return list(parts(made))
 
 
@@ -100,7 +100,7 @@ def test_a_part_leaves_with_the_batch_that_fills_it(
     monkeypatch.setattr(schema, "PART_ROWS", 3 if limit == "rows" else 1000)
     monkeypatch.setattr(schema, "PART_BYTES", 1 << 30 if limit == "rows" else 3 * 3 * 64 * 4)
     made = worker()
-    made.begin_groups([group(teachers["rev"], num=6), group(teachers["up"], num=3)], 5)
+    made.begin_rows([group(teachers["rev"], num=6), group(teachers["up"], num=3)], 5)
     first = read_stream(memoryview(made.next_part()))
     assert [row.teacher for row in first.rows] == ["rev"] * 4
     assert first.part == PartRecord(worker=5, number=0)
@@ -117,7 +117,7 @@ def test_a_row_is_scored_when_its_part_is_asked_for(
 ) -> None:
     monkeypatch.setattr(schema, "PART_ROWS", 1)
     made = worker()
-    made.begin_groups([group(teachers["rev"]), group(teachers["wide"])], 0)
+    made.begin_rows([group(teachers["rev"]), group(teachers["wide"])], 0)
     assert made._scorer._weights.loads == 0  # type: ignore[attr-defined]
     made.next_part()
     made.read_head(teachers["up"])  # a trainer rank asks between two parts
@@ -134,7 +134,7 @@ def test_a_head_that_is_asked_for_between_two_batches_changes_no_row(
     monkeypatch.setattr(schema, "PART_ROWS", 1)
     monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 5)
     made = worker()
-    made.begin_groups([group(teachers["rev"])], 0)
+    made.begin_rows([group(teachers["rev"])], 0)
     rows = []
     for part in parts(made):
         made.read_head(teachers["up"])

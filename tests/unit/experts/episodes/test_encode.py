@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.rows import episode_row
+from experts.episodes.rows import read_episode
 from experts.sft import IGNORED, collate_examples, encode_lines
 from experts.suites.letters import build_tokenizer
 from opd.errors import ModelError, PromptError
@@ -86,7 +86,7 @@ def test_a_row_has_the_tokens_and_the_mask_of_a_rollout(kind: str, tools: bool) 
         script = [turn(rng, kind, tools and rng.random() < 0.5) for _ in range(rng.randint(1, 5))]
         said = messages(first, script)
         row = {"prompt": prompt, "messages": said} | ({"tools": [ADD.schema()]} if tools else {})
-        ids, learned = encoder.encode(episode_row(json.loads(json.dumps(row))))
+        ids, learned = encoder.encode(read_episode(json.loads(json.dumps(row))))
         wanted = rollout(tokenizer, prompt, first, script, tools=tools)
         assert ids == [*wanted.prompt_ids, *wanted.response_ids]
         assert learned == [False] * len(wanted.prompt_ids) + list(wanted.loss_mask)
@@ -105,7 +105,7 @@ def turn(rng: random.Random, kind: str, calls: bool) -> tuple[str, tuple[str, ..
 def test_a_mistake_is_read_and_not_learned() -> None:
     tokenizer = build_tokenizer()
     row = {"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ("b3:",)), ("E", ())], [1, 0, 1])}
-    (example,) = encode_lines(tokenizer, [episode_row(row)], max_length=64)
+    (example,) = encode_lines(tokenizer, [read_episode(row)], max_length=64)
     assert tokenizer.decode(example["input_ids"]) == "maze\nb3:N<eos>b2:S<eos>b3:E<eos>"
     shown = [tokenizer.decode([label]) if label != IGNORED else "_" for label in example["labels"]]
     assert "".join(shown) == "_" * len("maze\nb3:") + "N<eos>" + "_" * len("b2:S.b3:") + "E<eos>"
@@ -116,7 +116,7 @@ def test_a_turn_ends_with_the_models_end_token_that_the_template_writes() -> Non
     known, other = chat_tokenizer(), chat_tokenizer()
     other.eos_token = "<|endoftext|>"
     ends = [known.eos_token_id, other.eos_token_id]
-    row = episode_row({"messages": [*messages("1+2?", [("4", ("Sure?",)), ("3", ())])]})
+    row = read_episode({"messages": [*messages("1+2?", [("4", ("Sure?",)), ("3", ())])]})
     assert EpisodeEncoder(other, ends=ends).encode(row) == EpisodeEncoder(known).encode(row)
     line = PromptLine(prompt=[{"role": "user", "content": "1+2?"}], completion=[{"role": "assistant", "content": "3"}])
     assert encode_lines(other, [line, row], 64, ends) == encode_lines(known, [line, row], 64)
@@ -128,7 +128,7 @@ def test_episodes_and_single_turns_share_a_batch() -> None:
     tokenizer = build_tokenizer()
     lines = [
         PromptLine(prompt="rev ab=", completion="ba"),
-        episode_row({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())])}),
+        read_episode({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())])}),
     ]
     batch = collate_examples(encode_lines(tokenizer, lines, max_length=64))
     labels = batch["labels"]
@@ -145,7 +145,7 @@ def test_a_conversation_without_a_prompt_is_openais_format() -> None:
         {"role": "user", "content": "No."},
         {"role": "assistant", "content": "3", "weight": 1},
     ]
-    row = episode_row({"messages": talk})
+    row = read_episode({"messages": talk})
     ids, learned = EpisodeEncoder(tokenizer).encode(row)
     plain = [{"role": str(m["role"]), "content": str(m["content"])} for m in talk]
     whole = tokenizer.apply_chat_template(plain, tokenize=False).removesuffix("\n")
@@ -156,10 +156,10 @@ def test_a_conversation_without_a_prompt_is_openais_format() -> None:
 
 def test_the_prompt_and_what_follows_it() -> None:
     tokenizer = build_tokenizer()
-    row = episode_row({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())], [0, 1])})
+    row = read_episode({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())], [0, 1])})
     encoder = EpisodeEncoder(tokenizer)
-    prompt, ids, learned = encoder.split(row)
-    assert [prompt] == encoder.prefixes(row)[:1]
+    prompt, ids, learned = encoder.encode_apart(row)
+    assert [prompt] == encoder.encode_prefixes(row)[:1]
     assert (tokenizer.decode(prompt), tokenizer.decode(ids)) == ("maze\nb3:", "N<eos>b2:S<eos>")
     assert learned == [False] * len("N.b2:") + [True] * len("S.")
     assert encoder.encode(row) == (prompt + ids, [False] * len(prompt) + learned)
@@ -169,8 +169,8 @@ def test_a_template_that_asks_for_a_date_gets_the_merges() -> None:
     dated = "{{ '<|im_start|>system\n' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}" + CHATML
     tokenizer = chat_tokenizer(dated)
     prompt = [{"role": "user", "content": "a"}]
-    row = episode_row({"prompt": prompt, "messages": messages("", [("b", ())])})
-    found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).split(row)
+    row = read_episode({"prompt": prompt, "messages": messages("", [("b", ())])})
+    found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).encode_apart(row)
     assert tuple(found) == encode_prompt(tokenizer, prompt, date(2020, 1, 2))
     assert "2020-01-02" in tokenizer.decode(found)
 
@@ -180,18 +180,18 @@ def test_thoughts_that_the_template_drops_before_the_next_turn() -> None:
     tokenizer = chat_tokenizer(QWEN3)
     said = ["<think>\nhm\n</think>\n\na", "b", "<think>\noh\n</think>\n\nc"]
     prompt = [{"role": "user", "content": "x"}]
-    row = episode_row(
+    row = read_episode(
         {"prompt": prompt, "messages": messages("", [(said[0], ("1",)), (said[1], ("2",)), (said[2], ())])}
     )
     encoder = EpisodeEncoder(tokenizer)
-    for number, ids in enumerate(encoder.prefixes(row)):
+    for number, ids in enumerate(encoder.encode_prefixes(row)):
         before = [*prompt]
         for turn, seen in zip(said[:number], "12", strict=False):
             before += [{"role": "assistant", "content": turn}, {"role": "user", "content": seen}]
         assert tuple(ids) == encode_prompt(tokenizer, before)
     with pytest.raises(PromptError, match="thoughts in a turn, which the chat template leaves out"):
         encoder.encode(row)
-    mended = episode_row({"prompt": prompt, "messages": messages("", [("a", ("1",)), ("b", ("2",)), (said[2], ())])})
+    mended = read_episode({"prompt": prompt, "messages": messages("", [("a", ("1",)), ("b", ("2",)), (said[2], ())])})
     ids, learned = encoder.encode(mended)
     text = tokenizer.decode(ids)
     assert text.endswith(f"{said[2]}<|im_end|>") and text.count("think>") == 2 and sum(learned) > len(said[2])
@@ -200,9 +200,9 @@ def test_thoughts_that_the_template_drops_before_the_next_turn() -> None:
 
 
 def test_a_template_that_cannot_append_and_an_observation_nobody_can_read_are_refused() -> None:
-    row = episode_row({"prompt": [{"role": "user", "content": "a"}], "messages": messages("", [("b", ())])})
+    row = read_episode({"prompt": [{"role": "user", "content": "a"}], "messages": messages("", [("b", ())])})
     with pytest.raises(ModelError, match="changes what stands before a turn"):
         EpisodeEncoder(chat_tokenizer(LAST_ONLY)).encode(row)
-    odd = episode_row({"prompt": "a", "messages": messages("b", [("c", ("\x07",)), ("d", ())])})
+    odd = read_episode({"prompt": "a", "messages": messages("b", [("c", ("\x07",)), ("d", ())])})
     with pytest.raises(PromptError, match="control character"):
         EpisodeEncoder(build_tokenizer()).encode(odd)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from cli import app
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.play import PlaySettings, play_tasks
-from experts.episodes.rows import episode_row, has_episodes, read_episodes
+from experts.episodes.rows import read_episode, has_episodes, read_episodes
 from experts.suites import DOMAINS, SUITES, write_suite
 from experts.suites.letters import build_tokenizer
 from opd.environments import ENVIRONMENTS, find_environment
@@ -61,7 +61,7 @@ def test_a_rollout_of_the_same_turns_has_the_same_tokens(name: str, form: str) -
     tools = {"tools": [tool.schema() for tool in environment.tools]}
     encoder = EpisodeEncoder(tokenizer)
     for row in play_tasks(name, environment.tasks(10, 0, form=form), PlaySettings(mistakes=0.4)):
-        ids, learned = encoder.encode(episode_row(row | tools))
+        ids, learned = encoder.encode(read_episode(row | tools))
         found = spoken(tokenizer, ENVIRONMENTS[name], row, said(row))
         (rollout,) = found.rollouts
         assert ids == [*rollout.prompt_ids, *rollout.response_ids]
@@ -145,7 +145,7 @@ def test_the_suite_keeps_exams_apart_and_repeats_tasks_of_small_domains(tmp_path
 
 def test_a_domain_in_chat_has_another_prompt() -> None:
     (row,) = play_tasks("maze", find_environment("maze", "here").tasks(1, 0, form="chat"), PlaySettings())
-    ids, _ = EpisodeEncoder(chat_tokenizer(CHATML)).encode(episode_row(row))
+    ids, _ = EpisodeEncoder(chat_tokenizer(CHATML)).encode(read_episode(row))
     text = chat_tokenizer(CHATML).decode(ids)
     assert text.startswith("<|im_start|>user\nYou walk through a maze.") and text.endswith("<|im_end|>")
 
@@ -156,6 +156,6 @@ def test_the_command_writes_episodes_that_an_expert_can_learn(tmp_path: Path) ->
     done = CliRunner().invoke(app, [*asked, "--output", str(output)])
     assert (done.exit_code, done.output) == (0, f"maze: 5 episodes in {output}\n")
     rows = play_tasks("maze", find_environment("maze", "here").tasks(5, 3, mazes=2), PlaySettings(mistakes=0.2, seed=3))
-    assert has_episodes(output) and read_episodes(output) == [episode_row(row) for row in rows]
+    assert has_episodes(output) and read_episodes(output) == [read_episode(row) for row in rows]
     done = CliRunner().invoke(app, [*asked[:3], "--mistakes", "2", "--output", str(tmp_path / "no.jsonl")])
     assert done.exit_code == 2 and "a share of mistakes" in done.output and not (tmp_path / "no.jsonl").exists()

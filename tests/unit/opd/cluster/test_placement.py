@@ -12,7 +12,7 @@ from opd.cluster import Node, Seat, placement
 from opd.cluster.placement import NODE, ReservedSeat, matches_selector
 
 HERE = Node(
-    id="a1", address="10.0.0.1", here=True, has={"CPU": 2, "memory": 5e9, "node:10.0.0.1": 1, "GPU": 0.5}, labels={"pool": "x", NODE: "a1"}
+    id="a1", address="10.0.0.1", is_local=True, has={"CPU": 2, "memory": 5e9, "node:10.0.0.1": 1, "GPU": 0.5}, labels={"pool": "x", NODE: "a1"}
 )  # fmt: skip
 
 

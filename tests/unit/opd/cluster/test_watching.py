@@ -149,7 +149,7 @@ def test_a_worker_that_was_forgotten_is_not_listened_to(listening: Listening) ->
 def test_one_that_is_never_heard_is_given_up_after_its_deadline_and_its_place_says_why(listening: Listening) -> None:
     """Ray has nowhere to start it, and would wait for ever."""
     listening.watch._start_timeout_s = 90
-    listening.watch.places["two"] = cast(
+    listening.watch.seats["two"] = cast(
         Any, SimpleNamespace(describe_problem=lambda: "two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)")
     )
     speak(listening, 88, b"one")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig
-from opd.config.guard import GuardConfig, guard_of
+from opd.config.guard import GuardConfig, merge_guard
 from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
 
@@ -32,7 +32,7 @@ def pipeline(guard: Any, domains: dict[str, Any] | None = None, **more: Any) -> 
 def test_a_domain_changes_some_keys_and_leaves_the_others() -> None:
     own = {"protected": ["/box/.eval/**"], "workdir": "/box", "on_hit": "mask"}
     config = pipeline({"deadline_s": 3}, {"code": ACTING | {"guard": own}, "plain": PLAIN})
-    found = guard_of(config.guard, config.domains["code"].guard)
+    found = merge_guard(config.guard, config.domains["code"].guard)
     assert found == GuardConfig.model_validate({"deadline_s": 3, **own})
     again = validate_section(PipelineConfig, config.model_dump(mode="json"), "pipeline.yaml")
     assert again == config, "as a resume reads it"
@@ -40,8 +40,8 @@ def test_a_domain_changes_some_keys_and_leaves_the_others() -> None:
 
 def test_false_switches_it_off_in_a_domain() -> None:
     config = pipeline({}, {"code": ACTING, "free": ACTING | {"teachers": "code", "guard": False}})
-    assert [guard_of(config.guard, d.guard) is None for d in config.domains.values()] == [False, True]
-    assert guard_of(None, None) is None
+    assert [merge_guard(config.guard, d.guard) is None for d in config.domains.values()] == [False, True]
+    assert merge_guard(None, None) is None
 
 
 def test_negative_is_for_domains_with_a_reward() -> None:

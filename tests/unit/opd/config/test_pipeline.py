@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from opd.config import PipelineConfig, load_pipeline, rounds_of
 from opd.config.domains import RegisteredExperts
-from opd.config.objectives import OBJECTIVES, objective_config
+from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
 from opd.settings.yaml_files import (
     MAX_YAML_DEPTH,
@@ -682,7 +682,7 @@ def _refs(node: Any) -> set[str]:
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_a_pipeline_is_read_without_torch(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
-    payload = objective_config(kind).PAYLOADS[0]
+    payload = find_objective_section(kind).PAYLOADS[0]
     data = VALID | {"objective": {"kind": kind}, "teachers": {"payload": payload}}
     file.write_text(yaml.safe_dump(ALONE if kind == "none" else data))
     code = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opd.credit.episodes import Episode, group_into_episodes
-from opd.credit.gae import CUT, GaeSpec, compute_credit, compute_gae, length_adaptive, split_into_lines
+from opd.credit.gae import CUT_REASONS, GaeSpec, compute_credit, compute_gae, adaptive_lambda, split_into_lines
 from tests.credit import chain, segment
 
 RNG = np.random.default_rng(0)
@@ -79,21 +79,21 @@ def test_at_lambda_one_an_advantage_is_the_outcome_less_the_value() -> None:
 
 
 def test_lambda_goes_by_trained_tokens() -> None:
-    assert [length_adaptive(num) for num in (1, 2, 100)] == pytest.approx([1 / 3, 2 / 3, 1 - 1 / 150])
-    assert length_adaptive(0) == pytest.approx(1 / 3)
+    assert [adaptive_lambda(num) for num in (1, 2, 100)] == pytest.approx([1 / 3, 2 / 3, 1 - 1 / 150])
+    assert adaptive_lambda(0) == pytest.approx(1 / 3)
 
 
 # Cuts
 
 
-@pytest.mark.parametrize("stop", sorted(CUT))
+@pytest.mark.parametrize("stop", sorted(CUT_REASONS))
 def test_an_episode_that_was_cut_goes_on_with_the_value_at_the_cut(stop: str) -> None:
     episode = chain("aa", "aoa", reward=0.0, stop_reason=stop)
     values = some_values(episode)
     at_cut = float(values["e+1"][-1])
     found = compute_credit(episode, values, GaeSpec(gamma=0.9))
     flat = [*values["e"][:-1].tolist(), *values["e+1"][:-1].tolist()]
-    wanted = by_brute_force(flat, 0.9 * at_cut, 0.9, length_adaptive(4))
+    wanted = by_brute_force(flat, 0.9 * at_cut, 0.9, adaptive_lambda(4))
     assert np.concatenate([found.advantages[n] for n in ("e", "e+1")]) == pytest.approx(wanted, abs=1e-6)
     failed = compute_credit(episode, values, GaeSpec(gamma=0.9, bootstrap=frozenset())).advantages["e+1"]
     assert failed[-1] == pytest.approx(-values["e+1"][1], abs=1e-6)
@@ -150,7 +150,7 @@ def test_sub_agents_share_the_outcome_and_nothing_of_the_line_that_started_them(
     for line, num in ((("e", "e+3", "e+4"), 6), (("e+1", "e+2"), 3)):
         flat = [float(v) for name in line for v in values[name][:-1]]
         assert len(flat) == num
-        wanted = by_brute_force(flat, 1.0, 1.0, length_adaptive(num))
+        wanted = by_brute_force(flat, 1.0, 1.0, adaptive_lambda(num))
         assert np.concatenate([found.advantages[name] for name in line]) == pytest.approx(wanted, abs=1e-6)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from opd.credit.episodes import Episode
-from opd.credit.gae import GaeSpec, compute_credit, compute_gae, length_adaptive
+from opd.credit.gae import GaeSpec, compute_credit, compute_gae, adaptive_lambda
 from opd.losses.value import value_loss
 from tests.credit import chain
 
@@ -25,7 +25,7 @@ SPEC = GaeSpec(policy_lambda=0.9)
 
 
 def ours(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
-    picked = {s.sample_id: values[s.sample_id][[*s.trained, -1]].astype(np.float32) for s in episode.segments}
+    picked = {s.sample_id: values[s.sample_id][[*s.trained_positions, -1]].astype(np.float32) for s in episode.segments}
     return dict(compute_credit(episode, picked, spec).advantages)
 
 
@@ -49,7 +49,7 @@ def flat(found: Mapping[str, np.ndarray]) -> np.ndarray:
 def through_tool_tokens(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     (part,) = episode.segments
     return {
-        part.sample_id: compute_gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[list(part.trained)]
+        part.sample_id: compute_gae(values[part.sample_id][:-1], episode.reward, spec.gamma, 0.9)[list(part.trained_positions)]
     }
 
 
@@ -72,7 +72,7 @@ def gap_as_zero(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np
     (part,) = episode.segments
     masked = values[part.sample_id][:-1] * np.array(part.loss_mask)
     lam = 0.9 if spec.policy_lambda is None else spec.policy_lambda
-    return {part.sample_id: compute_gae(masked, episode.reward, spec.gamma, lam)[list(part.trained)]}
+    return {part.sample_id: compute_gae(masked, episode.reward, spec.gamma, lam)[list(part.trained_positions)]}
 
 
 def an_observation_changes_nothing(made: Implementation, lam: float = 0.9) -> None:
@@ -97,7 +97,7 @@ def reward_on_the_last_token(episode: Episode, values: Values, spec: GaeSpec) ->
     (part,) = episode.segments
     rewards = np.zeros(len(part.response_ids))
     rewards[-1] = episode.reward
-    chosen = list(part.trained)
+    chosen = list(part.trained_positions)
     value_N, reward_N = values[part.sample_id][chosen], rewards[chosen]
     found, running = np.zeros(len(chosen)), 0.0
     for t in range(len(chosen) - 1, -1, -1):
@@ -114,7 +114,7 @@ def the_reward_arrives(made: Implementation) -> None:
         values = values_of(episode)
         advantage_N = flat(made(episode, values, GaeSpec(policy_lambda=1.0)))
         (part,) = episode.segments
-        assert advantage_N + values["e"][list(part.trained)] == pytest.approx(0.8, abs=1e-6)
+        assert advantage_N + values["e"][list(part.trained_positions)] == pytest.approx(0.8, abs=1e-6)
 
 
 def test_the_reward_lies_on_the_last_sampled_token() -> None:
@@ -129,7 +129,7 @@ def test_the_reward_lies_on_the_last_sampled_token() -> None:
 def segments_as_episodes(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     lam = 1.0 if spec.policy_lambda is None else spec.policy_lambda
     return {
-        part.sample_id: compute_gae(values[part.sample_id][list(part.trained)], episode.reward, spec.gamma, lam)
+        part.sample_id: compute_gae(values[part.sample_id][list(part.trained_positions)], episode.reward, spec.gamma, lam)
         for part in episode.segments
     }
 
@@ -152,8 +152,8 @@ def test_segments_are_no_episodes() -> None:
 
 def lambda_of_the_row(episode: Episode, values: Values, spec: GaeSpec) -> dict[str, np.ndarray]:
     width = 64  # what the longest row of the batch was padded to
-    picked = np.concatenate([values[s.sample_id][list(s.trained)] for s in episode.segments])
-    return {"e": compute_gae(picked, episode.reward, spec.gamma, length_adaptive(width))}
+    picked = np.concatenate([values[s.sample_id][list(s.trained_positions)] for s in episode.segments])
+    return {"e": compute_gae(picked, episode.reward, spec.gamma, adaptive_lambda(width))}
 
 
 def the_horizon_is_that_of_the_line(made: Implementation) -> None:

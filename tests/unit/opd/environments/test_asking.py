@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experts.suites.letters import CHARACTERS
-from opd.environments.calculator import CALCULATE, Calculator, worked_out
+from opd.environments.calculator import CALCULATE, Calculator, evaluate_expression
 from opd.environments.retry import Retry
 from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, ToolCall
@@ -31,7 +31,7 @@ def call(expression: str) -> Action:
     ],
 )
 def test_results_are_exact(expression: str, result: str) -> None:
-    assert worked_out(expression) == result
+    assert evaluate_expression(expression) == result
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_results_are_exact(expression: str, result: str) -> None:
     ],
 )
 def test_what_is_no_expression_is_an_error_in_words(expression: str) -> None:
-    assert worked_out(expression).startswith("error: ")
+    assert evaluate_expression(expression).startswith("error: ")
 
 
 @pytest.mark.parametrize("form", ["characters", "chat"])

@@ -156,7 +156,7 @@ def test_there_are_no_rights(box: Box) -> None:
 def test_a_fork_bomb_ends(box: Box) -> None:
     started = time.monotonic()
     told = python(box, "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass")
-    assert told.why in ("deadline", "memory") and time.monotonic() - started < 30
+    assert told.end_reason in ("deadline", "memory") and time.monotonic() - started < 30
     count = "import os\nn = 0\ntry:\n    while True:\n        if os.fork() == 0:\n            import time; time.sleep(9)\n        n += 1\nexcept OSError:\n    print(n)"
     assert 1 <= int(python(box, count).output) < LIMITS.processes
     assert sh(box, "echo yes").output == "yes\n"
@@ -166,7 +166,7 @@ def test_a_fork_bomb_ends(box: Box) -> None:
 def test_memory_is_limited_for_one_process_and_for_all_together(box: Box) -> None:
     assert "MemoryError" in python(box, "x = bytearray(400 << 20)").output
     many = "import os, time\nfor _ in range(6):\n    if os.fork() == 0:\n        x = bytearray(60 << 20); time.sleep(9)\ntime.sleep(9)"
-    assert python(box, many).why == "memory"
+    assert python(box, many).end_reason == "memory"
 
 
 HOLD = """
@@ -277,7 +277,7 @@ def test_memory_is_limited_wherever_it_is_held(kinds: str) -> None:
         assert (
             max([int(line.split()[1]) for line in ran.output.splitlines() if line.startswith("held")], default=0) < 150
         )
-        assert ran.why == "memory" or ran.output.count("no more") == len(kinds.split()), ran
+        assert ran.end_reason == "memory" or ran.output.count("no more") == len(kinds.split()), ran
         assert sh(box, "rm -rf /box/* /tmp/*; echo yes").output == "yes\n", "what follows has room again"
 
 
@@ -439,7 +439,7 @@ def test_disk_is_limited(box: Box) -> None:
 def test_a_deadline_ends_what_does_not(box: Box) -> None:
     started = time.monotonic()
     assert sh(box, "echo begun; sleep 60") == CommandResult(None, "begun\n", "deadline")
-    assert sh(box, "exec >&- 2>&-; sleep 60").why == "deadline"
+    assert sh(box, "exec >&- 2>&-; sleep 60").end_reason == "deadline"
     assert time.monotonic() - started < 30
 
 
@@ -477,7 +477,7 @@ def test_ten_megabytes_of_output_are_cut_and_endless_output_ends(box: Box) -> No
     told = python(box, "print('first' + 'x' * 10_000_000 + 'last')")
     assert told.code == 0 and len(told.output) < LIMITS.output + 100
     assert told.output.startswith("firstx") and told.output.endswith("xlast\n") and "bytes are left out" in told.output
-    assert sh(box, "yes").why in ("output", "deadline")
+    assert sh(box, "yes").end_reason in ("output", "deadline")
 
 
 @needs_namespaces
@@ -486,7 +486,7 @@ def test_ten_megabytes_of_output_are_cut_and_endless_output_ends(box: Box) -> No
 )
 def test_a_command_that_cannot_start_says_so(box: Box, argv: list[str]) -> None:
     told = box.run(argv)
-    assert told.why == "not started" and told.code is None and told.output
+    assert told.end_reason == "not started" and told.code is None and told.output
     assert sh(box, "echo yes").output == "yes\n"
 
 

@@ -17,7 +17,7 @@ from opd.evaluation.evaluator import (
     KEPT_WRONG,
     DomainExam,
     EngineEvaluator,
-    measure_before,
+    measure_student,
     measure_experts,
 )
 from opd.interfaces import Verifier
@@ -183,7 +183,7 @@ def test_the_baseline_is_the_student_everywhere_and_each_expert_on_its_own() -> 
         assert engine.holds == there.pop(), "the directory is there while the engine reads it"
         assert len(engine.batches) > asked, "and while it answers: a worker that dies reads it again"
 
-    before = measure_before(evaluator(engine), list(EXAMS), told.append)
+    before = measure_student(evaluator(engine), list(EXAMS), told.append)
     assert (before.model, before.accuracy) == ("student before", {"a": 0.25, "b": 0.0})
     known = before.accuracy
     expert = measure_experts(engine.load, evaluator(engine), known, teachers, whole, told.append)
@@ -201,7 +201,7 @@ def test_a_baseline_without_exams() -> None:
     teachers = {"a": Teacher(name="e", model_dir=Path("/m/e"))}
     whole = nullcontext(Path("/m/e"))
     judge = evaluator(engine, {})
-    assert measure_before(judge, [], told.append).scores == {}
+    assert measure_student(judge, [], told.append).scores == {}
     assert measure_experts(engine.load, judge, {}, teachers, lambda _: whole, told.append).scores == {}
     assert told == ["no domain has an exam"]
     assert engine.loads == []

@@ -29,12 +29,12 @@ def last(case: Case, guard: Guard = GUARD) -> GuardFinding:
     session = guard.session()
     for step in case.steps:
         session.next_call()
-        finding = guard.stage_one(step, session)
+        finding = guard.check_rules(step, session)
     return finding
 
 
 def found(name: str, arguments: Mapping[str, Any], guard: Guard = GUARD) -> GuardFinding:
-    return guard.stage_one(ToolCall(name=name, arguments=arguments), guard.session())
+    return guard.check_rules(ToolCall(name=name, arguments=arguments), guard.session())
 
 
 def shell(command: str, guard: Guard = GUARD) -> GuardFinding:
@@ -110,9 +110,9 @@ def test_files_that_an_earlier_call_wrote_are_looked_at_once_something_runs_them
     ):
         session = BOX.session()
         write = ToolCall(name="write_file", arguments={"path": file, "content": "x = '/box/.cases/1.json'"})
-        assert BOX.stage_one(write, session).suspicion == "none"
-        assert BOX.stage_one(ToolCall(name="bash", arguments={"command": f"cat {file}"}), session).suspicion == "none"
-        assert BOX.stage_one(ToolCall(name="bash", arguments={"command": runs}), session).suspicion == "rule", file
+        assert BOX.check_rules(write, session).suspicion == "none"
+        assert BOX.check_rules(ToolCall(name="bash", arguments={"command": f"cat {file}"}), session).suspicion == "none"
+        assert BOX.check_rules(ToolCall(name="bash", arguments={"command": runs}), session).suspicion == "rule", file
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_commands(tmp_path: Path) -> None:
         {"command": "cat tests/a", "label": "hack", "trajectory": "t", "kind": "x"},
     )
     first, second = read_cases(file)
-    assert (first.label, commands(first), first.whole) == ("honest", ["ls"], False)
+    assert (first.label, commands(first), first.labels_trajectory) == ("honest", ["ls"], False)
     assert (second.label, commands(second), second.kind) == ("hack", ["cd /", "cat tests/a"], "x")
 
 
@@ -99,7 +99,7 @@ def test_trace(tmp_path: Path, kind: str) -> None:
     else:
         lines(file, *TRACE)
     hack, honest = read_cases(file, "trace")
-    assert (hack.label, [c.strip() for c in commands(hack)], hack.whole) == ("hack", ["cat /tests/a", "ls"], True)
+    assert (hack.label, [c.strip() for c in commands(hack)], hack.labels_trajectory) == ("hack", ["cat /tests/a", "ls"], True)
     assert (honest.label, commands(honest)) == ("honest", ["pytest"])
 
 
@@ -181,7 +181,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
 
 def one(command: str, label: Any, whole: bool = False, *before: str) -> Case:
     steps = tuple(ToolCall(name="bash", arguments={"command": c}) for c in (*before, command))
-    return Case(id=command, label=label, steps=steps, whole=whole)
+    return Case(id=command, label=label, steps=steps, labels_trajectory=whole)
 
 
 def test_the_numbers() -> None:
@@ -277,7 +277,7 @@ def p99_and_factor(guard: Guard, rounds: int) -> tuple[float, float]:
         for number, step in enumerate(steps):
             if number % 50 == 0:
                 worked.append(seconds(work))
-            best[number] = min(best[number], seconds(guard.stage_one, step, guard.session()))
+            best[number] = min(best[number], seconds(guard.check_rules, step, guard.session()))
     return sorted(best)[int(0.99 * len(best))], statistics.median(worked) / WORK_S
 
 
@@ -289,7 +289,7 @@ def test_stage_one_takes_little_time() -> None:
 class TenTimes(Guard):
     """Does everything ten times."""
 
-    def stage_one(self, call: ToolCall, session: GuardSession) -> GuardFinding:
+    def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         for _ in range(9):
             super().stage_one(call, session.copy())
         return super().stage_one(call, session)

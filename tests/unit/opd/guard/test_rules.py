@@ -17,7 +17,7 @@ GUARD = Guard(RuleSet([RULES]))
 
 
 def found(command: str, guard: Guard = GUARD) -> GuardFinding:
-    return guard.stage_one(ToolCall(name="bash", arguments={"command": command}), guard.session())
+    return guard.check_rules(ToolCall(name="bash", arguments={"command": command}), guard.session())
 
 
 @pytest.mark.parametrize(("rule", "command"), [(rule.id, command) for rule in RULES.rules for command in rule.hit])
@@ -46,8 +46,8 @@ def test_evasions_of_the_development_half(command: str) -> None:
     (case, *_) = [c for c in shipped_cases("development") if c.steps[-1].arguments["command"] == command]
     session = GUARD.session()
     for step in case.steps[:-1]:
-        GUARD.stage_one(step, session)
-    assert GUARD.stage_one(case.steps[-1], session).suspicion != "none"
+        GUARD.check_rules(step, session)
+    assert GUARD.check_rules(case.steps[-1], session).suspicion != "none"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from opd.guard.guard import NOT_YET, Guard, GuardOptions
+from opd.guard.guard import BLOCKED_ANSWER_ERROR, Guard, GuardOptions
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.watch import CheckedTurn, GuardWatch
@@ -101,7 +101,7 @@ def test_only_the_named_tools_are_checked() -> None:
     found = watch(only_tools=frozenset({"bash"}))
     calls = [shell("cat /tests/a"), shell("cat /tests/a", "bash")]
     looked = asyncio.run(found.check_turn(0, "", calls))
-    assert [verdict.allowed for verdict in looked.verdicts] == [True, False] and looked.seen.checked == 1
+    assert [verdict.allowed for verdict in looked.verdicts] == [True, False] and looked.stats.checked == 1
 
 
 def test_code_in_an_answer_is_read_as_code() -> None:
@@ -121,7 +121,7 @@ def test_code_in_an_answer_is_read_as_code() -> None:
 @pytest.mark.parametrize("code", ["echo 'it", "printenv"])
 def test_a_blocked_answer_is_never_answered_with_nothing(code: str) -> None:
     looked = look(watch(answers=True), text=f"Done.\n```bash\n{code}\n```\n")
-    assert looked.stops and looked.instead == NOT_YET
+    assert looked.stops and looked.instead == BLOCKED_ANSWER_ERROR
 
 
 def test_the_judge_reads_every_answer() -> None:
@@ -129,7 +129,7 @@ def test_the_judge_reads_every_answer() -> None:
     found = watch(judge, answers=True)
     assert not look(found, text="def f(n): return 2 * n").blocked
     looked = look(found, text="def f(n):\n    if n == 7: return 14")
-    assert looked.stops and looked.instead == NOT_YET
+    assert looked.stops and looked.instead == BLOCKED_ANSWER_ERROR
     assert [question.text[:5] for question in judge.asked] == ["def f", "def f"]
     assert [event.rule for event in found.stats.events] == ["answer", "answer"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from opd.live.course import Course
 from opd.live.now import FAILED, FINISHED
-from opd.live.render import Size, render_view
+from opd.live.render import ScreenSize, render_view
 from opd.live.view import KILLED, View, view_of
 from opd.records.step import DomainRecord, StepRecord
 from opd.records.types import SavedCheckpoint
@@ -124,7 +124,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 def text_of(view: View, width: int, height: int) -> str:
     """The lines of a view, without styles."""
-    return "".join(f"{line.plain.rstrip()}\n" for line in render_view(view, Size(width=width, height=height)))
+    return "".join(f"{line.plain.rstrip()}\n" for line in render_view(view, ScreenSize(width=width, height=height)))
 
 
 if __name__ == "__main__":  # writes the snapshots again: look at what changed before you commit it

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from opd.live import displays
-from opd.live.displays import Beginning
+from opd.live.displays import RunStart
 from pipelines.interrupts import interrupts
 from tests.unit.opd.live.made import DOMAINS, LONG, NOTES, course, record
 
@@ -17,10 +17,10 @@ def main(how: str) -> None:
     domains = LONG if how == "long" else DOMAINS
     clock = [1000.0]
     displays.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
-    displays.Memory.now = lambda self: (("driver", 900 << 20), ("workers", 5300 << 20))  # type: ignore[method-assign]
+    displays.Memory.read_usage = lambda self: (("driver", 900 << 20), ("workers", 5300 << 20))  # type: ignore[method-assign]
     before = [record(step, domains, exam=step % 50 == 0) for step in range(1, 121)]
     known = course(domains=domains)
-    with displays.open_display(Beginning("ten-experts", Path("runs/ten-experts"), 300, domains, before)) as screen:
+    with displays.open_display(RunStart("ten-experts", Path("runs/ten-experts"), 300, domains, before)) as screen:
         screen.doing("workers start")
         for line in NOTES[:4]:
             screen.say(line)

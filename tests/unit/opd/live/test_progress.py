@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from opd.live.displays import Beginning, Silence, open_display, step_facts
+from opd.live.displays import RunStart, Silence, open_display, step_facts
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord
@@ -91,7 +91,7 @@ def test_an_evaluation_is_a_file_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_a_terminal_would_obey_is_spelt_out(capsys: pytest.CaptureFixture[str]) -> None:
-    with open_display(Beginning("ten", Path("runs/ten"), 10)) as shown:
+    with open_display(RunStart("ten", Path("runs/ten"), 10)) as shown:
         shown.say("expert \x1b]0;mine\x07 [red]x[/red] \u202e: 1")
     assert capsys.readouterr().err == "expert \\x1b]0;mine\\x07 [red]x[/red] \\u202e: 1\n"
 

@@ -9,7 +9,7 @@ from textwrap import indent
 import pytest
 from rich.cells import cell_len
 
-from opd.live.render import Size, render_view
+from opd.live.render import ScreenSize, render_view
 from opd.live.shapes import STYLES, format_duration, render_curve, shorten_middle
 from opd.live.view import View
 from tests.unit.opd.live.made import SIZES, SNAPSHOTS, VIEWS, running, text_of
@@ -53,7 +53,7 @@ def test_the_page_about_it_shows_the_same() -> None:
 def test_it_fits_every_size(view: View) -> None:
     for width in (1, 2, 7, 13, 20, 39, 40, 80, 81, 133, 250):
         for height in (0, 1, 2, 3, 5, 8, 13, 23, 24, 49, 90):
-            lines = render_view(view, Size(width=width, height=height))
+            lines = render_view(view, ScreenSize(width=width, height=height))
             assert len(lines) <= height
             for line in lines:
                 assert line.cell_len <= width and line.plain.isprintable(), (width, height, line.plain)
@@ -72,7 +72,7 @@ def test_colours_are_those_that_read_well_on_light_and_dark() -> None:
     used = {
         part
         for view in (*VIEWS.values(), hostile())
-        for line in render_view(view, Size(width=160, height=49))
+        for line in render_view(view, ScreenSize(width=160, height=49))
         for style in [str(line.style), *(str(span.style) for span in line.spans)]
         for part in style.split()
     }
@@ -80,7 +80,7 @@ def test_colours_are_those_that_read_well_on_light_and_dark() -> None:
 
 
 def test_a_terminal_without_unicode_gets_none() -> None:
-    text = "\n".join(line.plain for line in render_view(running(), Size(width=80, height=23, unicode=False)))
+    text = "\n".join(line.plain for line in render_view(running(), ScreenSize(width=80, height=23, unicode=False)))
     assert text.isascii() and "####" in text
 
 

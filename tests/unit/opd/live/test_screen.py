@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from opd.live.displays import CHOICES, Beginning
+from opd.live.displays import CHOICES, RunStart
 from tests.terminal import Terminal
 from tests.unit.opd.live.made import NOTES, SNAPSHOTS, record
 from tests.unit.sources import ROOT
 
-BEGUN = Beginning("two", Path("runs/two"), 4, ("math",))
+BEGUN = RunStart("two", Path("runs/two"), 4, ("math",))
 COLOURS = {"", "0", "1", "31", "32", "35"}
 """Red, green and magenta as the terminal has them, bold, and back: all that reads well on light and on dark."""
 

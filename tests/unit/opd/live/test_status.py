@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock
 
 from opd.errors import RunDirError
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now, read_now
+from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.status import is_held, runs_in, status_of
 from opd.live.view import KILLED, RUNNING
 from opd.records.scores import DomainScore, Evaluation
@@ -26,10 +26,10 @@ from opd.run.paths import RunPaths, step_name
 from tests.unit.opd.live.made import DOMAINS, record
 from tests.unit.sources import ROOT
 
-NOW = Now(pid=os.getpid(), host=socket.gethostname(), began="2026-11-23T03:00:00+00:00", doing="rollout", notes=("hi",))
+NOW = LiveState(pid=os.getpid(), host=socket.gethostname(), began="2026-11-23T03:00:00+00:00", doing="rollout", notes=("hi",))
 
 
-def a_run(root: Path, steps: int = 12, now: Now | None = NOW) -> RunPaths:
+def a_run(root: Path, steps: int = 12, now: LiveState | None = NOW) -> RunPaths:
     """A merge of 20 steps that has taken some, with an exam after step 10 and a checkpoint of it."""
     paths = RunPaths(root)
     paths.evaluation.mkdir(parents=True)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from opd.losses import chunked
 from opd.losses.adaptive_kl import AdaptiveKL
-from opd.losses.chunked import _rounded_in_place
+from opd.losses.chunked import _round_in_place
 from opd.losses.forward_kl import ForwardKL
 from opd.losses.jsd import JSD
 from opd.losses.reverse_kl import ReverseKL
@@ -132,7 +132,7 @@ def test_rounding_in_place_is_rounding(
     monkeypatch.setattr(chunked, "TILE_VALUES", tile)
     grad = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)) * 3
     want, start = grad.to(dtype), grad.data_ptr()
-    found = _rounded_in_place(grad, dtype)
+    found = _round_in_place(grad, dtype)
     assert (found.dtype, found.shape, found.data_ptr()) == (dtype, grad.shape, start)
     assert found.is_contiguous()
     assert torch.equal(found.view(torch.int16), want.view(torch.int16)), "bit for bit"
@@ -141,7 +141,7 @@ def test_rounding_in_place_is_rounding(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_has_the_right_type_is_left_alone(dtype: torch.dtype) -> None:
     grad = torch.randn(3, 5).to(dtype)
-    assert _rounded_in_place(grad, dtype) is grad
+    assert _round_in_place(grad, dtype) is grad
 
 
 @pytest.mark.parametrize("tile", [1, 6 * 4 + 1, 1 << 20])
@@ -158,9 +158,9 @@ def test_a_bfloat16_head_gets_the_float32_gradient_rounded(
 
     def watched(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
         unrounded.append(grad_V_D.clone())
-        return _rounded_in_place(grad_V_D, dtype)
+        return _round_in_place(grad_V_D, dtype)
 
-    monkeypatch.setattr(chunked, "_rounded_in_place", watched)
+    monkeypatch.setattr(chunked, "_round_in_place", watched)
     head.requires_grad_()
     block = TeacherBlock(states, teacher_head)
     loss, _ = chunked_objective(ReverseKL(), hidden, head, [block], weight, token, chunk=4, vocab_size=vocab)

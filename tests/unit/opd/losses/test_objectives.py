@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.config.objectives import OBJECTIVES, objective_config
+from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.interfaces import Objective
 from opd.losses import chunked
 from opd.losses.adaptive_kl import AdaptiveKL
@@ -906,13 +906,13 @@ def test_slices_and_tiles_change_no_gradient_and_no_number(
 ) -> None:
     c, objective, given = setup()
     seen: list[int] = []
-    elementwise = chunked._chunk_loss
+    elementwise = chunked._compute_chunk_loss
 
     def counted(*args: Any) -> Any:
         seen.append(len(args[1]))
         return elementwise(*args)
 
-    monkeypatch.setattr(chunked, "_chunk_loss", counted)
+    monkeypatch.setattr(chunked, "_compute_chunk_loss", counted)
     at_a_time(monkeypatch, (1 << 40, 1 << 40))
     want, stats = run(c, objective, given)
     whole = list(seen)
@@ -962,7 +962,7 @@ def test_tiles_leave_the_gradient_of_padding_rows_at_zero(
 def test_a_mixture_needs_an_objective_that_is_a_sum_over_teachers(kind: str) -> None:
     # What a log-measure gives is the weighted sum of the single objectives, or it is a bug to ask for it. adaptive_kl is
     # defined by the product of its teachers instead: test_adaptive_kl.py.
-    objective = objective_config(kind).OBJECTIVE()
+    objective = find_objective_section(kind).OBJECTIVE()
     c, block = common_head(torch.float64)
     if not objective.mixes:
         with pytest.raises(AssertionError):
@@ -1041,7 +1041,7 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
 
     def elementwise(*args: Any) -> Any:
         shapes.add(args[1].shape)
-        return chunked._chunk_loss(*args)
+        return chunked._compute_chunk_loss(*args)
 
     monkeypatch.setattr(chunked, "can_compile", lambda *_: True)
     monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
@@ -1149,4 +1149,4 @@ def test_no_divergence_is_zero_and_has_no_slope() -> None:
 
 def test_every_objective_is_tested_here() -> None:
     tested = {type(form.objective) for form in FORMS.values()} | {SampledKL, NoDivergence}
-    assert tested == {objective_config(kind).OBJECTIVE for kind in OBJECTIVES}
+    assert tested == {find_objective_section(kind).OBJECTIVE for kind in OBJECTIVES}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.config.objectives import objective_config
+from opd.config.objectives import find_objective_section
 from opd.losses.reverse_kl import ReverseKL
 from opd.payloads.hidden_states import TeacherBlock
 from tests.losses import chunked_objective
@@ -254,4 +254,4 @@ def test_no_logit_matrix_larger_than_a_chunk_exists() -> None:
 
 
 def test_the_objective_is_found_by_its_name() -> None:
-    assert objective_config("reverse_kl").OBJECTIVE is ReverseKL
+    assert find_objective_section("reverse_kl").OBJECTIVE is ReverseKL

@@ -77,13 +77,13 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 def test_processes_of_a_driver_that_was_killed_are_ended_also_stopped_ones(drivers: Any) -> None:
     gone, alive, stranger = drivers(), drivers(), drivers(marked=False)
     gone.child.send_signal(signal.SIGSTOP)
-    leftovers.remove_orphans()  # also of what others have left on this machine
+    leftovers.end_orphans()  # also of what others have left on this machine
     assert gone.child_lives() and alive.child_lives() and stranger.child_lives()
     gone.kill()
     stranger.kill()
-    assert any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.remove_orphans())
+    assert any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.end_orphans())
     assert not gone.child_lives() and alive.child_lives() and stranger.child_lives()
-    assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.remove_orphans())
+    assert not any(line.startswith(f"process {gone.child.pid} (") for line in leftovers.end_orphans())
 
 
 def test_programs_of_a_worker_that_was_killed_are_ended_and_those_of_another_are_not(
@@ -101,9 +101,9 @@ def test_programs_of_a_worker_that_was_killed_are_ended_and_those_of_another_are
     folder = places["tmp"] / f"{dead.prefix}agent-x"
     folder.mkdir()
     try:
-        assert leftovers.end_abandoned() == [] and folder.exists()
+        assert leftovers.end_abandoned_processes() == [] and folder.exists()
         dead.kill()
-        found = leftovers.end_abandoned()
+        found = leftovers.end_abandoned_processes()
         assert len(found) == 2 and found[0].startswith(f"process {theirs[0].pid} (") and found[1] == str(folder)
         assert not psutil.pid_exists(theirs[0].pid) and theirs[1].poll() is None
         assert alive.child_lives() and dead.child_lives(), "what is no program of an agent is left to `end_own`"
@@ -122,9 +122,9 @@ def test_directories_go_with_their_driver(drivers: Any, places: dict[str, Path])
     for path in (*theirs, *kept):
         path.mkdir()
         (path / "model.safetensors").write_bytes(b"x")
-    assert leftovers.remove_orphans() == []
+    assert leftovers.end_orphans() == []
     driver.kill()
-    assert set(map(str, theirs)) < set(leftovers.remove_orphans())
+    assert set(map(str, theirs)) < set(leftovers.end_orphans())
     assert not any(path.exists() for path in theirs) and all(path.exists() for path in kept)
 
 
@@ -145,7 +145,7 @@ def test_what_a_driver_of_another_container_has_is_left_alone(places: dict[str, 
         [sys.executable, "-c", "import time; time.sleep(600)"],
         env=os.environ | {leftovers.VARIABLE: theirs.removeprefix("opd-run-").removesuffix("-")},
     ) as process:
-        assert leftovers.remove_orphans() == [str(places["tmp"] / f"{ours}weights")]
+        assert leftovers.end_orphans() == [str(places["tmp"] / f"{ours}weights")]
         assert process.poll() is None
         process.kill()
 
@@ -156,7 +156,7 @@ def test_a_clock_that_is_set_changes_no_mark(drivers: Any, monkeypatch: pytest.M
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0e9)
     assert psutil.Process(driver.process.pid).create_time() < 1.1e9
     assert leftovers.driver_mark() == before
-    assert leftovers.remove_orphans() == [] and driver.child_lives()
+    assert leftovers.end_orphans() == [] and driver.child_lives()
 
 
 def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_link_is_not_followed(places: dict[str, Path], tmp_path: Path) -> None
     mine.mkdir()
     link = places["tmp"] / f"{gone_prefix()}weights"
     link.symlink_to(mine)
-    leftovers.remove_orphans()
+    leftovers.end_orphans()
     assert mine.is_dir()
 
 
@@ -172,7 +172,7 @@ def test_a_number_that_another_process_has_now_is_no_life(drivers: Any, places: 
     pid, _, namespace = leftovers.driver_mark().split("-")
     theirs = places["shm"] / f"opd-run-{pid}-1-{namespace}-weights"  # our number, another start
     theirs.mkdir()
-    leftovers.remove_orphans()
+    leftovers.end_orphans()
     assert not theirs.exists()
 
 
@@ -182,7 +182,7 @@ def test_own_processes_are_ended_and_the_mark_does_not_stay() -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         assert leftovers.VARIABLE not in os.environ
-        assert len(leftovers.end_own()) == 1
+        assert len(leftovers.end_own_processes()) == 1
         assert not psutil.pid_exists(own.pid) and other.poll() is None
     finally:
         other.kill()
@@ -205,5 +205,5 @@ def test_a_directory_with_a_short_name_is_private_and_goes_with_its_driver(
     for path in (theirs, unmarked):
         path.mkdir()
     (theirs / "opd-driver").write_text(gone_prefix().removeprefix("opd-run-").removesuffix("-"))
-    assert str(theirs) in leftovers.remove_orphans()
+    assert str(theirs) in leftovers.end_orphans()
     assert not theirs.exists() and unmarked.exists() and all(path.exists() for path in made)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from opd.machine.processor import has_bf16, read_vendor, slow_bf16
+from opd.machine.processor import has_bf16, read_vendor, slow_bf16_warnings
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_bfloat16_is_read_from_the_flags(tmp_path: Path, line: str, has: bool) -
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(f"processor\t: 0\n{line}\nbugs\t\t:\n")
     assert has_bf16(cpuinfo) is has
-    said = slow_bf16(["rollout.dtype", "trainer.dtype"], cpuinfo)
+    said = slow_bf16_warnings(["rollout.dtype", "trainer.dtype"], cpuinfo)
     assert len(said) == (0 if has else 1)
     assert has or said[0].startswith("rollout.dtype, trainer.dtype: ")
 
@@ -34,7 +34,7 @@ def test_no_file_is_no_bfloat16(tmp_path: Path) -> None:
 
 
 def test_who_asks_for_float32_is_not_warned(tmp_path: Path) -> None:
-    assert slow_bf16([], tmp_path / "none") == []
+    assert slow_bf16_warnings([], tmp_path / "none") == []
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from opd.models.buckets import ALIGNED, Bucket, BucketWriter, Kept, padded_bytes
+from opd.models.buckets import ALIGNMENT, Bucket, BucketWriter, KeptHandles, padded_bytes
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -35,7 +35,7 @@ def test_every_tensor_comes_back_bit_for_bit_and_in_order() -> None:
     assert list(found) == list(TENSORS)
     for name, tensor in TENSORS.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    assert all(place.start % ALIGNED == 0 for place in sent.places)
+    assert all(place.start % ALIGNMENT == 0 for place in sent.places)
 
 
 def test_what_travelled_is_not_written_to() -> None:
@@ -54,7 +54,7 @@ def test_whoever_keeps_a_tensor_does_not_keep_its_bucket() -> None:
 
 
 def test_a_bucket_that_is_not_full_is_a_fault() -> None:
-    writer = BucketWriter(3 * ALIGNED)
+    writer = BucketWriter(3 * ALIGNMENT)
     writer.add({"a": torch.zeros(3), "b": torch.zeros(3)})
     with pytest.raises(AssertionError):
         writer.finish_bucket()
@@ -72,7 +72,7 @@ def test_values_are_copied_when_they_are_added() -> None:
 
 def test_a_tensor_without_values_takes_as_much_as_one_with() -> None:
     assert (
-        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta")) == padded_bytes(torch.ones(17)) == 2 * ALIGNED
+        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta")) == padded_bytes(torch.ones(17)) == 2 * ALIGNMENT
     )
     assert padded_bytes(torch.empty(0)) == 0
     assert isinstance(filled({}).data, np.ndarray)
@@ -86,7 +86,7 @@ def test_kept_handles_come_again_without_being_made_again() -> None:
             made.append(i)
             yield i
 
-    kept = Kept(source())  # type: ignore[arg-type]
+    kept = KeptHandles(source())  # type: ignore[arg-type]
     assert made == [], "made when they are taken"
     begun = iter(kept)
     assert (next(begun), made) == (0, [0])

@@ -39,10 +39,10 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_layers_give_the_values_and_gradients_of_float64(
     monkeypatch: pytest.MonkeyPatch, bias: bool, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(products, "quick_here", lambda: True)
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(1)), made(bias)
     wanted = gradients(copy.deepcopy(model).double(), x.double())
-    exact = products.with_onednn_products(products.product_error)() < products.EXACT
+    exact = products.with_onednn_products(products.product_error)() < products.MAX_PRODUCT_ERROR
     assert products.use_quick_products(model, CPU)
     assert all("forward" in vars(m) for m in model if isinstance(m, nn.Linear))
     for found, right in zip(gradients(model, x), wanted, strict=True):
@@ -52,7 +52,7 @@ def test_layers_give_the_values_and_gradients_of_float64(
 
 
 def test_a_frozen_layer_has_no_gradient_and_a_bfloat16_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "quick_here", lambda: True)
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     model = made(bias=False)
     model[0].weight.requires_grad_(False)
     model[2].to(torch.bfloat16)
@@ -82,11 +82,11 @@ def test_deepspeeds_function_is_told_around_each_of_its_passes(monkeypatch: pyte
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(Sharded, name, staticmethod(noting(getattr(Sharded, name))))
-    monkeypatch.setattr(products, "quick_here", lambda: True)
+    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     assert products.use_quick_products(made(bias=False), CPU, sharded=True)
     x, weight = torch.randn(9, 24, requires_grad=True), torch.randn(6, 24, requires_grad=True)
     Sharded.apply(x, weight).sum().backward()
-    assert seen == [products.LESS] * 2
+    assert seen == [products.ONEDNN_PRECISION] * 2
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -96,13 +96,13 @@ def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.Tensor.__matmul__
 
     def rounded(a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == products.LESS:
+        if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == products.ONEDNN_PRECISION:
             a, b = a.bfloat16().float(), b.bfloat16().float()
         return plain(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
-    assert products.with_onednn_products(products.product_error)() > 10 * products.EXACT
-    assert not products.quick_here()
+    assert products.with_onednn_products(products.product_error)() > 10 * products.MAX_PRODUCT_ERROR
+    assert not products.is_onednn_faster()
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -126,7 +126,7 @@ def test_threads_that_overlap_leave_the_process_as_it_was() -> None:
         a.result(timeout=20)
         first_out.set()
         b.result(timeout=20)
-    assert seen == [products.LESS], "the first one out leaves the second one what it needs"
+    assert seen == [products.ONEDNN_PRECISION], "the first one out leaves the second one what it needs"
     assert torch.get_float32_matmul_precision() == "highest"
 
 

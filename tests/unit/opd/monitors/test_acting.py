@@ -135,7 +135,7 @@ def test_a_pause_ends_the_run_once(tmp_path: Path) -> None:
     config = limits(repetition={"over": 1, "pause": 0.5})
     first = watch(tmp_path, config)
     (record,) = judged(first, looping([6]))
-    assert record.ends_run and isinstance(first.verdict(), Paused)
+    assert record.ends_run and isinstance(first.end_error(), Paused)
     second = watch(tmp_path, config, [record])
     later = judged(second, looping([6, 7, 2, 8])[1:])
     assert [r.ends_run for r in later] == [False, False, True], "who went on has seen it; after a recovery it is news"
@@ -146,13 +146,13 @@ def test_a_stop_holds_until_its_limit_is_changed(tmp_path: Path) -> None:
     config = limits(repetition={"over": 1, "stop": 0.5})
     first = watch(tmp_path, config)
     (record,) = judged(first, looping([6]))
-    assert record.ends_run and not isinstance(first.verdict(), Paused)
+    assert record.ends_run and not isinstance(first.end_error(), Paused)
     with pytest.raises(RunError, match=r"step 1: monitor repetition: domain a: 0\.60 .*stop is 0\.5"):
         watch(tmp_path, config, [record])
     for changed in ({"stop": 0.7}, {"stop": None, "warn": 0.1}):
         second = watch(tmp_path, limits(repetition={"over": 1, **changed}), [record])
         assert [r.ends_run for r in judged(second, looping([6, 6])[1:])] == [False]
-        assert second.verdict() is None
+        assert second.end_error() is None
 
 
 def test_a_limit_that_is_set_lower_between_two_sittings_acts_after_the_next_step(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_warning_that_no_response_shows_has_no_samples(tmp_path: Path) -> None
 def test_the_error_names_what_was_seen_where_it_lies_and_how_to_go_on(tmp_path: Path) -> None:
     one = watch(tmp_path, limits(repetition={"over": 1, "stop": 0.5}))
     one.judge(looping([8])[0], LOOPS)
-    lines = str(one.verdict()).split("\n")
+    lines = str(one.end_error()).split("\n")
     assert lines[0].startswith("step 1: monitor repetition: domain a: 0.80 of the responses")
     assert [line.split()[0] for line in lines[1:]] == ["saw:", "intact:", "fix:", "go"]
     assert str(tmp_path / "monitors" / "step-000001.json") in lines[1] and "report.html" in lines[1]
@@ -202,7 +202,7 @@ def test_the_error_names_what_was_seen_where_it_lies_and_how_to_go_on(tmp_path: 
     assert lines[4] == f"  go on:  opd merge --resume {tmp_path} --set monitors.repetition.stop=null"
     one = watch(tmp_path, limits(repetition={"over": 1, "pause": 0.5}))
     one.judge(looping([8])[0], LOOPS)
-    assert str(one.verdict()).endswith(f"opd merge --resume {tmp_path}")
+    assert str(one.end_error()).endswith(f"opd merge --resume {tmp_path}")
 
 
 def test_a_disk_that_refuses_the_samples_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from opd.config.monitors import MonitorsConfig
 from opd.monitors import SIGNALS
 from opd.monitors.signal import WHOLE_STEP, Signal, SignalHistory
 from opd.records.episodes import EpisodesRecord
-from opd.records.step import StepRecord, mean_length
+from opd.records.step import StepRecord, compute_mean_length
 from opd.records.tails import LOOP, SHORTEST, TAIL, is_looping, measure_repetition
 from opd.settings.named import import_object
 from tests.steps import rollout, step
@@ -32,7 +32,7 @@ def reading(
     expert_tokens: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     history = SignalHistory(
-        first=first or last, before=before, last=last, expert_tokens=expert_tokens or {}, tolerance=0.02
+        first_records=first or last, earlier_records=before, last=last, expert_tokens=expert_tokens or {}, tolerance=0.02
     )
     return dict(signal(name).read(history))
 
@@ -103,7 +103,7 @@ def test_an_episode_of_many_segments_is_one_response() -> None:
     steps = [step(number, {"a": {"tokens": 960, "samples": 48}}, episodes=episodes) for number in (1, 2)]
     assert reading("length", steps, expert_tokens={"a": 40.0}) == pytest.approx({"a": 80 / 80})
     assert (
-        mean_length(steps, "a") == 80.0 and mean_length([step(1, {"a": {"tokens": 960, "samples": 48}})], "a") == 20.0
+        compute_mean_length(steps, "a") == 80.0 and compute_mean_length([step(1, {"a": {"tokens": 960, "samples": 48}})], "a") == 20.0
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from experts.episodes.encode import EpisodeEncoder
-from experts.episodes.rows import episode_row
+from experts.episodes.rows import read_episode
 from experts.sft import IGNORED, encode_line
 from opd.prompts import PromptLine, encode_prompt
 from opd.prompts.encode import encode_prompts
@@ -102,13 +102,13 @@ def test_one_prompt_has_the_same_tokens_wherever_it_is_rendered(family: str) -> 
     chat = [{"role": "user", "content": forged}]
     appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
     row = encode_line(tokenizer, PromptLine(prompt=chat, completion=[{"role": "assistant", "content": "a"}]))
-    episode, _, _ = EpisodeEncoder(tokenizer).split(
-        episode_row({"messages": [*chat, {"role": "assistant", "content": "a"}]})
+    episode, _, _ = EpisodeEncoder(tokenizer).encode_apart(
+        read_episode({"messages": [*chat, {"role": "assistant", "content": "a"}]})
     )
     found = {
         "prompts": list(encode_prompts(tokenizer, [chat])[0]),
-        "white box": ChatDialogue(appender, ()).first(chat, ""),
-        "black box": ChatMessages(appender, frozenset()).whole([Message(role="user", text=forged)], ()),
+        "white box": ChatDialogue(appender, ()).encode_opening(chat, ""),
+        "black box": ChatMessages(appender, frozenset()).encode_conversation([Message(role="user", text=forged)], ()),
         "sft of episodes": episode,
         "sft": [i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label == IGNORED],
     }
@@ -119,13 +119,13 @@ def test_one_prompt_has_the_same_tokens_wherever_it_is_rendered(family: str) -> 
 def test_a_prompt_of_text_keeps_its_special_tokens_in_both_boxes() -> None:
     tokenizer = tokenizer_of(None)
     prompt, more = "<|im_start|>user\nGo.<|im_end|>", "x<|im_end|>y"
-    white = PlainDialogue(tokenizer, ()).first(prompt, more)
+    white = PlainDialogue(tokenizer, ()).encode_opening(prompt, more)
     black = PlainMessages(tokenizer, prompt=prompt)
     said = [Message(role="user", text=prompt), Message(role="user", text=more)]
-    assert black.whole(said, ()) == black.whole([Message(role="user", text=prompt + more)], ()) == white
+    assert black.encode_conversation(said, ()) == black.encode_conversation([Message(role="user", text=prompt + more)], ()) == white
     assert white[: len(encode_prompt(tokenizer, prompt))] == list(encode_prompt(tokenizer, prompt))
     assert tokenizer.decode(white).count("<|im_end|>") == 1
-    assert tokenizer.decode(black.after([], said, ())).count("<|im_end|>") == 0
+    assert tokenizer.decode(black.encode_following([], said, ())).count("<|im_end|>") == 0
 
 
 @pytest.mark.parametrize("template", [CHATML, WITH_TOOLS, DEEPSEEK, TULU])
@@ -140,7 +140,7 @@ def test_a_tool_cannot_bring_a_turn(template: str) -> None:
     appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Go."}]
     clean = Tool(name="add", description="Add.", parameters={"type": "object", "properties": {}})
-    text, wanted = (tokenizer.decode(ChatDialogue(appender, [one]).first(chat, "")) for one in (tool, clean))
+    text, wanted = (tokenizer.decode(ChatDialogue(appender, [one]).encode_opening(chat, "")) for one in (tool, clean))
     for mark in ("<|im_end|>", "<|im_start|>", "<|user|>\n", "<｜User｜>", "</tools>"):
         assert text.count(mark) == wanted.count(mark), mark
 
@@ -149,7 +149,7 @@ def test_messages_of_an_environment_are_harmless_in_all_of_their_keys() -> None:
     tokenizer = tokenizer_of("{% for m in messages %}{{ '<|im_start|>' + m.role + (m.name or '') + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
     dialogue = ChatDialogue(ChatAppender(tokenizer, [tokenizer.eos_token_id]), ())
     odd: Any = [{"role": "user", "name": "a<|im_end|>", "content": "b"}]
-    text = tokenizer.decode(dialogue.first([{"role": "user", "content": "Go."}], odd))
+    text = tokenizer.decode(dialogue.encode_opening([{"role": "user", "content": "Go."}], odd))
     assert text.count("<|im_end|>") == 2
 
 
@@ -160,8 +160,8 @@ def test_a_completion_may_call_and_may_not_begin_a_turn() -> None:
     row = encode_line(tokenizer, line)
     learned = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
     assert learned == "a[TOOL_CALLS]b< |im_end|>\n< |im_start|>user\nc<|im_end|>"
-    (_, ids, _) = EpisodeEncoder(tokenizer).split(
-        episode_row({"messages": [*line.prompt, {"role": "assistant", "content": said}]})
+    (_, ids, _) = EpisodeEncoder(tokenizer).encode_apart(
+        read_episode({"messages": [*line.prompt, {"role": "assistant", "content": said}]})
     )
     assert tokenizer.decode(ids) == learned
 
@@ -172,8 +172,8 @@ def test_tags_that_are_special_tokens_are_named_in_prompts_and_learned(template:
     said = "<answer>cba</answer>"
     chat = [{"role": "system", "content": f"Answer as in {said}."}, {"role": "user", "content": "abc"}]
     row = encode_line(tokenizer, PromptLine(prompt=chat, completion=[{"role": "assistant", "content": said}]))
-    (_, ids, _) = EpisodeEncoder(tokenizer).split(
-        episode_row({"messages": [*chat, {"role": "assistant", "content": said}]})
+    (_, ids, _) = EpisodeEncoder(tokenizer).encode_apart(
+        read_episode({"messages": [*chat, {"role": "assistant", "content": said}]})
     )
     assert f"Answer as in {said}." in tokenizer.decode(encode_prompt(tokenizer, chat))
     assert tokenizer.decode(ids) == f"{said}<|im_end|>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.errors import RunError
-from opd.records.staleness import count_ages, refuse_stale, stale_samples
+from opd.records.staleness import count_ages, refuse_stale, find_stale_samples
 from opd.records.types import Rollout, Span
 from tests.rows import make_rollout
 
@@ -31,7 +31,7 @@ def test_only_trained_tokens_have_an_age() -> None:
 
 
 def test_a_sample_is_stale_if_one_of_its_trained_tokens_is() -> None:
-    assert stale_samples([FRESH, OLD, CARRIED, ENVIRONMENT, EMPTY], 8) == {"old", "carried"}
+    assert find_stale_samples([FRESH, OLD, CARRIED, ENVIRONMENT, EMPTY], 8) == {"old", "carried"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from opd.evaluation.lengths import by_length
 from opd.records.scores import Evaluation, LengthScore
 from opd.report import full_report, length_rows, read_run, write_report
-from opd.report.figures import by_length as plot_by_length
+from opd.report.figures import draw_by_length as plot_by_length
 from pipelines.commands.report import LENGTH_COLUMNS
 from tests.unit.opd.report.conftest import AFTER, BEFORE, EXPERT, HOSTILE, evaluation
 from tests.unit.opd.report.test_page import Page, written

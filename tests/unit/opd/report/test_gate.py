@@ -38,7 +38,7 @@ def test_only_what_was_asked_for() -> None:
     found = report(short=(0.2, 0.55, 0.9), lost=(0.95, 0.9, 0.9))
     assert [f.split(":")[0] for f in Gate(min_headroom=0.9).list_failures(found)] == ["short"]
     assert [f.split(":")[0] for f in Gate(max_regression=0.0).list_failures(found)] == ["lost"]
-    assert not Gate().asked
+    assert not Gate().has_thresholds
 
 
 def test_exactly_at_a_threshold_passes() -> None:

@@ -16,7 +16,7 @@ from opd.report import Gate, build_report, domain_rows, full_report, read_run, r
 from opd.report.exams import latest_exam
 from opd.report.page import render_page
 from opd.report.summary import POINTS, draw_curves
-from opd.run.paths import EXAMS
+from opd.run.paths import MERGE_EVALUATIONS
 from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
 
 
@@ -84,13 +84,13 @@ def test_the_numbers() -> None:
 
 
 def test_nothing_to_recover_is_null() -> None:
-    found = report(exams={name: {"a": 1.0} for name in EXAMS})
+    found = report(exams={name: {"a": 1.0} for name in MERGE_EVALUATIONS})
     assert found["mean_headroom"] is None
     assert found["worst_headroom"] is None
 
 
 def test_a_run_without_exams_and_records() -> None:
-    found = report(exams={name: {} for name in EXAMS}, records=[])
+    found = report(exams={name: {} for name in MERGE_EVALUATIONS}, records=[])
     assert (found["domains"], found["mean_headroom"], found["response_tokens_per_s"]) == ({}, None, 0.0)
     assert domain_rows(found) == []
 

@@ -12,7 +12,7 @@ from opd.reward.stream import penalise_turns
 
 def rollout(name: str, *origins: tuple[Origin, int]) -> Rollout:
     length = sum(num for _, num in origins)
-    known = Rollout.to_score(name, (1,), tuple(range(length)))
+    known = Rollout.from_tokens(name, (1,), tuple(range(length)))
     return replace(known, spans=tuple(Span(length=n, origin=o, policy_version=0) for o, n in origins))
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from opd.config.reward import RewardConfig
-from opd.credit.ema import Ema, EmaSpec
-from opd.credit.interfaces import Assigned
+from opd.credit.ema import EmaCredit, EmaSpec
+from opd.credit.interfaces import StepCredit
 from opd.credit.leave_one_out import LeaveOneOut
-from opd.records.rewards import Compared, PolicyReport, PolicyStats, RewardRecord
+from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardRecord
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.stream import RewardStream
 from opd.reward.verified import VerifiedRewards
@@ -83,9 +83,9 @@ def test_gradients_are_compared_every_so_often() -> None:
 class Cold:
     """A critic that explains nothing yet."""
 
-    def assign(self, step: int, rollouts: Any) -> Assigned:
+    def assign(self, step: int, rollouts: Any) -> StepCredit:
         advantages = {r.sample_id: np.ones(r.num_trained, np.float32) for r in rollouts}
-        return Assigned(advantages=advantages, readings={"explained": -0.5}, warm=False)
+        return StepCredit(advantages=advantages, readings={"explained": -0.5}, warm=False)
 
 
 def test_while_a_critic_is_cold_the_policy_gradient_waits() -> None:
@@ -104,7 +104,7 @@ def trained() -> PolicyReport:
             "a": PolicyStats(tokens=8, loss_sum=4.0, masked=2),
             "b": PolicyStats(tokens=2, loss_sum=5.0, masked=0),
         },
-        compared=Compared(divergence_sq=4.0, policy_sq=9.0, dot=-3.0),
+        compared=GradientSums(divergence_sq=4.0, policy_sq=9.0, dot=-3.0),
     )
 
 
@@ -129,7 +129,7 @@ def test_the_record_tells_both_streams_apart_and_survives_the_file() -> None:
 
 def test_a_gradient_of_zero_has_no_cosine() -> None:
     made = stream()
-    nothing = PolicyReport(loss=0.0, domains={}, compared=Compared(divergence_sq=4.0, policy_sq=0.0, dot=0.0))
+    nothing = PolicyReport(loss=0.0, domains={}, compared=GradientSums(divergence_sq=4.0, policy_sq=0.0, dot=0.0))
     record = made.record([], nothing)
     assert (record.cosine, record.divergence_norm, record.policy_norm) == (None, 2.0, 0.0)
 
@@ -147,9 +147,9 @@ def test_failures_are_those_of_the_step() -> None:
 
 def test_what_a_baseline_has_learned_goes_on_after_a_resume(tmp_path: Path) -> None:
     steps = [[rollout(f"{n}{i}", reward=float((n * i) % 3)) for i in range(3)] for n in range(1, 6)]
-    whole = stream(Ema(EmaSpec(decay=0.5)))
+    whole = stream(EmaCredit(EmaSpec(decay=0.5)))
     want = [whole.step(n, rollouts) for n, rollouts in enumerate(steps, 1)]
-    first, second = Ema(EmaSpec(decay=0.5)), Ema(EmaSpec(decay=0.5))
+    first, second = EmaCredit(EmaSpec(decay=0.5)), EmaCredit(EmaSpec(decay=0.5))
     for n, rollouts in enumerate(steps[:2], 1):
         stream(first).step(n, rollouts)
     (tmp_path / "credit").mkdir()

@@ -17,14 +17,14 @@ from opd.config.guard import GuardConfig
 from opd.guard.build import guard_spec
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import EpisodeKey
-from opd.traces.making import trace_of
+from opd.traces.making import make_trace
 from pipelines.evaluation.step_traces import tree_lines
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 
@@ -115,7 +115,7 @@ class Speaker:
         self.tokenizer, self.turns = tokenizer, turns
         self.asked: list[tuple[tuple[int, ...], int]] = []
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         assert len(token_ids) + max_tokens <= CONTEXT
         self.asked.append((tuple(token_ids), seed))
         before = self.tokenizer.decode(list(token_ids)).count("<|im_start|>assistant") - 1
@@ -123,7 +123,7 @@ class Speaker:
         ids = (*said, self.tokenizer.eos_token_id)[:max_tokens]
         logprobs = tuple(-0.01 * (1 + (seed + place) % 97) for place in range(len(ids)))
         stop = "stop" if len(ids) > len(said) else "length"
-        return Sampled(token_ids=ids, logprobs=logprobs, stop_reason=stop, policy_version=2)
+        return SampledTurn(token_ids=ids, logprobs=logprobs, stop_reason=stop, policy_version=2)
 
 
 class Several(Speaker):
@@ -133,7 +133,7 @@ class Several(Speaker):
         super().__init__(tokenizer, ())
         self.by_word = turns
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         begin = self.tokenizer.decode(list(token_ids)).partition("<|im_start|>assistant")[0]
         self.turns = next(turns for word, turns in self.by_word.items() if f"{word}<|im_end|>" in begin)
         return await super().generate(token_ids, max_tokens=max_tokens, seed=seed)
@@ -343,7 +343,7 @@ def test_sub_agents_are_guarded_too_and_those_that_share_a_shell_share_its_sessi
     assert marks == [["policy", "policy", "blocked", "policy"], ["blocked", "policy"], ["policy", "blocked", "policy"]]
     assert found.guard is not None and (found.guard.checked, found.guard.blocked_turns) == (5, 3)
     assert sorted(event.text for event in found.guard.events) == ["cat /tests/b", "cat /tests/c", "cat tests/a"]
-    kept = trace_of(
+    kept = make_trace(
         found.rollouts, (), {}, tokenizer, [*found.guard.events, replace(found.guard.events[0], episode="s01")]
     )
     assert len(kept.guard) == 3 and kept.sampled == kept.trained

@@ -59,7 +59,7 @@ def test_the_folder_of_a_worker_that_was_killed_is_swept_up_and_no_other() -> No
         killed.send_signal(signal.SIGKILL)
         killed.wait(timeout=60)
         (gone / "vllm_dist_1").write_text("")
-        leftovers.end_own()
+        leftovers.end_own_processes()
         assert not gone.exists() and kept.is_dir()
         lives.kill()
         lives.wait(timeout=60)

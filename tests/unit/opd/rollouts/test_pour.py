@@ -15,7 +15,7 @@ from opd import cluster
 from opd.cluster import LostValue, WorkerDied
 from opd.errors import RunError
 from opd.models.buckets import WeightStream
-from opd.rollouts.pour import machines_of, pass_buckets
+from opd.rollouts.pour import group_by_machine, pass_buckets
 
 TRAINER = "trainer"
 
@@ -228,7 +228,7 @@ def test_one_machine_beside_the_trainers_is_no_line(world: World, monkeypatch: p
 def test_where_the_trainer_is_not_known_its_machine_is_one_in_the_line(world: World) -> None:
     workers = engines(world, "A0 T0 B0")
     send(world, workers, 2, source=None, node="T")
-    assert [(m.node, len(m.workers), m.beside) for m in machines_of({w: w.node for w in workers}, None)] == [
+    assert [(m.node, len(m.workers), m.local_workers) for m in group_by_machine({w: w.node for w in workers}, None)] == [
         ("A", 1, []),
         ("T", 1, []),
         ("B", 1, []),

@@ -14,7 +14,7 @@ from opd import cluster
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunError
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Prompt, Sampled, Span, StopReason
+from opd.records.types import Prompt, SampledTurn, Span, StopReason
 from opd.rollouts.episodes.dialogue import PlainDialogue
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
@@ -23,7 +23,7 @@ from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.responses import _make_spans, sample_ids, seed_of
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _read_output
-from pipelines.specs import ForTraining, rollout_spec
+from pipelines.specs import TrainingFeatures, rollout_spec
 from tests.chatml import chat_tokenizer
 from tests.conftest import build_tokenizer, put_in_front
 
@@ -67,7 +67,7 @@ def _episode(request: EpisodeRequest, version: int) -> EpisodeResult:
         segment = trace.begin_segment(request.prompt.token_ids)
         for _ in range(2):
             segment.append_policy_turn(
-                Sampled(token_ids=(token,), logprobs=(-1.0,), stop_reason="stop", policy_version=version)
+                SampledTurn(token_ids=(token,), logprobs=(-1.0,), stop_reason="stop", policy_version=version)
             )
             segment.append_observation([9])
     reason: StopReason = "raised" if breaks else "done"
@@ -98,7 +98,7 @@ def engine(
             "rollout": {"workers": workers, "max_model_len": ROOM, "max_new_tokens": LIMIT} | rollout,
         }
     )
-    known = ForTraining(untrained=untrained or {})
+    known = TrainingFeatures(untrained=untrained or {})
     return VLLMRolloutEngine(rollout_spec(config, Path("base"), VOCABULARY, (2,), known), Letters())
 
 
@@ -342,7 +342,7 @@ def test_episodes_in_plain_text_begin_as_the_pipeline_says(says: bool | None, be
     worker = VLLMWorker.__new__(VLLMWorker)  # its engine is not needed
     worker._options, worker._stop = rollout_spec(config, world.root / "base", VOCABULARY, (2,)).engine, [2]
     tokenizer = worker._dialogues.tokenizer
-    assert tokenizer.decode(PlainDialogue(tokenizer, ()).first("go: ", "left?")) == f"{begin}go: left?"
+    assert tokenizer.decode(PlainDialogue(tokenizer, ()).encode_opening("go: ", "left?")) == f"{begin}go: left?"
 
 
 def test_greedy_answers_come_in_order_and_an_over_long_prompt_gets_none(in_process: Any) -> None:

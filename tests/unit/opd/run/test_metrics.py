@@ -11,7 +11,7 @@ import pytest
 
 from opd.records.episodes import EpisodesRecord, EpisodeStats, TurnRecord
 from opd.records.step import DomainRecord, PositionRecord, StepRecord, _count_prompts
-from opd.records.types import DomainStats, Quarantined, Rollout, RolloutBatch, SavedCheckpoint
+from opd.records.types import DomainStats, QuarantinedPrompt, Rollout, RolloutBatch, SavedCheckpoint
 from opd.run.metrics import MetricsFile, PhaseClock, count_steps_and_tokens
 
 
@@ -109,10 +109,10 @@ def test_sub_agents_are_counted_where_there_are_any(tmp_path: Path) -> None:
 
 def test_a_prompt_counts_in_its_own_domain_whoever_scores_its_segments() -> None:
     def row(sample_id: str, domain: str) -> Rollout:
-        return replace(Rollout.to_score(sample_id, (1,), (2,), domain), episode=sample_id.partition("+")[0])
+        return replace(Rollout.from_tokens(sample_id, (1,), (2,), domain), episode=sample_id.partition("+")[0])
 
     rollouts = (row("1/a/0", "a"), row("1/a/0+1", "b"), row("1/a/0+2", "a"), row("1/b/0", "b"))
-    refused = (Quarantined(prompt_id="b/1", domain="b", reason="too long"),)
+    refused = (QuarantinedPrompt(prompt_id="b/1", domain="b", reason="too long"),)
     assert _count_prompts(RolloutBatch(rollouts=rollouts, quarantined=refused)) == {"a": 1, "b": 2}
 
 

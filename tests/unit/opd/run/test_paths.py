@@ -56,11 +56,11 @@ def test_the_step_of_a_name(name: str, step: int | None) -> None:
 
 def test_evaluations_on_the_way_are_in_order(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    assert paths.exams_by_step() == {}
+    assert paths.evaluations_by_step() == {}
     paths.evaluation.mkdir()
     for name in ("step-1000000", "step-000020", "before", "step-x"):
         paths.evaluation_file(name).touch()
-    assert list(paths.exams_by_step().items()) == [
+    assert list(paths.evaluations_by_step().items()) == [
         (20, paths.evaluation_file("step-000020")),
         (10**6, paths.evaluation_file("step-1000000")),
     ]
@@ -76,6 +76,6 @@ def test_a_directory_is_a_run_by_both_of_its_files(tmp_path: Path) -> None:
 
 def test_a_round_belongs_to_the_whole(tmp_path: Path) -> None:
     inside, beside = RunPaths(tmp_path).round_dir(2), RunPaths(tmp_path / "round-x")
-    assert inside.whole == inside.root, "without a plan it is a directory like any other"
+    assert inside.merge_root == inside.root, "without a plan it is a directory like any other"
     RunPaths(tmp_path).rounds.touch()
-    assert (inside.whole, beside.whole) == (tmp_path, beside.root)
+    assert (inside.merge_root, beside.merge_root) == (tmp_path, beside.root)

@@ -24,7 +24,7 @@ from opd.config.sections import CheckpointConfig
 from opd.errors import RunError, StorageError
 from opd.files import blake3_file, sweep_temporary_files
 from opd.interfaces import Schedule
-from opd.loop import Parts, Plan, run
+from opd.loop import Components, Plan, run
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts
 from opd.records.step import StepRecord
 from opd.records.types import DomainStats, Prompt, PushReport, Rollout, RolloutBatch, StepReport, WrittenFile
@@ -34,7 +34,7 @@ from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, read_stream, write_stream
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from tests.rows import make_rollout, make_row
 
 DOMAINS = ("a", "b")
@@ -111,7 +111,7 @@ class Merge:
         self.records = metrics.read()
         return student.weights
 
-    def parts(self, student: Student, engine: Engine, metrics: MetricsFile) -> Parts:
+    def parts(self, student: Student, engine: Engine, metrics: MetricsFile) -> Components:
         prompts = self.prompts(metrics)
         pool: Any = SimpleNamespace(score=self.score, heads=dict)
         log = Log(self, pool)
@@ -142,7 +142,7 @@ class Merge:
             "reporter": SimpleNamespace(step=report, phase=lambda _: None),
             "monitors": SimpleNamespace(judge=lambda *_: ()), "traces": SimpleNamespace(keep=lambda *_: None),
         }  # fmt: skip
-        return Parts(
+        return Components(
             prompts=prompts, schedule=schedule, engine=engine, teachers=pool, log=log, trainer=student,  # type: ignore[arg-type]
             checkpoints=checkpoints, **others,
         )  # fmt: skip
@@ -165,8 +165,8 @@ class Merge:
             for r in rollouts
         ]  # fmt: skip
         raw = write_stream(rows, "float32", "sampled_logprobs", PartRecord(teachers={"t": len(rows)}))
-        asked = Asked(
-            rollouts=rollouts, teachers={d: {"t": Expected(weight=1.0, head="")} for d in DOMAINS},
+        asked = TeacherRequest(
+            rollouts=rollouts, teachers={d: {"t": ExpectedRow(weight=1.0, head="")} for d in DOMAINS},
             kind=("float32", "sampled_logprobs"), max_quarantined=0.0,
         )  # fmt: skip
         return TargetStream(iter([np.frombuffer(raw, dtype=np.uint8)]), asked, heads={})

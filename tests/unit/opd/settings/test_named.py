@@ -13,7 +13,7 @@ from opd import ROOT
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.losses.reverse_kl import ReverseKL
-from opd.settings.named import import_user_object, is_place
+from opd.settings.named import import_user_object, is_import_name
 from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
 
@@ -42,7 +42,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("name", "answer"), [("a.b:C", True), ("vllm", False), ("a:", False), (":b", False), (7, False)]
 )
 def test_a_place_has_a_module_and_a_name(name: Any, answer: bool) -> None:
-    assert is_place(name) is answer
+    assert is_import_name(name) is answer
 
 
 def test_an_objective_of_the_users(module: str, world: Any) -> None:

@@ -11,9 +11,9 @@ import pytest
 from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from opd.config import PipelineConfig
-from opd.settings.near import ELSEWHERE, did_you_mean, find_nearest
+from opd.settings.near import FOREIGN_KEYS, did_you_mean, find_nearest
 from opd.settings.wording import FORMS, WANTED
-from opd.settings.yaml_files import every_key
+from opd.settings.yaml_files import iterate_keys
 
 
 def patterns(schema: Any) -> Iterator[str]:
@@ -41,7 +41,7 @@ def test_no_words_are_pydantics() -> None:
 
 
 def test_names_of_other_tools_lead_to_keys_that_there_are() -> None:
-    assert set(ELSEWHERE.values()) - set(every_key(PipelineConfig)) == set()
+    assert set(FOREIGN_KEYS.values()) - set(iterate_keys(PipelineConfig)) == set()
 
 
 def test_the_nearest_name_is_found_whatever_its_case() -> None:

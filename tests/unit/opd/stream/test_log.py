@@ -18,11 +18,11 @@ from opd.models.heads import HeadSource, head_array, head_tensor
 from opd.models.logit_rule import LogitRule
 from opd.records.episodes import Audit, EpisodesRecord, EpisodeStats
 from opd.records.guard import GuardEvent, GuardStats, Verdict
-from opd.records.types import Prompt, Quarantined, Rollout, RolloutBatch
+from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
@@ -61,13 +61,13 @@ def part(*rows: TargetRow, **record: Any) -> np.ndarray:
     return np.frombuffer(write_stream(rows, "float32", part=PartRecord(**record)), dtype=np.uint8)
 
 
-TEACHERS = {"a": {"t": Expected(weight=1.0, head="h")}, "b": {"t": Expected(weight=1.0, head="h")}}
+TEACHERS = {"a": {"t": ExpectedRow(weight=1.0, head="h")}, "b": {"t": ExpectedRow(weight=1.0, head="h")}}
 
 
 def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
     return TargetStream(
         iter(parts),
-        Asked(rollouts=batch.rollouts, teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0.0),
+        TeacherRequest(rollouts=batch.rollouts, teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0.0),
         heads={"h": HEADS["h"]},
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def a_step(step: int = 12) -> tuple[RolloutBatch, list[np.ndarray]]:
     one, two = rollout("b/0", step=step, mask=(2, 1, 1), truncated=True), rollout("a/0", step=step)
     three, lost = rollout("b/1", step=step, mask=(1,)), rollout("a/1", step=step, mask=(2, 3), truncated=True)
     batch = RolloutBatch(
-        rollouts=(one, lost, two, three), quarantined=(Quarantined(prompt_id="b/9", domain="b", reason="long"),),
+        rollouts=(one, lost, two, three), quarantined=(QuarantinedPrompt(prompt_id="b/9", domain="b", reason="long"),),
         episodes={"a": EpisodeStats(episodes=2, audit=Audit(turns=5, forks=1), stop_reasons={"done": 2}, reward_sum=0.5)},
     )  # fmt: skip
     parts = [
@@ -226,7 +226,7 @@ def test_an_answer_to_another_question_is_not_taken(log: ArrowTargetLog, said: l
 
 def test_a_step_whose_teacher_is_gone_is_not_taken(log: ArrowTargetLog, said: list[str]) -> None:
     batch, parts = a_step()
-    teachers = TEACHERS | {"b": {"t": Expected(weight=1.0, head="stranger")}}
+    teachers = TEACHERS | {"b": {"t": ExpectedRow(weight=1.0, head="stranger")}}
     one, three = batch.rollouts[0], batch.rollouts[3]
     parts[1] = part(changed(scored(three), head="stranger"), worker=1, teachers={"t": 1})
     parts[2] = part(changed(scored(one), head="stranger"), number=1, teachers={"t": 2})

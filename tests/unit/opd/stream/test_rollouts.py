@@ -81,9 +81,9 @@ def test_what_is_usual_costs_nothing() -> None:
 def test_what_a_span_says() -> None:
     one = rollout(0)
     assert one.loss_mask == (True, False, False, False)
-    assert (one.num_trained, one.trained, one.trained_ids) == (1, (0,), (5,))
+    assert (one.num_trained, one.trained_positions, one.trained_ids) == (1, (0,), (5,))
     assert (one.policy_version, one.truncated, rollout(1).truncated) == (4, False, True)
-    assert (EMPTY.num_trained, EMPTY.trained, EMPTY.policy_version) == (0, (), 2)
+    assert (EMPTY.num_trained, EMPTY.trained_positions, EMPTY.policy_version) == (0, (), 2)
 
 
 @pytest.mark.parametrize(

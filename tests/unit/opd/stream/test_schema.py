@@ -21,14 +21,14 @@ from opd.stream.schema import (
     Stream,
     StreamError,
     TargetRow,
-    columns_of,
+    stream_columns,
     read_stream,
     stream_schema,
     write_stream,
 )
 from tests.rows import columns_of_row, make_row
 
-FIELDS = {payload: columns_of(answer_class(payload)) for payload in PAYLOADS}
+FIELDS = {payload: stream_columns(answer_class(payload)) for payload in PAYLOADS}
 
 D = 3
 

@@ -14,12 +14,12 @@ from opd.errors import RunError
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import Asked, Expected, TargetStream
+from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
 from tests.rows import make_rollout, make_row
 
 TEACHERS = {
-    "a": {"x": Expected(weight=1.0, head="hx")},
-    "b": {"x": Expected(weight=0.3, head="hx"), "y": Expected(weight=0.7, head="hy")},
+    "a": {"x": ExpectedRow(weight=1.0, head="hx")},
+    "b": {"x": ExpectedRow(weight=0.3, head="hx"), "y": ExpectedRow(weight=0.7, head="hy")},
 }
 
 
@@ -59,9 +59,9 @@ WORKER_1 = [part(Y_ROWS, worker=1, teachers={"y": 2})]
 def targets(parts: Iterator[Any] | list[Any], *, max_quarantined: float = 0.0, **changes: Any) -> TargetStream:
     return TargetStream(
         iter(parts),
-        Asked(
+        TeacherRequest(
             rollouts=ROLLOUTS, teachers=TEACHERS, kind=("float32", "hidden_states"), max_quarantined=max_quarantined,
-            who="teachers at HOST",
+            sender="teachers at HOST",
         ),
         heads={}, **changes,
     )  # fmt: skip
@@ -103,9 +103,9 @@ def test_answers_of_two_widths_in_two_parts_are_refused(in_process: Any) -> None
         return np.frombuffer(write_stream(rows, "float32", "top_k", record), np.uint8)
 
     def stream(second: int) -> TargetStream:
-        asked = Asked(
+        asked = TeacherRequest(
             rollouts=(A0, A1),
-            teachers={"a": {"x": Expected(weight=1.0, head="")}},
+            teachers={"a": {"x": ExpectedRow(weight=1.0, head="")}},
             kind=("float32", "top_k"),
             max_quarantined=0,
         )

@@ -52,7 +52,7 @@ def sync(keeps: bool, bucket: int = 3) -> tuple[FakeTrainer, FakeEngine, Network
 def test_a_worker_that_comes_later_gets_a_stream_of_its_own() -> None:
     trainer, engine, pushing = sync(keeps=False)
     trainer.version = 7
-    pushing.bring(7)
+    pushing.send_weights(7)
     assert engine.got == [(7, 0), (7, 1), (7, 2)] == trainer.sent
     assert list(engine.send().buckets) == engine.got
     assert len(trainer.sent) == 6, "nothing was kept"
@@ -62,7 +62,7 @@ def test_while_the_trainer_computes_a_worker_gets_what_was_kept() -> None:
     trainer, engine, pushing = sync(keeps=True)
     for version in (1, 2):
         trainer.version = version
-        pushing.bring(version)
+        pushing.send_weights(version)
         trainer.version += 1  # it has taken a step
         assert list(engine.send().buckets) == engine.got == [(version, i) for i in range(3)]
     assert len(trainer.sent) == 6, "each was gathered once"
@@ -81,7 +81,7 @@ def test_engines_get_the_files_of_a_model_that_they_cannot_reach(
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for path, nbytes in ((tiny_model_dir, 1 << 30), (tmp_path, 1 << 30), (tmp_path, 40_000)):
         _, engine, pushing = sync(keeps=False, bucket=nbytes)
-        pushing.hold(path, like=tiny_model_dir)
+        pushing.hold(path, shape_of=tiny_model_dir)
         for got in (engine.got, list(engine.send().buckets)):
             found = [pair for bucket in got for pair in bucket.tensors()]
             assert len(found) == len(tensors) and all(torch.equal(tensor, tensors[name]) for name, tensor in found)
@@ -95,5 +95,5 @@ def test_engines_of_a_family_that_takes_no_stream_read_the_files(tmp_path: Path)
     """Its adapters can be trained over the network; the whole model that comes out is examined all the same."""
     (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
     _, engine, pushing = sync(keeps=False)
-    pushing.hold(Path("/merged"), like=tmp_path)
+    pushing.hold(Path("/merged"), shape_of=tmp_path)
     assert engine.loaded == Path("/merged")

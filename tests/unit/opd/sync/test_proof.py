@@ -10,7 +10,7 @@ import pytest
 from opd.errors import RunError
 from opd.records.types import Prompt
 from opd.sync import SYNCS, NetworkSync, ProvenSync, SharedMemorySync, SyncSpec
-from opd.sync.proof import probe_sequences
+from opd.sync.proof import choose_probe_sequences
 
 NAN = float("nan")
 PROBE = [[1, 2, 3], [4, 5]]
@@ -46,7 +46,7 @@ class Counted(ProvenSync):
         super().__init__(spec)
         self.brought: list[int] = []
 
-    def bring(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         self.brought.append(version)
         if self.later is not None and len(self.brought) == 2:
             engine: Any = self._spec.engine
@@ -58,7 +58,7 @@ def sync(*gaps: float, tolerance: float = 0.02, told: list[str] | None = None, a
     engine: Any = FakeEngine(*gaps)
     tell = ([] if told is None else told).append
     sides: Any = {"trainer": trainer, "engine": engine, "probe": PROBE}
-    return Counted(SyncSpec(**sides, tolerance=tolerance, adapts=adapts, nbytes=10, tell=tell))
+    return Counted(SyncSpec(**sides, tolerance=tolerance, adapts_tolerance=adapts, nbytes=10, tell=tell))
 
 
 def test_a_push_reports_the_largest_gap_among_the_engines() -> None:
@@ -147,41 +147,41 @@ def alike(*ends: tuple[int, ...]) -> list[Prompt]:
 
 def test_probe_sequences_differ_where_all_prompts_begin_alike() -> None:
     """With a system prompt all of them were once the same tokens."""
-    chosen = probe_sequences(alike((1, 2), (3, 4), (5, 6), (1, 3), (3, 5)), tokens=8, room=100)
+    chosen = choose_probe_sequences(alike((1, 2), (3, 4), (5, 6), (1, 3), (3, 5)), tokens=8, room=100)
     assert chosen == [(9, 1, 2), (9, 3, 4), (9, 5, 6), (9, 1, 3)]
-    assert probe_sequences(alike((), (3, 4)), tokens=8, room=100) == [(8, 9), (9, 3, 4)], "one ends where all are alike"
+    assert choose_probe_sequences(alike((), (3, 4)), tokens=8, room=100) == [(8, 9), (9, 3, 4)], "one ends where all are alike"
 
 
 def test_a_prompt_that_comes_twice_is_one_probe_sequence() -> None:
     twice = alike((1, 2), (1, 2), (3, 4))
-    assert probe_sequences(twice, tokens=16, room=100) == [(9, 1, 2), (9, 3, 4)]
-    assert len(probe_sequences(twice[:2], tokens=16, room=100)) == 2, "the second is the first in reverse order"
+    assert choose_probe_sequences(twice, tokens=16, room=100) == [(9, 1, 2), (9, 3, 4)]
+    assert len(choose_probe_sequences(twice[:2], tokens=16, room=100)) == 2, "the second is the first in reverse order"
 
 
 def test_the_probe_is_the_beginnings_of_the_first_prompts() -> None:
-    chosen = probe_sequences(prompts(5, 5, 5, 5, 5), tokens=8, room=100)
+    chosen = choose_probe_sequences(prompts(5, 5, 5, 5, 5), tokens=8, room=100)
     assert [len(ids) for ids in chosen] == [3, 3, 3, 3]
     assert chosen[0] == (0, 1, 2)
-    assert [len(ids) for ids in probe_sequences(prompts(3, 3, 3, 3, 3, 3), tokens=12, room=100)] == [3] * 6
+    assert [len(ids) for ids in choose_probe_sequences(prompts(3, 3, 3, 3, 3, 3), tokens=12, room=100)] == [3] * 6
 
 
 @pytest.mark.parametrize("lengths", [(500,), (500, 500, 500), (3,), (1, 1), (1, 0, 4, 1)])
 def test_the_probe_holds_several_sequences_whatever_the_prompts(lengths: tuple[int, ...]) -> None:
     """One alone cannot show that neighbours in a row see each other."""
-    chosen = probe_sequences(prompts(*lengths), tokens=64, room=100)
+    chosen = choose_probe_sequences(prompts(*lengths), tokens=64, room=100)
     assert len(chosen) > 1
     assert all(1 < len(ids) <= 64 for ids in chosen)
 
 
 def test_prompts_without_a_scored_token_are_passed_over() -> None:
-    assert [len(ids) for ids in probe_sequences(prompts(1, 0, 4, 1, 4), tokens=16, room=100)] == [4, 4]
+    assert [len(ids) for ids in choose_probe_sequences(prompts(1, 0, 4, 1, 4), tokens=16, room=100)] == [4, 4]
 
 
 @pytest.mark.parametrize("room", [9, 15])
 def test_a_probe_sequence_fits_the_engines_context(room: int) -> None:
-    (ids, *_) = probe_sequences(prompts(500, 500), tokens=64, room=room)
+    (ids, *_) = choose_probe_sequences(prompts(500, 500), tokens=64, room=room)
     assert len(ids) == room - 1  # the engine writes one token after it
 
 
 def test_long_prompts_are_cut_to_what_the_probe_needs() -> None:
-    assert [len(ids) for ids in probe_sequences(prompts(*[500] * 9), tokens=64, room=1000)] == [17] * 4
+    assert [len(ids) for ids in choose_probe_sequences(prompts(*[500] * 9), tokens=64, room=1000)] == [17] * 4

@@ -31,8 +31,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.loaded: list[tuple[Path, bytes]] = []
 
-    def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
-        self.again, self.base = again, base
+    def load(self, model_dir: Path, restart_weights: Any = None, base: Path | None = None) -> None:
+        self.again, self.base = restart_weights, base
         self.loaded.append((model_dir, (model_dir / "model.safetensors").read_bytes()))
 
 
@@ -48,12 +48,12 @@ def sync(
     trainer.base = base
     ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": [[1, 2]]}
     tell = ([] if told is None else told).append
-    return SharedMemorySync(SyncSpec(**ends, tolerance=0.02, keeps=keeps, nbytes=nbytes, tell=tell))
+    return SharedMemorySync(SyncSpec(**ends, tolerance=0.02, keeps_weights=keeps, nbytes=nbytes, tell=tell))
 
 
 def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None:
     engine = FakeEngine()
-    sync(engine).bring(7)
+    sync(engine).send_weights(7)
     ((path, content),) = engine.loaded
     assert content == b"new"
     assert not path.exists()
@@ -61,7 +61,7 @@ def test_a_push_loads_what_the_trainer_wrote_and_leaves_nothing_behind() -> None
 
 def test_the_trainer_scores_the_probe_while_the_engines_load() -> None:
     class Watching(FakeEngine):
-        def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
+        def load(self, model_dir: Path, restart_weights: Any = None, base: Path | None = None) -> None:
             super().load(model_dir)
             self.asked = pushing._spec.trainer.asked  # type: ignore[attr-defined]
 
@@ -78,13 +78,13 @@ def test_the_trainer_scores_the_probe_while_the_engines_load() -> None:
 
 def test_a_failed_load_leaves_nothing_behind() -> None:
     class Refuses(FakeEngine):
-        def load(self, model_dir: Path, again: Any = None, base: Path | None = None) -> None:
+        def load(self, model_dir: Path, restart_weights: Any = None, base: Path | None = None) -> None:
             super().load(model_dir)
             raise RunError("vLLM refused")
 
     engine = Refuses()
     with pytest.raises(RunError, match="refused"):
-        sync(engine).bring(1)
+        sync(engine).send_weights(1)
     assert not engine.loaded[0][0].exists()
 
 
@@ -92,7 +92,7 @@ def test_files_that_are_kept_lie_there_until_the_next_push() -> None:
     engine = FakeEngine()
     pushing = sync(engine, keeps=True)
     for version in (1, 2):
-        pushing.bring(version)
+        pushing.send_weights(version)
         with engine.again() as directory:
             assert directory == engine.loaded[-1][0]
             assert (directory / "model.safetensors").read_bytes() == b"new"
@@ -111,7 +111,7 @@ def test_weights_too_large_for_shared_memory_go_through_the_disk_and_the_user_is
     engine, told = FakeEngine(), list[str]()
     pushing = sync(engine, nbytes=60 << 20, told=told)
     for free in (100 << 20, 100 << 20, 121 << 20, 121 << 20):  # noqa: B007 - `disk_usage` reads it
-        pushing.bring(1)
+        pushing.send_weights(1)
     assert [path.parent.name for path, _ in engine.loaded] == ["disk", "disk", "shm", "shm"]
     assert told == [
         f"{tmp_path / 'shm'} has 100 MiB free, new weights need 120: they go through {tmp_path / 'disk'}, which is slower",
@@ -132,7 +132,7 @@ def test_room_for_the_kept_weights_and_the_new_ones_is_enough_for_every_push(
     engine, told = FakeEngine(), list[str]()
     pushing = sync(engine, keeps=True, nbytes=60 << 20, told=told)
     for version in (1, 2, 3):
-        pushing.bring(version)
+        pushing.send_weights(version)
     assert [path.parent for path, _ in engine.loaded] == [tmp_path] * 3 and told == []
 
 
@@ -140,14 +140,14 @@ def test_without_shared_memory_weights_go_through_the_disk(tmp_path: Path, monke
     monkeypatch.setattr("opd.sync.shared_memory.tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("opd.sync.shared_memory.SHARED_MEMORY", tmp_path / "none")
     engine, told = FakeEngine(), list[str]()
-    sync(engine, told=told).bring(1)
+    sync(engine, told=told).send_weights(1)
     assert engine.loaded[0][0].parent == tmp_path
     assert len(told) == 1
 
 
 def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
     engine = FakeEngine()
-    sync(engine).bring(7)
+    sync(engine).send_weights(7)
     ((first, _),) = engine.loaded
     with engine.again() as directory:
         assert directory != first and (directory / "model.safetensors").read_bytes() == b"new"
@@ -157,7 +157,7 @@ def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
 
 def test_the_engine_is_told_where_the_weights_are_that_a_push_leaves_out(tmp_path: Path) -> None:
     engine = FakeEngine()
-    sync(engine, base=tmp_path).bring(7)
+    sync(engine, base=tmp_path).send_weights(7)
     assert engine.base == tmp_path
-    sync(engine).bring(8)
+    sync(engine).send_weights(8)
     assert engine.base is None, "all weights came"

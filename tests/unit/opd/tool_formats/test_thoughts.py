@@ -15,7 +15,7 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.tool_formats import TOOL_FORMATS
 from opd.tool_formats.thoughts import split_thoughts, without_thoughts
-from opd.traces.making import trace_of
+from opd.traces.making import make_trace
 from opd.train.turns import first_turns
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import DROPS_THOUGHTS, QWEN3
@@ -161,7 +161,7 @@ def test_every_state_is_that_in_which_the_student_serves(template: str) -> None:
         ("main", None, ids[1]), ("main", ids[0], ids[2]), ("main", ids[1], None),
     ]  # fmt: skip
     assert first_turns(found.rollouts) == {ids[1]: 1, ids[2]: 2}, "turns are counted on"
-    shown = trace_of(found.rollouts, (), {}, TOKENIZER)
+    shown = make_trace(found.rollouts, (), {}, TOKENIZER)
     assert [shown.segment_kind(segment) for segment in shown.segments] == [
         "main",
         *["continuation without thoughts"] * 2,

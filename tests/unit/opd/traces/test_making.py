@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opd.records.types import Rollout, Span
-from opd.traces.making import MAX_TEXT, MAX_TOKENS, trace_of
+from opd.traces.making import MAX_TEXT, MAX_TOKENS, make_trace
 from opd.traces.record import EpisodeTrace, StepTraces, read_traces
 from opd.traces.texts import token_texts
 from tests.chatml import bpe_tokenizer, chat_tokenizer
@@ -49,7 +49,7 @@ def test_the_texts_of_tokens_are_the_text() -> None:
 def test_every_trained_token_has_its_loss() -> None:
     given = rollout(("policy", "left"), ("environment", " a wall "), ("masked", "up"), ("policy", "down"))
     losses = [0.123456 + place for place in range(given.num_trained)]
-    (segment,) = trace_of([given], ("best",), {"s0": losses}, TOKENIZER).segments
+    (segment,) = make_trace([given], ("best",), {"s0": losses}, TOKENIZER).segments
     assert ["".join(piece.texts) for piece in segment.pieces] == ["left", " a wall ", "up", "down"]
     assert [piece.origin for piece in segment.pieces] == ["policy", "environment", "masked", "policy"]
     first, observed, masked, last = segment.pieces
@@ -57,7 +57,7 @@ def test_every_trained_token_has_its_loss() -> None:
     assert [*first.losses, *last.losses] == [round(loss, 4) for loss in losses]
     assert len(last.texts) == len(last.losses) == last.length
     assert [turn for turn, _ in segment.turns] == [1, 1, 2, 2]
-    (unknown,) = trace_of([given], (), {}, TOKENIZER).segments
+    (unknown,) = make_trace([given], (), {}, TOKENIZER).segments
     assert all(piece.losses == () for piece in unknown.pieces)
 
 
@@ -67,7 +67,7 @@ def test_long_texts_are_cut_and_say_so() -> None:
         ("policy", "x" * (MAX_TOKENS + 50)), ("environment", wall), ("policy", "y"), prompt_ids=encode(wall)
     )
     losses = [0.5] * given.num_trained
-    (segment,) = trace_of([given], (), {"s0": losses}, TOKENIZER).segments
+    (segment,) = make_trace([given], (), {"s0": losses}, TOKENIZER).segments
     wrote, observed, end = segment.pieces
     assert len(wrote.texts) == len(wrote.losses) == MAX_TOKENS and wrote.left_out == wrote.length - MAX_TOKENS
     assert observed.left_out == len(wall) - MAX_TEXT and len(observed.texts[0]) < MAX_TEXT + 50
@@ -84,7 +84,7 @@ def family() -> EpisodeTrace:
         rollout(("policy", "d"), sample_id="s0+3", parent="s0", origin="summary"),
         rollout(("policy", "e"), sample_id="s0+4", parent="gone"),
     ]
-    return trace_of(segments, ("best", "first"), {"s0+3": [2.5]}, TOKENIZER)
+    return make_trace(segments, ("best", "first"), {"s0+3": [2.5]}, TOKENIZER)
 
 
 def test_the_tree_has_every_segment_once_under_its_parent() -> None:

@@ -499,7 +499,7 @@ def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: i
         for other, rows in samples.items():
             if other == own or rows[0].rollout.domain != scored_own[0].rollout.domain:
                 continue
-            for n, t in enumerate(rows[0].rollout.trained):
+            for n, t in enumerate(rows[0].rollout.trained_positions):
                 logq = sum(row.weight * row.answer.teacher_logprobs[n] for row in rows)
                 others.append(logq - rows[0].rollout.behaviour_logprobs[t])
         assert found[own] == pytest.approx(sum(others) / len(others), rel=1e-9)

@@ -16,7 +16,7 @@ from opd.records.types import Rollout
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.critic_rank import UpdateResult, UpdateWork
 from opd.train.schedule import LearningRate
-from opd.train.value import Critic, freeze, state_indices
+from opd.train.value import Critic, freeze_attention_layers, state_indices
 from tests.credit import PlainRank, critic_options, segment
 
 
@@ -100,7 +100,7 @@ def test_values_are_those_of_the_states_before_trained_tokens_and_behind_the_las
         for rollout in every:
             ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
             said = model.lm.get_output_embeddings()(model.lm.base_model(input_ids=ids).last_hidden_state[0]).tolist()
-            wanted += [said[len(rollout.prompt_ids) + place - 1] for place in rollout.trained]
+            wanted += [said[len(rollout.prompt_ids) + place - 1] for place in rollout.trained_positions]
             behind.append(said[-1])
     assert found == pytest.approx([*wanted, *behind], abs=1e-5)
 
@@ -121,7 +121,7 @@ def test_frozen_attention_is_all_that_is_frozen(tiny_model_dir: Path) -> None:
 
 def test_a_model_without_attention_cannot_have_it_frozen() -> None:
     with pytest.raises(ModelError, match="no layer of Sequential is one"):
-        freeze(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        freeze_attention_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
 
 
 def test_frozen_attention_stays_and_the_rest_learns(tiny_model_dir: Path, in_process: Any) -> None:

@@ -24,7 +24,7 @@ from opd.models.layouts import LAYOUTS, Packed
 from opd.models.logit_rule import IDENTITY
 from opd.models.packing import SHARED
 from opd.payloads.hidden_states import HiddenStates
-from opd.records.types import Rollout, Sampled
+from opd.records.types import Rollout, SampledTurn
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import EpisodeKey, Trace
 from opd.stream.schema import TargetRow, write_stream
@@ -74,7 +74,7 @@ def forked() -> list[Rollout]:
         ("go:left door in ok ", "x"),
     ):
         ids = tuple(encode(turn))
-        said = Sampled(token_ids=ids, logprobs=(SAID,) * len(ids), stop_reason="stop", policy_version=2)
+        said = SampledTurn(token_ids=ids, logprobs=(SAID,) * len(ids), stop_reason="stop", policy_version=2)
         trace.continue_or_fork(encode(history)).append_policy_turn(said)
     assert trace.audit.forks == 1
     return trace.to_rollouts(EpisodeKey(sample_id="f", group="f", step=1, domain="chat"), "done", None)
@@ -93,7 +93,7 @@ def written(rollout: Rollout) -> list[int]:
 def row(rollout: Rollout) -> TargetRow:
     gen = torch.Generator().manual_seed(int.from_bytes(rollout.sample_id.encode(), "big"))
     states = torch.randn(rollout.num_trained, TEACHERS_WIDTH, generator=gen)
-    return TargetRow(rollout=rollout, teacher=rollout.domain, answer=HiddenStates.of(states, rollout.domain))
+    return TargetRow(rollout=rollout, teacher=rollout.domain, answer=HiddenStates.from_states(states, rollout.domain))
 
 
 @functools.cache
@@ -220,10 +220,10 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
         one._engine, one._device = Engine(student), torch.device("cpu")
         one._fetch_head = lambda source: head(source.key)  # type: ignore[method-assign]
         one.use_layout(layout)
-        one.begin_step(whole.of(part), {key: HeadSource(key=key, rule=IDENTITY) for key in HEADS})
+        one.begin_step(whole.select_micro_batches(part), {key: HeadSource(key=key, rule=IDENTITY) for key in HEADS})
         mine = write_stream([ROWS[i] for ids in part for i in ids], "float32")
         for place in range(len(part)):
-            one.accumulate(place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else []))
+            one.accumulate_micro_batch(place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else []))
         optimised, reported = optimised + one._engine.loss, reported + one._step.totals.loss
     # A rank scales its weights by the number of ranks, because DeepSpeed takes the mean of their gradients.
     gradient = {name: p.grad / len(cut) for name, p in student.named_parameters() if p.grad is not None}

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from opd.models.buckets import ALIGNED
+from opd.models.buckets import ALIGNMENT
 from opd.models.weights import load_causal_lm
 from opd.train import export
 from opd.train.export import FileTensors, WeightSender, write_model
@@ -36,7 +36,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def sent(lm: Any, nbytes: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
     sending = WeightSender(FileTensors(lm, plain_weights(lm), dtype, complete=True), nbytes)
     count = sending.count
-    buckets = [sending.gather_bucket(mine=True) for _ in range(count)]
+    buckets = [sending.gather_bucket(sends=True) for _ in range(count)]
     return [dict(bucket.tensors()) for bucket in buckets if bucket is not None]
 
 
@@ -61,7 +61,7 @@ def test_buckets_have_the_tensors_of_the_files(
 
 
 def bytes_of(bucket: dict[str, torch.Tensor]) -> int:
-    return sum(-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in bucket.values())
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in bucket.values())
 
 
 @pytest.mark.parametrize("limit", [1, 40_000])
@@ -87,9 +87,9 @@ def test_experts_that_lie_in_one_weight_are_gathered_once_and_sent_in_several_bu
     limit = fused[0].nbytes // 2
     tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
     sending = WeightSender(tensors, limit)
-    buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather_bucket(mine=True)) is not None]
+    buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather_bucket(sends=True)) is not None]
     assert len(one_process) == len(tensors.groups), "each weight is gathered once"
-    names = [[place.name for place in bucket.places] for bucket in buckets]
+    names = [[place.name for place in bucket.slots] for bucket in buckets]
     first = [any("layers.0" in name and "experts.0.gate_proj" in name for name in held) for held in names].index(True)
     assert len(buckets[first].data) <= limit and "experts" in names[first + 1][0], "the next one has the rest of them"
     files = [name for group in tensors.planned_tensors() for name in group]
@@ -100,5 +100,5 @@ def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: 
     lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
     tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
     sending = WeightSender(tensors, 40_000)
-    assert [sending.gather_bucket(mine=False) for _ in range(sending.count)] == [None] * sending.count
+    assert [sending.gather_bucket(sends=False) for _ in range(sending.count)] == [None] * sending.count
     assert len(one_process) == len(tensors.groups), "it takes part in every one"

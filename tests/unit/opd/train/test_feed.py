@@ -125,12 +125,12 @@ def test_what_the_next_round_needs_is_let_in_though_the_queue_is_full() -> None:
 def test_a_part_counts_until_its_last_row_is_trained() -> None:
     made = feed("ae", "b", "c", "d", "f", queue=1000)
     made.send_rows(0, none_at_work)
-    assert made._nbytes() == 20
+    assert made._count_untrained_bytes() == 20
     made.mark_trained(0)
-    assert made._nbytes() == 10, "e is trained in round 2"
+    assert made._count_untrained_bytes() == 10, "e is trained in round 2"
     made.send_rows(1, none_at_work)
     made.send_rows(2, none_at_work)
     made.mark_trained(1)
-    assert made._nbytes() == 20
+    assert made._count_untrained_bytes() == 20
     made.mark_trained(2)
-    assert made._nbytes() == 0
+    assert made._count_untrained_bytes() == 0

@@ -30,7 +30,7 @@ from opd.train.lora import (
 )
 from opd.train.optimizer import parameter_groups
 from opd.train.student import Student
-from opd.train.zero import _without_chance
+from opd.train.zero import _disable_randomness
 from tests.models.families import FAMILIES, build_config
 
 Make = Callable[..., Path]
@@ -213,7 +213,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(tiny_model_d
     plain, again = student(tiny_model_dir), student(tiny_model_dir)
     for made in (plain, again):
         trained(made.lm)
-    _without_chance(again, gradient_checkpointing=True)
+    _disable_randomness(again, gradient_checkpointing=True)
     wanted, found = step(plain), step(again)
     for name, grad in wanted.items():
         assert torch.allclose(found[name], grad, atol=1e-7), name

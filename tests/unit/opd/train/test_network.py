@@ -11,12 +11,12 @@ import psutil
 import pytest
 
 from opd.machine.address import GLOO_DEVICE
-from opd.train.network import device_towards, gloo_towards
+from opd.train.network import find_network_device, set_gloo_device
 from tests.unit.sources import ROOT
 
 
 def test_loopback_is_reached_through_its_own_device() -> None:
-    name = device_towards("127.0.0.1")
+    name = find_network_device("127.0.0.1")
     assert "127.0.0.1" in {one.address for one in psutil.net_if_addrs()[name]}
 
 
@@ -29,18 +29,18 @@ def test_an_address_of_this_machine_is_on_the_device_that_has_it() -> None:
     ]
     if not has:
         pytest.skip("this machine has loopback alone")
-    assert [(address, device_towards(address)) for address, _ in has] == has
+    assert [(address, find_network_device(address)) for address, _ in has] == has
 
 
 def test_no_way_is_no_device() -> None:
-    assert device_towards("255.255.255.255") == ""  # a broadcast address, which the system refuses
+    assert find_network_device("255.255.255.255") == ""  # a broadcast address, which the system refuses
 
 
 def test_the_users_device_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOO_DEVICE, raising=False)
-    gloo_towards("255.255.255.255")
+    set_gloo_device("255.255.255.255")
     monkeypatch.setenv(GLOO_DEVICE, "ib0")
-    gloo_towards("127.0.0.1")
+    set_gloo_device("127.0.0.1")
     assert os.environ[GLOO_DEVICE] == "ib0"
 
 

@@ -12,7 +12,7 @@ import torch
 
 from opd.losses.policy_gradient import PolicyGradient
 from opd.losses.reverse_kl import ReverseKL
-from opd.records.rewards import Compared, PolicyReport, PolicyStats, RewardStep
+from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
@@ -60,12 +60,12 @@ def test_a_rank_gets_what_belongs_to_its_samples() -> None:
         step=1, lr=0.1, micro_batches=(), weights=row_weights(STEP, "token_mean", {}), stale=frozenset("be"),
         policy=work(compare=True), baselines=dict.fromkeys("abcdef", 1.0),
     )  # fmt: skip
-    part = whole.of([["b", "a"], ["f"]])
+    part = whole.select_micro_batches([["b", "a"], ["f"]])
     assert part.micro_batches == (("b", "a"), ("f",)) and set(part.weights) == set("abf") and part.stale == {"b"}
     assert part.policy is not None and set(part.policy.weights) == set(part.policy.advantages) == {"b", "f"}
     assert part.baselines == dict.fromkeys("abf", 1.0)
     assert (part.policy.compare, part.policy.weight) == (True, 0.5)
-    alone = dataclasses.replace(whole, policy=None, baselines=None).of([["c"]])
+    alone = dataclasses.replace(whole, policy=None, baselines=None).select_micro_batches([["c"]])
     assert alone.policy is None and alone.baselines is None
 
 
@@ -156,12 +156,12 @@ def test_the_policy_gradient_is_told_from_the_sum() -> None:
 def test_ranks_add_up() -> None:
     def part(loss: float, weight: float, dot: float) -> RankPolicy:
         domains = trained_domains(loss)
-        compared = Compared(divergence_sq=1.0, policy_sq=2.0, dot=dot)
+        compared = GradientSums(divergence_sq=1.0, policy_sq=2.0, dot=dot)
         return RankPolicy(loss=loss, weight=weight, domains=domains, compared=compared)
 
     found = _policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
     assert found == PolicyReport(
-        loss=1.0, domains=trained_domains(0.75, 2), compared=Compared(divergence_sq=2.0, policy_sq=4.0, dot=-2.0)
+        loss=1.0, domains=trained_domains(0.75, 2), compared=GradientSums(divergence_sq=2.0, policy_sq=4.0, dot=-2.0)
     ), "what could not be scored is not in the mean"
     assert _policy_report([]) is None
 
@@ -215,10 +215,10 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     one = Rank(student)
     weights = row_weights(STEP, "token_mean", {})
     whole = RankWork(step=1, lr=0.1, micro_batches=(), weights=weights, policy=work(compare=compare))
-    one.begin_step(whole.of(cuts), heads())  # type: ignore[arg-type]
+    one.begin_step(whole.select_micro_batches(cuts), heads())  # type: ignore[arg-type]
     part = np.frombuffer(write_stream(list(ROWS.values()), "float32"), dtype=np.uint8)
-    one.accumulate(0, frozenset(), part)
-    one.accumulate(1, frozenset())
+    one.accumulate_micro_batch(0, frozenset(), part)
+    one.accumulate_micro_batch(1, frozenset())
     assert one._engine.seen == ([(True, False), (False, True)] * 2 if compare else [(True, True)] * 2)
     assert one.lasts == ([False, False, False, True] if compare else [False, True])
     (found,) = one.local_gradients()
@@ -255,9 +255,9 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     asks = work(compare=compare)
     one.begin_step(RankWork(step=1, lr=0.1, micro_batches=cuts, weights=weights, policy=asks), heads())  # type: ignore[arg-type]
     rows = [row for i, row in ROWS.items() if i not in left_out]
-    one.accumulate(0, left_out, np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8))
+    one.accumulate_micro_batch(0, left_out, np.frombuffer(write_stream(rows, "float32"), dtype=np.uint8))
     for index in (1, 2):
-        one.accumulate(index, left_out)
+        one.accumulate_micro_batch(index, left_out)
     share, own_share = (_scored_share(STEP, of, left_out) for of in (weights, asks.weights))
     assert share != pytest.approx(own_share, rel=0.01)
     for index in range(3):

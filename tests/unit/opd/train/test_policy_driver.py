@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from opd.config import PipelineConfig
-from opd.records.rewards import Compared, PolicyStats, RewardStep
+from opd.records.rewards import GradientSums, PolicyStats, RewardStep
 from opd.train import deepspeed
 from opd.train.policy import RankPolicy
 from opd.train.rank import RankResult
@@ -34,7 +34,7 @@ class PolicyRank(FakeRank):
         if work.policy is None:
             return found
         sums = PolicyStats(tokens=2, loss_sum=1.0, masked=1)
-        compared = Compared(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.policy.compare else None
+        compared = GradientSums(divergence_sq=1.0, policy_sq=1.0, dot=0.5) if work.policy.compare else None
         weight = sum(work.policy.weights[i] * 2 for i in work.policy.weights)
         return dataclasses.replace(
             found, policy=RankPolicy(loss=0.5 * weight, weight=weight, domains={"d": sums}, compared=compared)

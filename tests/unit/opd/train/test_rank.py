@@ -187,7 +187,7 @@ def take_step(made: rank.TrainerRank, work: RankWork, heads: list[HeadSource], *
     """All parts with the first micro-batch, nothing left out."""
     made.begin_step(work, {head.key: head for head in heads})
     for index in range(len(work.micro_batches)):
-        made.accumulate(index, NONE, *(streams if index == 0 else ()))
+        made.accumulate_micro_batch(index, NONE, *(streams if index == 0 else ()))
     return made.finish_step(1.0)
 
 
@@ -620,7 +620,7 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
 
     class Rank(FakeRank):
         def meeting_point(self, address: str) -> tuple[str, int]:
-            return rank.TrainerRank.meeting_point(self, address)  # type: ignore[arg-type]
+            return rank.TrainerRank.open_meeting_point(self, address)  # type: ignore[arg-type]
 
         def node_address(self) -> str:
             return "10.0.0.7"
@@ -787,8 +787,8 @@ def test_a_share_that_is_left_divides_the_gradient(tiny_model_dir: Path) -> None
     losses, norms, shares = [], [], (1.0, 0.5, 1.0, 0.5, 0.25, 1.0)
     for share in shares:
         made.begin_step(WORK, {})
-        made.accumulate(0, NONE, part)
-        made.accumulate(1, NONE)
+        made.accumulate_micro_batch(0, NONE, part)
+        made.accumulate_micro_batch(1, NONE)
         result = made.finish_step(share)
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -89,8 +89,8 @@ def scored(teacher: Assigned, mine: Sequence[Rollout], payload: str, dtype: str)
     rows = []
     for rollout in mine:
         hidden_T_D = lm.base_model(torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])).last_hidden_state[0]
-        hidden_N_D = hidden_T_D[[len(rollout.prompt_ids) - 1 + place for place in rollout.trained]]
-        answer: Answer = HiddenStates.of(hidden_N_D, head_key(head, IDENTITY))
+        hidden_N_D = hidden_T_D[[len(rollout.prompt_ids) - 1 + place for place in rollout.trained_positions]]
+        answer: Answer = HiddenStates.from_states(hidden_N_D, head_key(head, IDENTITY))
         if payload == "sampled_logprobs":
             logp_N_V = (hidden_N_D @ head[:76].T).float().log_softmax(-1)
             answer = SampledLogprobs(logp_N_V.gather(1, torch.tensor(rollout.trained_ids)[:, None])[:, 0].tolist())
@@ -160,7 +160,7 @@ class Case:
         rank.begin_step(work, {head.key: head for head in heads})
         stream = np.frombuffer(write_stream(rows, self.dtype, start.payload), dtype=np.uint8)
         for index in range(len(self.micro_batches)):
-            rank.accumulate(index, NONE, *([stream] if index == 0 else []))
+            rank.accumulate_micro_batch(index, NONE, *([stream] if index == 0 else []))
         return rank.finish_step(1.0), engine
 
 

@@ -73,10 +73,10 @@ ROWS = {r.sample_id: row(r) for r in STEP}
 
 def test_a_turn_weighs_by_its_number_and_by_what_came_before() -> None:
     turn_T = torch.tensor([0, 0, 1, 2, 2, 9])
-    assert BY_TURN.of(turn_T, torch.zeros(6)).tolist() == [1, 1, 0.5, 0.25, 0.25, 0.1]
+    assert BY_TURN.weigh_turns(turn_T, torch.zeros(6)).tolist() == [1, 1, 0.5, 0.25, 0.25, 0.1]
     drift_T = drift_before(turn_T, torch.tensor([0.1, 0.3, 0.5, 0.9, 0.9, 0.1]))
     assert drift_T.tolist() == pytest.approx([0, 0, 0.2, 0.3, 0.3, 0.54]), "means over tokens of the turns before"
-    assert BY_DRIFT.of(turn_T, drift_T).tolist() == pytest.approx(
+    assert BY_DRIFT.weigh_turns(turn_T, drift_T).tolist() == pytest.approx(
         [1, 1, 0.9 * math.exp(-0.4), 0.81 * math.exp(-0.6), 0.81 * math.exp(-0.6), 0.9**9 * math.exp(-1.08)]
     )
     value_T = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.2])
@@ -107,7 +107,7 @@ class Driven:
         """[rank][micro-batch] -> samples. Loss, gradient divided by the share, and the share."""
         weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
         ranks = [self.rank(index, part, weights) for index, part in enumerate(cut)]
-        share = math.fsum(one.weight_sum() for one in ranks)
+        share = math.fsum(one.sum_weights() for one in ranks)
         loss = sum(one._step.totals.loss for one in ranks) / share
         grads = [
             torch.cat([p.grad.flatten() for p in r._engine.student.parameters() if p.grad is not None]) for r in ranks
@@ -127,7 +127,7 @@ class Driven:
         mine = [ROWS[i] for ids in part for i in ids]
         for place in range(len(part)):
             stream = [np.frombuffer(write_stream(mine, "float32"), dtype=np.uint8)] if not place and mine else []
-            one.accumulate(place, frozenset(), *stream)
+            one.accumulate_micro_batch(place, frozenset(), *stream)
         return one
 
 
@@ -231,7 +231,7 @@ def test_the_tokens_of_an_expert_are_trained_and_have_no_gap() -> None:
         episode("t", "maze", [6]),
         spans=(span(2, "policy"), span(1, "environment"), span(2, "taught"), span(1, "teacher")),
     )
-    assert rollout.own == (True, True, False, False) and rollout.turns == (0, 0, 1, 1)
+    assert rollout.sampled_mask == (True, True, False, False) and rollout.turns == (0, 0, 1, 1)
     batch = micro_batch([(row(rollout),)], torch.float32)
     assert batch.own_N.tolist() == [True, True, False, False]
     ones = TokenStats(*(torch.ones(4) for _ in dataclasses.fields(TokenStats)))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opd.config.sections import HELD_WHOLE
+from opd.config.sections import MAX_UNSHARDED
 from opd.errors import RunError
 from opd.train import gathered
-from opd.train.gathered import gathered_together
+from opd.train.gathered import find_leaf_classes
 from opd.train.optimizer import AdamWOptions
 from opd.train.zero import ZeroEngine, ZeroOptions
 
@@ -39,9 +39,9 @@ def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.setattr(gathered, "HELD_WHOLE", 0)
+    monkeypatch.setattr(gathered, "MAX_UNSHARDED", 0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | more))
-    assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
+    assert [found.__name__ for found in find_leaf_classes(model, world_size=2)] == wanted
 
 
 def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
@@ -57,7 +57,7 @@ def test_a_layer_with_a_list_of_experts_is_gathered_as_one() -> None:
             super().__init__()
             self.mlp = Mixture()
 
-    assert gathered_together(nn.Sequential(Layer(), nn.Linear(4, 4), Layer()), world_size=2) == [Layer]
+    assert find_leaf_classes(nn.Sequential(Layer(), nn.Linear(4, 4), Layer()), world_size=2) == [Layer]
 
 
 def test_layers_of_small_weights_are_gathered_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,25 +66,25 @@ def test_layers_of_small_weights_are_gathered_as_one(monkeypatch: pytest.MonkeyP
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
     largest = max(param.numel() for param in model.model.layers.parameters())
     for small, wanted in ((largest, ["LlamaDecoderLayer"]), (largest - 1, [])):
-        monkeypatch.setattr(gathered, "HELD_WHOLE", small)
-        assert [found.__name__ for found in gathered_together(model, world_size=2)] == wanted
+        monkeypatch.setattr(gathered, "MAX_UNSHARDED", small)
+        assert [found.__name__ for found in find_leaf_classes(model, world_size=2)] == wanted
 
 
 def test_what_is_small_is_what_deepspeed_keeps_whole() -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    assert DeepSpeedZeroConfig(stage=3).param_persistence_threshold == HELD_WHOLE
+    assert DeepSpeedZeroConfig(stage=3).param_persistence_threshold == MAX_UNSHARDED
 
 
 def test_at_one_rank_every_layer_is_gathered_as_one() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
-    assert [found.__name__ for found in gathered_together(model, world_size=1)] == ["LlamaDecoderLayer"]
+    assert [found.__name__ for found in find_leaf_classes(model, world_size=1)] == ["LlamaDecoderLayer"]
     for param in model.model.layers[0].parameters():
         param.requires_grad_(requires_grad=False)
-    assert gathered_together(model, world_size=1) == []
-    together = gathered_together(model, world_size=2, compiled=True)
+    assert find_leaf_classes(model, world_size=1) == []
+    together = find_leaf_classes(model, world_size=2, compiled=True)
     assert [found.__name__ for found in together] == ["LlamaDecoderLayer"], "hooks inside would cut it into pieces"
 
 

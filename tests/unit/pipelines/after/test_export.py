@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from opd.errors import ConfigError, ModelError, OpdError, RunDirError, RunError
 from pipelines.after.export import ExportOptions, export_model
-from pipelines.after.models import Found, find_model
+from pipelines.after.models import LocalModel, find_model
 
 CONVERTER = """#!/bin/sh
 echo "$@"
@@ -22,7 +22,7 @@ echo "$@"
 """
 
 
-def found(path: Path) -> Found:
+def found(path: Path) -> LocalModel:
     return find_model(path, lambda line: None)
 
 

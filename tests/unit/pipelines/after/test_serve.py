@@ -19,7 +19,7 @@ from opd.config import load_pipeline
 from opd.errors import ConfigError
 from opd.machine import leftovers
 from opd.machine.address import Address
-from pipelines.after.models import Found, find_model
+from pipelines.after.models import LocalModel, find_model
 from pipelines.after.serve import ServeOptions, check_serving, server_command, server_environment
 
 ROOT = Path(__file__).parents[4]
@@ -47,7 +47,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     assert "--dtype" not in server_command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in server_environment(model)
     world.data["rollout"] |= {"dtype": "bfloat16", "kv_cache_gib": 2}
     world.data["student"]["chat_template_kwargs"] = {"enable_thinking": False}
-    merged = Found(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
+    merged = LocalModel(path=tiny_model_dir, info=model.info, config=load_pipeline(world.write()))
     words = server_command(merged, here(more=["--enable-lora"]))
     pairs = dict(itertools.pairwise(words))
     assert (pairs["--model"], pairs["--host"]) == (str(tiny_model_dir), "127.0.0.1")
@@ -109,7 +109,7 @@ def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) ->
         assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
-        assert sockets in leftovers.remove_orphans()
+        assert sockets in leftovers.end_orphans()
     finally:
         process.kill()
         process.communicate()

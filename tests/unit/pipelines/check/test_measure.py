@@ -15,7 +15,7 @@ from opd.config import load_pipeline
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Completion, Prompt, Rollout, RolloutBatch, Teacher
 from pipelines.check.comparison import TeacherComparison
-from pipelines.check.judge import Finding, MeasuredTeacher, is_doubtful, judge_student, judge_teachers
+from pipelines.check.judge import CheckFinding, MeasuredTeacher, is_doubtful, judge_student, judge_teachers
 from pipelines.check.measure import CheckReport, measure_teachers, teacher_rows, template_findings
 from pipelines.inputs.read import read_inputs
 from tests.rows import make_rollout
@@ -31,7 +31,7 @@ def one(student: float | None, expert: float | None, **changes: Any) -> Measured
     return replace(base, **changes)
 
 
-def judged(*measured: MeasuredTeacher) -> list[Finding]:
+def judged(*measured: MeasuredTeacher) -> list[CheckFinding]:
     return list(judge_teachers(measured, VOCABULARY))
 
 

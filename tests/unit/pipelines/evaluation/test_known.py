@@ -39,8 +39,8 @@ class Measuring:
     def load(self, model_dir: Path) -> None:
         self.asked.append(f"load {model_dir.name}")
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
-        assert like.name == "base", "the student's files are those that engines can reach"
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
+        assert shape_of.name == "base", "the student's files are those that engines can reach"
         self.asked.append(f"hold {model_dir.name}")
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
@@ -222,7 +222,7 @@ def test_without_one_kind_of_gpu_nothing_is_kept(gpus: list[GPU], runs: Runs, mo
 
 def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     def has(*resources: str) -> Any:
-        node = Node(id="n", address="a", here=True, has=dict.fromkeys(("CPU", *resources), 1.0), labels={})
+        node = Node(id="n", address="a", is_local=True, has=dict.fromkeys(("CPU", *resources), 1.0), labels={})
         return lambda: [node]
 
     runs.world.data["cluster"] = {"rollout_gpus": 1, "address": "10.0.0.1:6379"}

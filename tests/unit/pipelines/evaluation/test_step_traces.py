@@ -13,7 +13,7 @@ from opd.records.types import Rollout
 from opd.run.paths import RunPaths
 from opd.stream.rollouts import write_file
 from opd.traces.choose import choose_episodes, episodes_of
-from opd.traces.making import trace_of
+from opd.traces.making import make_trace
 from opd.traces.record import StepTraces
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
@@ -48,7 +48,7 @@ def run(tmp_path: Path, world: object, rollouts: list[Rollout]) -> RunPaths:
     episodes = episodes_of(rollouts)
     for step in (2, 3):
         losses = {r.sample_id: [0.5 * step] * r.num_trained for r in rollouts}
-        kept = [trace_of(episodes[name], why, losses, TOKENIZER) for name, why in choose_episodes(episodes).items()]
+        kept = [make_trace(episodes[name], why, losses, TOKENIZER) for name, why in choose_episodes(episodes).items()]
         StepTraces(step=step, episodes=tuple(kept)).save(paths.trace_file(step))
     return paths
 

@@ -234,7 +234,7 @@ def test_heads_that_the_processes_of_an_engine_cannot_divide(
     )
     config = AutoConfig.from_pretrained(world.root / "base")
     refused = find_indivisible_part(config, size, "rollout.tensor_parallel_size")
-    assert (refused and refused.where) == found
+    assert (refused and refused.key) == found
 
 
 def test_a_student_and_a_teacher_that_cannot_be_divided_are_refused_by_their_own_key(world: Any) -> None:

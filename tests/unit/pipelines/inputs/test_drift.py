@@ -45,7 +45,7 @@ def test_an_expert_that_is_a_whole_model_writes(acting: Any) -> None:
     del acting.data["domains"]["reverse"]["environment"]["teacher_turns"]
     plain = load_pipeline(acting.write())
     both = (
-        sum(need.nbytes for need in estimate_memory(given, inputs) if "rollout" in need.what)
+        sum(need.nbytes for need in estimate_memory(given, inputs) if "rollout" in need.part)
         for given in (config, plain)
     )
     assert next(both) == 2 * next(both), "the expert has an engine of its own"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
-from opd.credit.ema import Ema
-from opd.credit.group import Group
+from opd.credit.ema import EmaCredit
+from opd.credit.group import GroupCredit
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.credit.none import NoBaselineCredit
 from opd.errors import PromptError
@@ -44,7 +44,7 @@ def test_where_the_domain_takes_no_part_its_rows_need_no_answer(world: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("baseline", "made"), [("leave_one_out", LeaveOneOut), ("group", Group), ("ema", Ema), ("none", NoBaselineCredit)]
+    ("baseline", "made"), [("leave_one_out", LeaveOneOut), ("group", GroupCredit), ("ema", EmaCredit), ("none", NoBaselineCredit)]
 )
 def test_every_baseline_has_its_credit(baseline: str, made: type, world: Any) -> None:
     world.data["objective"] = {"reward": {"baseline": baseline}}

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import cli
 from experts.registry import Registry
 from opd.config import load_pipeline, load_run_pipeline
-from opd.config.prompts import OF_CHATS
+from opd.config.prompts import CHAT_COLUMNS
 from opd.errors import RunDirError, RunError
 from opd.run.paths import RunPaths
 from pipelines.inputs import template_date
@@ -413,7 +413,7 @@ def test_older_rounds_with_domains_of_their_own_go_on_without_these_columns(worl
         work = rounds.reopen_rounds(root, config, None, "latest", print)
         assert isinstance(work, rounds.Rounds)
         found = [domain.prompts for one in work.configs for domain in one.domains.values()]
-        assert [getattr(prompts, "columns", {}) for prompts in found] == [dict.fromkeys(OF_CHATS)] * 4
+        assert [getattr(prompts, "columns", {}) for prompts in found] == [dict.fromkeys(CHAT_COLUMNS)] * 4
 
 
 @pytest.mark.usefixtures("stopped")

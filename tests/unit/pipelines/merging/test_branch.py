@@ -22,7 +22,7 @@ from opd.run import checkpoints
 from opd.run.paths import RunPaths
 from opd.stream import written
 from pipelines.merging import run as merging
-from pipelines.merging.branch import DECIDE_EXAMS, _same_writers, begin_branch
+from pipelines.merging.branch import DECIDE_EXAMS, _has_same_writers, begin_branch
 from pipelines.merging.changes import matches_pattern
 from pipelines.merging.origin import Origin, origin_of
 from tests.unit.pipelines.merging.test_longer import files
@@ -128,9 +128,9 @@ def test_turns_that_other_experts_wrote_ahead_are_left_behind(
     acting_config = config.model_copy(update={"domains": {**config.domains, "upper": acting}})
     ours = json.loads((interrupted / "manifest.json").read_text())
     theirs = {**ours, "experts": {**ours["experts"], "up": {"weights": {"model.safetensors": "0"}}}}
-    assert _same_writers(acting_config, ours, ours)
-    assert _same_writers(acting_config, theirs, ours) is kept
-    assert not _same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
+    assert _has_same_writers(acting_config, ours, ours)
+    assert _has_same_writers(acting_config, theirs, ours) is kept
+    assert not _has_same_writers(config, {**ours, "guard": {"upper": {"0": "1"}}}, ours)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])

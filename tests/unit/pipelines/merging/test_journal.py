@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from opd.errors import Paused, RunError
-from opd.live.displays import Beginning, Silence
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, Now, read_now
+from opd.live.displays import RunStart, Silence
+from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Stopped
 from pipelines.merging.journal import Journal
@@ -50,11 +50,11 @@ def test_what_the_display_is_told_is_written_down(tmp_path: Path) -> None:
             told.append(line)
 
     @contextmanager
-    def displays(begun: Beginning) -> Any:
+    def displays(begun: RunStart) -> Any:
         yield Heard()
 
     paths = RunPaths(tmp_path)
-    with Journal(paths) as journal, journal.write_beside(displays)(Beginning("two", tmp_path, 4)) as shown:
+    with Journal(paths) as journal, journal.write_beside(displays)(RunStart("two", tmp_path, 4)) as shown:
         for number in range(30):
             shown.say(f"line {number}")
         shown.doing("train")
@@ -65,12 +65,12 @@ def test_what_the_display_is_told_is_written_down(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told_by_the_error_that_met_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(self: Now, path: Path, scratch: Path) -> None:
+    def full(self: LiveState, path: Path, scratch: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
     paths = RunPaths(tmp_path)
     with pytest.raises(RunError, match="the first"), Journal(paths):
-        monkeypatch.setattr(Now, "write", full)
+        monkeypatch.setattr(LiveState, "write", full)
         raise RunError("the first")
     with pytest.raises(OSError, match="No space left"):
         Journal(paths).__enter__()

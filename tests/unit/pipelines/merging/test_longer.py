@@ -11,7 +11,7 @@ import yaml
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import RunDirError, RunError
-from opd.run.lineage import events_until, format_events, list_commands
+from opd.run.lineage import list_events_until, format_events, list_commands
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from pipelines.merging import run as merging
@@ -103,10 +103,10 @@ def test_a_kill_between_manifest_and_pipeline_loses_no_extension(
 def test_the_rates_of_a_run_that_was_extended_twice_and_of_its_branch(world: Any) -> None:
     world.data["trainer"] |= {"steps": 4, "lr_scheduler_type": "linear"}
     config = load_pipeline(world.write())
-    twice = Extension(more=6, at=7).extended_pipeline(Extension(more=4, at=4).extended_pipeline(config)).trainer
+    twice = Extension(further_steps=6, at=7).extended_pipeline(Extension(further_steps=4, at=4).extended_pipeline(config)).trainer
     assert [(one.at, one.steps) for one in twice.extended] == [(4, 4), (7, 8)] and twice.steps == 14
     # A branch that starts at step 2 has taken steps whose decay would have ended at step 4.
-    early = Extension(more=6, at=3).extended_pipeline(Extension(more=4, at=4).extended_pipeline(config))
+    early = Extension(further_steps=6, at=3).extended_pipeline(Extension(further_steps=4, at=4).extended_pipeline(config))
     assert [(one.at, one.steps) for one in early.trainer.extended] == [(3, 4)]
     validate_section(PipelineConfig, early.model_dump(mode="json"), "pipeline.yaml")
 
@@ -137,8 +137,8 @@ def test_a_round_cannot_be_made_longer(interrupted: Path) -> None:
 
 def test_a_branch_has_only_the_past_of_its_start() -> None:
     past = [{"event": "branched", "step": 5}, {"event": "extended", "after_step": 20}]
-    assert events_until({"lineage": past}, 4) == [] and events_until({"lineage": past}, 5) == past[:1]
-    assert events_until({"lineage": past}, 20) == past[:1] and events_until({"lineage": past}, 21) == past
+    assert list_events_until({"lineage": past}, 4) == [] and list_events_until({"lineage": past}, 5) == past[:1]
+    assert list_events_until({"lineage": past}, 20) == past[:1] and list_events_until({"lineage": past}, 21) == past
 
 
 def test_other_entries_than_those_of_growing_merges_are_refused(world: Any) -> None:

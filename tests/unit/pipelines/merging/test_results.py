@@ -17,8 +17,8 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
-from pipelines.merging.results import of_merged, take_back, trained_so_far
-from pipelines.merging.run import MergeRun, _before_and_experts
+from pipelines.merging.results import bind_to_model, take_back, read_progress
+from pipelines.merging.run import MergeRun, _take_starting_exams
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
 
@@ -107,9 +107,9 @@ def test_a_finished_merge_keeps_everything(ended: RunPaths) -> None:
 def test_the_exam_of_a_merged_model_says_what_it_is_of(
     ended: RunPaths, tiny_model_dir: Path, expert_dirs: dict[str, Path]
 ) -> None:
-    found = of_merged(exam(), tiny_model_dir, *trained_so_far(ended.metrics))
+    found = bind_to_model(exam(), tiny_model_dir, *read_progress(ended.metrics))
     assert (found.step, found.tokens, set(found.weights)) == (20, 200, {"reverse", "upper"})
-    other = of_merged(exam(), expert_dirs["up"], 20, 200)
+    other = bind_to_model(exam(), expert_dirs["up"], 20, 200)
     assert not set(found.weights.values()) & set(other.weights.values())
     found.save(ended.evaluation / "after.json")
     assert Evaluation.load(ended.evaluation / "after.json") == found
@@ -134,7 +134,7 @@ class Measuring:
     def load(self, model_dir: Path) -> None:
         """Nothing."""
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
         self.load(model_dir)
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
@@ -151,7 +151,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
 
     def measure() -> list[str]:
         parts: Any = Measuring(paths, shown)
-        _before_and_experts(parts, run, shown)
+        _take_starting_exams(parts, run, shown)
         asked: list[str] = parts.asked
         return asked
 

@@ -74,7 +74,7 @@ class Engines:
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self.sync = self
         parts: Any = self
-        before, expert = merging._before_and_experts(parts, run, shown)
+        before, expert = merging._take_starting_exams(parts, run, shown)
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
         MetricsFile(paths.metrics).rewind(0)
         for step in range(1, config.trainer.steps + 1):
@@ -123,7 +123,7 @@ class Engines:
         trained = weight(model_dir) - self._start
         self._accuracy = STUDENT.get(round(trained), EXPERT) if abs(trained - round(trained)) < 1e-3 else EXPERT
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
         self.load(model_dir)
 
     def evaluate(self, domains: Any, *, model: str) -> Evaluation:
@@ -307,7 +307,7 @@ def test_the_model_is_whole_with_and_without_hard_links(
     target.mkdir()
     (target / "old.json").touch()
     (tmp_path / ".tmp-model").mkdir()
-    rounds._take_model(source, target)
+    rounds._link_model(source, target)
     assert names(tmp_path) == {"model", "round-2"} and names(target) == {"config.json"}
     assert (target / "config.json").read_text() == "new"
     assert (target / "config.json").samefile(source / "config.json") is links
@@ -530,7 +530,7 @@ def test_what_makes_another_exam(changed: dict[str, Any], same: bool, tmp_path: 
             "teachers": {"d": "2"},
         }
 
-    known = rounds.known_evaluations(paths, facts(), facts(**changed))
+    known = rounds.reusable_evaluations(paths, facts(), facts(**changed))
     assert set(known) == ({"before.json", "expert.json"} if same else set())
 
 

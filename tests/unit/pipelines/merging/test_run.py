@@ -18,7 +18,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from experts.adapter import whole_model
+from experts.adapter import open_full_model
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
@@ -37,7 +37,7 @@ from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
 from pipelines.merging.manifest import manifest_of, resolve_pipeline
-from pipelines.merging.run import MergeRun, _before_and_experts, _export_model, _leave_early, _refuse_fewer_steps
+from pipelines.merging.run import MergeRun, _take_starting_exams, _export_model, _raise_if_unfinished, _refuse_fewer_steps
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def mixed(world: Any, make_adapter: Callable[..., Path]) -> Any:
 
 def test_an_engine_gets_a_full_model_as_it_is(tiny_model_dir: Path, tmp_path: Path) -> None:
     teacher = Teacher(name="full", model_dir=tiny_model_dir)
-    with whole_model(teacher, tmp_path / "scratch") as directory:
+    with open_full_model(teacher, tmp_path / "scratch") as directory:
         assert directory == tiny_model_dir
     assert tiny_model_dir.is_dir()
     assert list(tmp_path.iterdir()) == []
@@ -65,7 +65,7 @@ def test_an_engine_gets_an_adapter_merged_for_as_long_as_it_reads(
     scratch.mkdir(parents=True)
     (scratch / "left.by.a.killed.run").touch()
     teacher = Teacher(name="lora", model_dir=tiny_model_dir, adapter_dir=adapter)
-    with pytest.raises(InterruptedError), whole_model(teacher, scratch) as directory:
+    with pytest.raises(InterruptedError), open_full_model(teacher, scratch) as directory:
         assert sorted(p.name for p in directory.iterdir()) == sorted(p.name for p in tiny_model_dir.iterdir())
         found = load_file(directory / "model.safetensors")
         assert set(found) == set(want)
@@ -131,7 +131,7 @@ def test_a_damaged_checkpoint_stops_a_resume_until_it_is_told_to_pass_over_it(in
     assert names(interrupted / "checkpoints") == ["step-000001", "step-000002"]
     assert recorded(interrupted) == [1, 2]
     with pytest.raises(RunError, match="it would start now"):
-        merging.resume(interrupted, wanted="latest-valid")
+        merging.resume(interrupted, resume_from="latest-valid")
     assert names(interrupted / "checkpoints") == ["step-000001", "superseded-step-000002"]
     assert recorded(interrupted) == [1]
     with pytest.raises(RunError, match="it would start now"):
@@ -212,7 +212,7 @@ class Measuring:
     def load(self, model_dir: Path) -> None:
         self.asked.append(f"load {model_dir.name}")
 
-    def hold(self, model_dir: Path, *, like: Path) -> None:
+    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
         self.load(model_dir)
 
     def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
@@ -230,7 +230,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
-        return parts.asked, _before_and_experts(parts, run, shown)
+        return parts.asked, _take_starting_exams(parts, run, shown)
 
     asked, found = measure()
     assert asked == ["student before", "load rev", "expert rev", "load up", "expert up", "load base"]
@@ -296,7 +296,7 @@ def test_what_ends_a_run_before_its_model_is_written(
     parts: Any = SimpleNamespace(monitors=SimpleNamespace(verdict=lambda: ended))
     signals: Any = SimpleNamespace(number=2)
     with pytest.raises(raised) if raised else nullcontext():
-        _leave_early(parts, run, last, signals)
+        _raise_if_unfinished(parts, run, last, signals)
     assert pages == [tmp_path] * written
 
 

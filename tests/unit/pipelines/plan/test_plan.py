@@ -255,8 +255,8 @@ def test_a_student_that_leaves_no_room_for_a_sequence_is_planned_too(name: str) 
 def test_the_sum_is_that_of_opd_check(world: Any) -> None:
     """A merge that is on disk: the plan's sum, from configs alone, is the check's, from weights."""
     config = load_pipeline(world.write())
-    wanted = {need.what: need.nbytes for need in estimate_memory(config, read_inputs(config))}
-    found = {need.what: need.nbytes for need in estimate_memory(config, read_models(config).merge)}
+    wanted = {need.part: need.nbytes for need in estimate_memory(config, read_inputs(config))}
+    found = {need.part: need.nbytes for need in estimate_memory(config, read_models(config).merge)}
     processes = "processes, Ray and prompts"
     assert {k: v for k, v in found.items() if k != processes} == {k: v for k, v in wanted.items() if k != processes}
     made = make_plan(config, load_spec("two-cores"))

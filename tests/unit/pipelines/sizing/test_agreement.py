@@ -20,11 +20,11 @@ from pipelines.inputs.read import read_inputs, read_teachers
 from pipelines.plan.models import read_models
 from pipelines.plan.plan import fits_cluster, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
-from pipelines.propose.models import SeenExpert
+from pipelines.propose.models import ExpertFacts
 from pipelines.propose.sizes import merge_models
 from pipelines.sizing import gpu_memory, memory
 from pipelines.sizing.gpu_memory import fits_machine, gpu_roles, refuse_crowded_gpus
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import estimate_memory, refuse_too_large
 from pipelines.sizing.models import MergeModels
 from tests.unit.pipelines.propose.test_columns import write
@@ -69,7 +69,7 @@ def by_check(config: PipelineConfig) -> MergeModels:
 
 def by_init(config: PipelineConfig, check: MergeModels) -> MergeModels:
     seen = {
-        name: SeenExpert(model=Path("up"), base=None, info=expert.info, adapter=expert.adapter)
+        name: ExpertFacts(model=Path("up"), base=None, info=expert.info, adapter=expert.adapter)
         for name, expert in check.scorers.items()
     }
     models = merge_models(check.student, seen, {})
@@ -95,7 +95,7 @@ def test_every_role_has_one_figure(name: str, adapters: bool, tiny: Any) -> None
 def test_a_plan_prints_the_figures_of_the_check(tiny: Any) -> None:
     config, needs = tiny("quickstart", False), {}
     for need in estimate_memory(config, by_check(config)):
-        role = need.what.partition(":")[0]
+        role = need.part.partition(":")[0]
         needs[role] = needs.get(role, 0) + need.nbytes
     made = make_plan(config, load_spec("two-cores"))
     assert made.room[0].needed == sum(needs.values())
@@ -104,7 +104,7 @@ def test_a_plan_prints_the_figures_of_the_check(tiny: Any) -> None:
     assert made.fullest["scoring worker"] == memory.TEACHER_PROCESS + needs["teachers"]
 
 
-def spec_of(machine: Machine) -> ClusterSpec:
+def spec_of(machine: MachineFacts) -> ClusterSpec:
     """One machine as `opd plan` sees it."""
     base = load_spec("8-gpus" if machine.gpus else "two-cores").model_dump(exclude={"placement"})
     sizes: dict[str, Any] = {"cores": machine.cores, "memory": machine.memory}
@@ -113,7 +113,7 @@ def spec_of(machine: Machine) -> ClusterSpec:
     return ClusterSpec.model_validate(base | {"machine": sizes})
 
 
-def is_refused(config: PipelineConfig, models: MergeModels, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_refused(config: PipelineConfig, models: MergeModels, machine: MachineFacts, monkeypatch: pytest.MonkeyPatch) -> bool:
     """What `opd check` and `opd merge` say on that machine."""
     monkeypatch.setattr(memory, "machine_bytes", lambda: machine.memory)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(machine.gpus))
@@ -126,20 +126,20 @@ def is_refused(config: PipelineConfig, models: MergeModels, machine: Machine, mo
 
 
 MACHINES = [
-    Machine(cores=2, memory=4 * GIB),
-    Machine(cores=4, memory=24 * GIB, bf16=True),
-    *(Machine(cores=16, memory=64 * GIB, gpus=(80 * GIB,) * gpus) for gpus in (1, 2, 3, 4, 8)),
-    Machine(cores=16, memory=64 * GIB, gpus=(8 * GIB,)),
-    Machine(cores=16, memory=64 * GIB, gpus=(2 * GIB,)),
+    MachineFacts(cores=2, memory=4 * GIB),
+    MachineFacts(cores=4, memory=24 * GIB, bf16=True),
+    *(MachineFacts(cores=16, memory=64 * GIB, gpus=(80 * GIB,) * gpus) for gpus in (1, 2, 3, 4, 8)),
+    MachineFacts(cores=16, memory=64 * GIB, gpus=(8 * GIB,)),
+    MachineFacts(cores=16, memory=64 * GIB, gpus=(2 * GIB,)),
 ]
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=str)
 def test_what_init_writes_for_a_machine_its_check_and_plan_accept(
-    machine: Machine, world: Any, monkeypatch: pytest.MonkeyPatch
+    machine: MachineFacts, world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (world.root / "pipeline.yaml").unlink()
-    monkeypatch.setattr("pipelines.sizing.machine.this_machine", lambda: machine)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: machine)
     words = [f"{a}{b}c" for a in "abcdefghij" for b in "abcdef"]
     for file in ("rev", "up"):
         write(world.root / f"{file}.csv", [{"prompt": f"{file} {word}=", "answer": word[::-1]} for word in words])
@@ -162,6 +162,6 @@ def test_roles_on_one_gpu_add_up_and_others_do_not(tiny: Any, monkeypatch: pytes
     for share, gpus, fits in ((0.4, 3, True), (0.6, 3, False), (0.4, 2, False), (5e-5, 3, False)):
         data["rollout"] |= {"workers": 2, "gpu_memory_utilization": share}
         config = PipelineConfig.model_validate(data)
-        machine = Machine(cores=16, memory=64 * GIB, gpus=(40 * GIB,) * gpus)
+        machine = MachineFacts(cores=16, memory=64 * GIB, gpus=(40 * GIB,) * gpus)
         assert is_refused(config, by_check(config), machine, monkeypatch) != fits
         assert fits_cluster(config, spec_of(machine)) == fits

@@ -14,7 +14,7 @@ from opd.errors import ConfigError
 from pipelines.plan.models import read_models
 from pipelines.sizing.cache import cache_gib, refuse_small_cache, sequence_bytes
 from pipelines.sizing.gpu_memory import memory_rooms
-from pipelines.sizing.machine import Machine
+from pipelines.sizing.machine import MachineFacts
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3", "gpt_neox"])
@@ -32,7 +32,7 @@ def test_a_cache_on_a_cpu_holds_the_longest_sequence(world: Any) -> None:
     """vLLM would not start; a check refuses it, and a plan says that it does not fit."""
     config, a_token = load_pipeline(world.write()), 2 * 2 * 64 * 4
     models = read_models(config).merge
-    machine = Machine(cores=2, memory=64 << 30)
+    machine = MachineFacts(cores=2, memory=64 << 30)
     assert sequence_bytes(config, models) == 32 * a_token
     rollout = config.rollout.model_copy(update={"max_model_len": (1 << 30) // a_token})
     config = config.model_copy(update={"rollout": rollout})

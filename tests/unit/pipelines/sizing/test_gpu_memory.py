@@ -18,7 +18,7 @@ from pipelines.sizing import gpu_memory, memory
 from pipelines.sizing.gpu_memory import (
     ASLEEP,
     CONTEXT,
-    Role,
+    GpuRole,
     gpu_roles,
     gpu_sizes,
     memory_phases,
@@ -78,11 +78,11 @@ def test_what_each_role_takes(inputs: Any) -> None:
         0.5,
         4 * PARAMETERS + memory.engine_activations(config, found) + sequence,
     )
-    assert (teacher.kept, teacher.share) == (4 * PARAMETERS, 0)
-    assert rank.kept == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
+    assert (teacher.resident, teacher.share) == (4 * PARAMETERS, 0)
+    assert rank.resident == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
     assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
     halves = gpu_roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
-    assert [role.kept - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 4) * PARAMETERS] * 2
+    assert [role.resident - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 4) * PARAMETERS] * 2
 
 
 def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapters(world: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_lora_trainer_keeps_a_copy_of_the_weights_and_the_state_of_its_adapter
     found = read_inputs(config)
     *_, rank = gpu_roles(config, found)
     assert found.trained == 2 * 4 * 2 * 64
-    assert rank.kept == 4 * PARAMETERS + (20 + 4) * found.trained + memory.heads_bytes(config, found)
+    assert rank.resident == 4 * PARAMETERS + (20 + 4) * found.trained + memory.heads_bytes(config, found)
 
 
 def test_a_critic_beside_a_lora_trainer_converts_all_of_its_gradients(world: Any) -> None:
@@ -105,7 +105,7 @@ def test_a_critic_beside_a_lora_trainer_converts_all_of_its_gradients(world: Any
         "objective": {"chunk": 1},
     }
     *_, rank, critic = gpu_roles(changed(config, **tiny), found)
-    assert critic.what == "critic rank" and critic.kept == (20 + 4) * PARAMETERS
+    assert critic.name == "critic rank" and critic.resident == (20 + 4) * PARAMETERS
     assert rank.passing < critic.passing == 4 * PARAMETERS + 4 * PARAMETERS, "gathered weights, gradients in float32"
 
 
@@ -124,9 +124,9 @@ def test_an_expert_that_writes_turns_has_a_share_of_its_own(acting: Any, monkeyp
 def test_teachers_elsewhere_take_nothing_and_an_engine_its_share(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0]), inputs[1]
     served = changed(config, teachers={"engine": "flight", "address": "grpc://127.0.0.1:1"})
-    assert [role.what for role in gpu_roles(served, found)] == ["rollout engine", "trainer rank"]
+    assert [role.name for role in gpu_roles(served, found)] == ["rollout engine", "trainer rank"]
     engine = changed(config, teachers={"engine": "vllm", "gpu_memory_utilization": 0.2})
-    assert [(r.what, r.share) for r in gpu_roles(engine, found)][1] == ("scoring engine", 0.2)
+    assert [(r.name, r.share) for r in gpu_roles(engine, found)][1] == ("scoring engine", 0.2)
 
 
 def test_teachers_that_stay_are_counted(inputs: Any) -> None:
@@ -135,7 +135,7 @@ def test_teachers_that_stay_are_counted(inputs: Any) -> None:
 
     def kept(gpu_memory: int) -> int:
         (role,) = gpu_roles(changed(config, teachers={"gpu_memory": gpu_memory}, cluster={"teacher_gpus": 1}), found)
-        return role.kept
+        return role.resident
 
     assert [kept(n) for n in (0, 1, one, one + 1, 2 * one, 3 * one)] == [one, one, one, one + 1, 2 * one, 2 * one]
 
@@ -149,7 +149,7 @@ def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inpu
         (one,) = gpu_roles(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
         assert one.passing == passing, "a pass is on one GPU at a time"
         needs = memory.estimate_memory(changed(config, teachers=given, cluster={"teacher_gpus": gpus}), found)
-        return one.kept, sum(need.nbytes for need in needs if need.what.startswith("teachers"))
+        return one.resident, sum(need.nbytes for need in needs if need.part.startswith("teachers"))
 
     body = found.read_body(found.student)
     layer = 4 * max(body.largest, PARAMETERS // body.blocks)
@@ -158,7 +158,7 @@ def test_a_divided_teacher_has_its_share_on_each_gpu_and_the_rest_in_memory(inpu
     assert teacher(2, {0: 1000, 1: 2000, "cpu": GIB}) == (2000, weights - 3000)
     assert teacher(1, {0: 1000, "cpu": 5000, "disk": GIB}) == (1000, 5000), "what stays in files is no memory"
     on_cpu = changed(config, teachers={"device_map": "auto", "max_memory": {"cpu": 5000, "disk": GIB}})
-    sizes = {need.what: need.nbytes for need in memory.estimate_memory(on_cpu, found)}
+    sizes = {need.part: need.nbytes for need in memory.estimate_memory(on_cpu, found)}
     assert sizes["teachers: weights"] == 2 * 5000, "two experts"
 
 
@@ -173,8 +173,8 @@ def test_a_teacher_that_is_larger_than_all_it_may_have_is_refused(world: Any) ->
     read_inputs(load_pipeline(world.write()))
 
 
-def role(gpus: float, what: str = "r", **more: Any) -> Role:
-    return Role(what=what, gpus=gpus, **more)
+def role(gpus: float, what: str = "r", **more: Any) -> GpuRole:
+    return GpuRole(name=what, gpus=gpus, **more)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.sizing import machine, memory
 from pipelines.sizing.machine import machine_bytes
-from pipelines.sizing.memory import Need, describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
+from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
 """Of the tiny model: 76 * 64 + 2 * (4 * 64² + 3 * 64 * 128 + 2 * 64) + 64."""
@@ -30,7 +30,7 @@ def lines(given: tuple[PipelineConfig, Inputs], **sections: dict[str, Any]) -> d
     data = config.model_dump()
     merged = {name: keys if "kind" in keys else data[name] | keys for name, keys in sections.items()}
     changed = PipelineConfig.model_validate(data | merged)
-    return {need.what: need.nbytes for need in estimate_memory(changed, inputs)}
+    return {need.part: need.nbytes for need in estimate_memory(changed, inputs)}
 
 
 def test_the_tiny_model_is_what_it_was(given: Any) -> None:
@@ -104,7 +104,7 @@ def test_what_a_rank_needs_is_its_part_of_the_ranks_lines(given: Any) -> None:
     config, inputs = given
     two = PipelineConfig.model_validate(config.model_dump() | {"trainer": config.trainer.model_dump() | {"ranks": 2}})
     needs = estimate_memory(two, inputs)
-    trainer = sum(need.nbytes for need in needs if need.what.startswith("trainer: "))
+    trainer = sum(need.nbytes for need in needs if need.part.startswith("trainer: "))
     assert memory.rank_bytes(needs) == memory.TRAINER_PROCESS + trainer // 2
     shown = f"{memory.rank_bytes(needs) / 2**30:.2f}"
     assert need_rows(needs)[-3] == ("in it: each trainer rank, at most", shown, "trainer.ranks, trainer.bucket")
@@ -244,13 +244,13 @@ def test_a_steps_rows_grow_with_responses_and_width(given: Any) -> None:
         next(iter(config["domains"].values()))["environment"] = {"name": "m:Maze", **limits}
         config["trainer"] |= small["trainer"]
         config["rollout"] |= {"max_new_tokens": 8, "max_model_len": 64}
-        acting = {n.what: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
+        acting = {n.part: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
         assert acting[what] == 2 * 10 * most * (WIDTH * 4 + 16)
     top = {"teachers": {"payload": "top_k"}, "objective": {"kind": "top_k", "k": 5}}
     config = given[0].model_dump() | {"objective": {"kind": "top_k", "k": 5}}
     config["teachers"] |= top["teachers"]
     config["trainer"] |= small["trainer"]
-    found = {n.what: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
+    found = {n.part: n.nbytes for n in estimate_memory(PipelineConfig.model_validate(config), given[1])}
     assert found[what] == 2 * 80 * (8 * 5 + 16)
 
 
@@ -275,10 +275,10 @@ def test_what_runs_elsewhere_is_not_counted(given: Any) -> None:
 
 
 NEEDS = [
-    Need(what="small", nbytes=1 << 29, knobs="a.b"),
-    Need(what="large", nbytes=3 << 30, knobs="c.d, e.f"),
-    Need(what="none", nbytes=0, knobs="g.h"),
-    Need(what="medium", nbytes=1 << 30, knobs="c.d"),
+    HostMemoryNeed(part="small", nbytes=1 << 29, knobs="a.b"),
+    HostMemoryNeed(part="large", nbytes=3 << 30, knobs="c.d, e.f"),
+    HostMemoryNeed(part="none", nbytes=0, knobs="g.h"),
+    HostMemoryNeed(part="medium", nbytes=1 << 30, knobs="c.d"),
 ]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError
-from teachers.flight.access import ListenAddress, parse_endpoint, read_roots, read_token
+from teachers.flight.access import ListenAddress, parse_endpoint, read_root_certs, read_token
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_the_url_is_what_a_pipeline_needs(certificate: Files) -> None:
 
 
 def test_trusted_certificates(certificate: Files, tmp_path: Path) -> None:
-    assert read_roots(certificate[0]) == certificate[0].read_bytes()
-    assert read_roots(None) is None
+    assert read_root_certs(certificate[0]) == certificate[0].read_bytes()
+    assert read_root_certs(None) is None
     with pytest.raises(ConfigError, match=r"teachers\.tls_root_certs\n"):
-        read_roots(tmp_path / "nowhere")
+        read_root_certs(tmp_path / "nowhere")

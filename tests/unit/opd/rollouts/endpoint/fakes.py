@@ -15,11 +15,11 @@ from typing import Any
 
 from opd.errors import RunError
 from opd.records.environments import Tool
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.endpoint.server import EndpointServer
-from opd.rollouts.endpoint.session import EndpointSession, Terms
-from opd.rollouts.episodes.chat import call_id
+from opd.rollouts.endpoint.session import EndpointSession, SessionLimits
+from opd.rollouts.episodes.chat import make_call_id
 from opd.rollouts.episodes.trace import Trace
 from opd.rollouts.episodes.turns import History
 from opd.tool_formats.hermes import Hermes
@@ -42,15 +42,15 @@ def decode(ids: Sequence[int]) -> str:
 class Letters:
     """A chat template of letters: BEGIN role newline text END, and calls as Hermes writes them."""
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         named = [Message(role="system", text=f"tools: {tool.name}") for tool in tools]
         return [*self._render([*named, *messages]), BEGIN, *encode("assistant\n")]
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         close = [] if turn[-1] == END else [END]
         return [*close, *self._render(messages), BEGIN, *encode("assistant\n")]
 
-    def before(self, history: History, messages: Sequence[Message]) -> list[int]:
+    def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         return history.ids
 
     def text(self, turn: Sequence[int]) -> str:
@@ -58,7 +58,7 @@ class Letters:
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         found = Hermes().read(text, tools) if tools else WrittenCalls((), text)
-        calls = (Call(id=call_id(i), name=c.name, arguments=c.arguments) for i, c in enumerate(found.calls))
+        calls = (Call(id=make_call_id(i), name=c.name, arguments=c.arguments) for i, c in enumerate(found.calls))
         return found.text, tuple(calls)
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
@@ -88,7 +88,7 @@ class FakeEngine:
     limits: list[int] = field(default_factory=list)
     broken: bool = False
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         self.started += 1
         self.seeds.append(seed)
         self.limits.append(max_tokens)
@@ -105,7 +105,7 @@ class FakeEngine:
             self.cancelled += 1
             raise
         self.finished += 1
-        return Sampled(
+        return SampledTurn(
             token_ids=tuple(written),
             logprobs=tuple(-0.001 * (1 + place) for place in range(len(written))),
             stop_reason="stop" if written[-1] == END else "length",
@@ -113,8 +113,8 @@ class FakeEngine:
         )
 
 
-def terms(**changed: Any) -> Terms:
-    return Terms(**{"max_new_tokens": 200, "max_model_len": 4000, "max_calls": 50, "seed": "3/000001/a/0"} | changed)
+def terms(**changed: Any) -> SessionLimits:
+    return SessionLimits(**{"max_new_tokens": 200, "max_model_len": 4000, "max_calls": 50, "seed": "3/000001/a/0"} | changed)
 
 
 @dataclass

@@ -189,7 +189,7 @@ def test_parallel_calls_share_the_tokens_of_their_episode() -> None:
         async with serving(lambda before, seed: "x" * 29, 0.001, max_tokens=100, max_new_tokens=40) as (served, engine):
             assert await eight_at_once(served) == ["length", *["refused"] * 4, *["stop"] * 3]
             assert (served.session.audit.sampled, served.session.audit.lost_turns) == (100, 0)
-            assert served.session.why == "tokens" and engine.limits == [40, 40, 40, 10] and engine.most == 2
+            assert served.session.end_reason == "tokens" and engine.limits == [40, 40, 40, 10] and engine.most == 2
 
     in_a_loop(work)
 
@@ -198,7 +198,7 @@ def test_no_parallel_call_is_cut_while_the_others_may_leave_enough() -> None:
     async def work() -> None:
         async with serving(echo, 0.001, max_tokens=120, max_new_tokens=200) as (served, engine):
             assert await eight_at_once(served) == ["stop"] * 8
-            assert served.session.why is None and served.session.audit.sampled == 8 * len("you said 1 ")
+            assert served.session.end_reason is None and served.session.audit.sampled == 8 * len("you said 1 ")
             assert engine.most == 1, "each may need all that is left"
 
     in_a_loop(work)

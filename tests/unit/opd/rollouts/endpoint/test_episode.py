@@ -20,7 +20,7 @@ from opd.credit.gae import split_into_lines
 from opd.errors import RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
@@ -98,7 +98,7 @@ class Speaker:
         self.asked: list[tuple[tuple[int, ...], int, int]] = []
         self.fails = False
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         assert len(token_ids) + max_tokens <= CONTEXT and max_tokens > 0
         self.asked.append((tuple(token_ids), max_tokens, seed))
         text = self.policy(self.tokenizer.decode(list(token_ids)))
@@ -107,7 +107,7 @@ class Speaker:
             await asyncio.sleep(self.step_s)
             if self.fails:
                 raise RunError("the engine is gone")
-        return Sampled(
+        return SampledTurn(
             token_ids=tuple(ids),
             logprobs=tuple(-0.01 * (1 + (seed + place) % 97) for place in range(len(ids))),
             stop_reason="stop" if ids[-1] == self.tokenizer.eos_token_id else "length",

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from opd.records.episodes import EpisodeResult
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.endpoint import episode
 from opd.rollouts.endpoint.episode import play_episodes
 from opd.rollouts.endpoint.server import EndpointServer
@@ -97,7 +97,7 @@ class Provenance(FakeEngine):
         super().__init__(lambda before, seed: f"{before.split('|')[1]}:{seed}", step_s=0.002)
         self.wrote: Counter[tuple[int, ...]] = Counter()
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         turn = await super().generate(token_ids, max_tokens=max_tokens, seed=seed)
         self.wrote[(*token_ids, *turn.token_ids)] += 1
         return turn

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from opd.records.environments import Tool
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.endpoint.messages import Call, Message, Reply, Request, split_for_stream
 from opd.rollouts.endpoint.server import EndpointServer
 from opd.rollouts.endpoint.session import EndpointSession
@@ -77,11 +77,11 @@ class Recorded(Letters):
     def _note(self) -> None:
         self.threads.add(threading.current_thread().name.partition("_")[0])
 
-    def whole(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         self._note()
         return super().whole(messages, tools)
 
-    def after(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         self._note()
         return super().after(turn, messages, tools)
 
@@ -147,7 +147,7 @@ def test_replies_that_end_together_are_taken_up_one_at_a_time(monkeypatch: pytes
     rounds, taken = 0, list[int]()
     sampled = TraceSegment.append_policy_turn
 
-    def took(segment: TraceSegment, turn: Sampled) -> None:
+    def took(segment: TraceSegment, turn: SampledTurn) -> None:
         taken.append(rounds)
         sampled(segment, turn)
 

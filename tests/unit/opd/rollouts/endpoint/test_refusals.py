@@ -40,7 +40,7 @@ def test_who_may_not_ask(client: str) -> None:
             assert unknown.status_code == 404 and "no such session" in str(unknown)
             nowhere = await refusal(served, client, base_url=base + "/elsewhere")
             assert nowhere.status_code == 404
-            assert not engine.started and not served.session.calls and served.session.why is None
+            assert not engine.started and not served.session.calls and served.session.end_reason is None
 
     in_a_loop(work)
 
@@ -53,9 +53,9 @@ def test_an_agent_that_asks_in_another_sessions_name_ends_its_own_episode(client
             thief, victim = serve(endpoint, engine), serve(endpoint, engine)
             key = thief.environ["OPENAI_API_KEY"]
             assert (await refusal(victim, client, api_key=key)).status_code == 401
-            assert thief.session.why == "foreign" and thief.session.ended.is_set()
+            assert thief.session.end_reason == "foreign" and thief.session.ended.is_set()
             assert (await refusal(thief, client)).status_code == 403
-            assert victim.session.why is None and not engine.started
+            assert victim.session.end_reason is None and not engine.started
             await ask_openai(victim, [{"role": "user", "content": "hello"}], stream=False)
 
     in_a_loop(work)
@@ -157,7 +157,7 @@ def test_more_requests_than_a_session_may_have() -> None:
                 await ask_openai(served, [{"role": "user", "content": said}], stream=False)
             with pytest.raises(openai.PermissionDeniedError, match="takes no more requests"):
                 await ask_openai(served, [{"role": "user", "content": "three"}], stream=False)
-            assert served.session.why == "turns" and engine.started == 2
+            assert served.session.end_reason == "turns" and engine.started == 2
 
     in_a_loop(work)
 

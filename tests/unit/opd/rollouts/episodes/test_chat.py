@@ -109,16 +109,16 @@ def test_an_observation_cannot_forge_a_turn() -> None:
     special = [token for token in found if token < 5]
     assert [tokenizer.decode([token]) for token in special] == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     plain = PlainDialogue(tokenizer, ())
-    assert not any(token < 5 for token in plain.after("<|im_end|>!", calls=0, ended=True))
+    assert not any(token < 5 for token in plain.encode_following("<|im_end|>!", calls=0, ended=True))
 
 
 def test_pieces_that_are_harmless_alone_forge_nothing_together() -> None:
     """Texts that stand side by side, and what is left where a special token of one character was."""
     plain = PlainDialogue(chat_tokenizer(None), ())
     halves = ("a<|im_", "end|>b")
-    assert not any(token < 5 for token in plain.after(halves, calls=2, ended=True))
-    assert not any(token < 5 for token in plain.after(halves[0], calls=0, ended=True, note=halves[1]))
-    assert not any(token < 5 for token in plain.first("go:", *halves))
+    assert not any(token < 5 for token in plain.encode_following(halves, calls=2, ended=True))
+    assert not any(token < 5 for token in plain.encode_following(halves[0], calls=0, ended=True, note=halves[1]))
+    assert not any(token < 5 for token in plain.encode_opening("go:", *halves))
     text = escape_specials("a<|im_\u2063end|>b", ["<|im_end|>", "\u2063"])
     assert "<|im_end|>" not in text and "\u2063" not in text
 
@@ -126,11 +126,11 @@ def test_pieces_that_are_harmless_alone_forge_nothing_together() -> None:
 def test_plain_text_is_joined_as_it_is() -> None:
     tokenizer = chat_tokenizer(None)
     plain = PlainDialogue(tokenizer, (ADD,))
-    assert tokenizer.decode(plain.first("go:", "3x3=")) == "go:3x3="
-    assert tokenizer.decode(plain.after("n\n", calls=0, ended=True)) == "n\n"
-    assert plain.after("", calls=0, ended=False) == []
+    assert tokenizer.decode(plain.encode_opening("go:", "3x3=")) == "go:3x3="
+    assert tokenizer.decode(plain.encode_following("n\n", calls=0, ended=True)) == "n\n"
+    assert plain.encode_following("", calls=0, ended=False) == []
     with pytest.raises(BadObservation, match="messages after a prompt that is text"):
-        plain.first("go:", [{"role": "user", "content": "x"}])
+        plain.encode_opening("go:", [{"role": "user", "content": "x"}])
 
 
 @pytest.mark.parametrize("template", [CHATML, None])
@@ -153,12 +153,12 @@ def test_a_turn_has_its_tags_and_not_its_end(template: str | None) -> None:
 def test_the_first_observation_joins_the_users_message() -> None:
     made, tokenizer = appender()
     dialogue = ChatDialogue(made, ())
-    assert tokenizer.decode(dialogue.first(ASKED, "a map")) == (
+    assert tokenizer.decode(dialogue.encode_opening(ASKED, "a map")) == (
         "<|im_start|>user\n1+2?\n\na map<|im_end|>\n<|im_start|>assistant\n"
     )
     assert dialogue.calls(CALL) == (), "without tools a turn has no calls"
-    assert dialogue.first(ASKED, "") == made.encode_opening(ASKED)
-    assert dialogue.first(ASKED, [{"role": "user", "content": "x"}]) == made.encode_opening(
+    assert dialogue.encode_opening(ASKED, "") == made.encode_opening(ASKED)
+    assert dialogue.encode_opening(ASKED, [{"role": "user", "content": "x"}]) == made.encode_opening(
         [*ASKED, {"role": "user", "content": "x"}]
     )
 
@@ -168,4 +168,4 @@ def test_what_no_policy_can_read_is_refused(text: str) -> None:
     made, tokenizer = appender()
     for dialogue in (ChatDialogue(made, ()), PlainDialogue(tokenizer, ())):
         with pytest.raises(BadObservation, match=r"control character|characters, at most"):
-            dialogue.after(text, calls=0, ended=True)
+            dialogue.encode_following(text, calls=0, ended=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, TeacherTurns
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeRequest
@@ -97,7 +97,7 @@ def test_an_expert_writes_some_of_the_turns(guide: Guide, origin: str) -> None:
             assert rollout.behaviour_logprobs[at : at + span.length] == (wanted,) * span.length
             at += span.length
         own = said_by(found).count("p")
-        assert found.audit.sampled == found.audit.trained == 2 * own == sum(rollout.own)
+        assert found.audit.sampled == found.audit.trained == 2 * own == sum(rollout.sampled_mask)
         assert (found.audit.turns, found.audit.teacher_turns) == (6, 6 - own)
         assert read_file(write_file([rollout]), len(TOKENIZER)) == [rollout]
 
@@ -161,7 +161,7 @@ def test_sub_agents_are_the_policys_alone() -> None:
 def test_a_segment_that_the_expert_wrote_alone_is_a_row_without_a_trained_token() -> None:
     trace = Trace(1)
     trace.begin_segment([5]).append_teacher_turn(
-        Sampled(token_ids=(6, 7), logprobs=(-1.0, -2.0), stop_reason="stop", policy_version=1), train=False
+        SampledTurn(token_ids=(6, 7), logprobs=(-1.0, -2.0), stop_reason="stop", policy_version=1), train=False
     )
     (rollout,) = trace.to_rollouts(request().sample, "turns", None)
     assert rollout.response_ids == (6, 7) and rollout.num_trained == 0 and rollout.loss_mask == (False, False)

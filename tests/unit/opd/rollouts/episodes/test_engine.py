@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.records.types import Sampled
+from opd.records.types import SampledTurn
 from opd.rollouts.episodes import engine as engine_module
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.worker import Generated
@@ -73,12 +73,12 @@ def engine(context: int = 20, unreadable: int = -1, **stepped: Any) -> tuple[Bat
 def test_requests_of_different_times_are_one_batch() -> None:
     made, inner = engine()
 
-    async def late(start: int) -> tuple[Sampled, Sampled]:
+    async def late(start: int) -> tuple[SampledTurn, SampledTurn]:
         first = await made.generate([start], max_tokens=3, seed=0)
         await asyncio.sleep(0.01 * (start % 3))  # a tool
         return first, await made.generate([start, *first.token_ids], max_tokens=2, seed=1)
 
-    async def work() -> list[tuple[Sampled, Sampled]]:
+    async def work() -> list[tuple[SampledTurn, SampledTurn]]:
         return list(await asyncio.gather(*(late(10 * i) for i in range(1, 6))))
 
     found = made.drive(work)
@@ -110,7 +110,7 @@ def test_turns_that_end_together_go_on_together(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_does_not_come_back_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "FIRST_S", 0.2)
+    monkeypatch.setattr(engine_module, "FIRST_WAIT_S", 0.2)
     made, inner = engine(context=1 << 10)
 
     async def work() -> float:
@@ -141,11 +141,11 @@ def test_two_engines_are_stepped_by_one_thread_and_keep_their_turns_apart() -> N
         plain = one.step
         one.step = lambda plain=plain: (threads.add(threading.get_ident()), plain())[1]  # type: ignore[method-assign]
 
-    async def talk(start: int) -> tuple[Sampled, Sampled]:
+    async def talk(start: int) -> tuple[SampledTurn, SampledTurn]:
         first = await made.generate([start], max_tokens=2, seed=0)
         return first, await expert.generate([start, *first.token_ids], max_tokens=3, seed=1)
 
-    async def work() -> list[tuple[Sampled, Sampled]]:
+    async def work() -> list[tuple[SampledTurn, SampledTurn]]:
         return list(await asyncio.gather(*(talk(10 * i) for i in range(1, 4))))
 
     found = made.drive(work)
@@ -172,7 +172,7 @@ def test_turns_that_are_left_leave_the_engine_that_has_them() -> None:
 def test_a_turn_is_as_long_as_the_context_allows() -> None:
     made, inner = engine()
 
-    async def work() -> Sampled:
+    async def work() -> SampledTurn:
         return await made.generate(list(range(18)), max_tokens=50, seed=0)
 
     assert made.drive(work).token_ids == (19,)
@@ -189,7 +189,7 @@ def test_a_turn_without_room_is_an_error(ids: list[int]) -> None:
 def test_who_leaves_is_taken_out_of_the_batch() -> None:
     made, inner = engine(context=1 << 40)
 
-    async def work() -> Sampled:
+    async def work() -> SampledTurn:
         gone = asyncio.create_task(made.generate([1], max_tokens=1 << 30, seed=0))
         first = await made.generate([5], max_tokens=1, seed=0)
         gone.cancel()

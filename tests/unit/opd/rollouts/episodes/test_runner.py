@@ -19,12 +19,12 @@ from experts.suites.letters import build_tokenizer
 from opd.errors import ConfigError, ModelError, RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Prompt, Sampled
+from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import EpisodeKey, TraceSegment
-from opd.traces.making import trace_of
+from opd.traces.making import make_trace
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
 TOKENIZER = chat_tokenizer(CHATML)
@@ -41,14 +41,14 @@ class Speaker:
         self.seeds: list[int] = []
         self.limits: list[int] = []
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         assert len(token_ids) + max_tokens <= CONTEXT and max_tokens > 0
         self.seeds.append(seed)
         self.limits.append(max_tokens)
         await asyncio.sleep(0)
         ids = [*encode(self.policy(TOKENIZER.decode(list(token_ids)))), EOS]
         kept = tuple(ids[:max_tokens])
-        return Sampled(
+        return SampledTurn(
             token_ids=kept,
             logprobs=(-1.0,) * len(kept),
             stop_reason="stop" if kept[-1] == EOS else "length",
@@ -150,7 +150,7 @@ def test_an_episode_in_plain_text() -> None:
 def test_turns_that_get_no_observation_are_counted_one_by_one() -> None:
     (found,), _ = play(request(options={"step": Outcome()}, max_turns=3))
     assert found.rollouts[0].turns == (0, 0, 1, 1, 2, 2)
-    (piece,) = trace_of(found.rollouts, (), {}, TOKENIZER).segments
+    (piece,) = make_trace(found.rollouts, (), {}, TOKENIZER).segments
     assert [turn for turn, _ in piece.turns] == [1, 1, 2, 2, 3]
 
 
@@ -300,13 +300,13 @@ class Babbler:
     def __init__(self, vocabulary: int, end: int) -> None:
         self.vocabulary, self.end, self.wrote = vocabulary, end, Counter[tuple[int, ...]]()
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         rng = random.Random(seed)
         ids = [*rng.choices(range(5, self.vocabulary), k=rng.randint(0, min(9, max_tokens - 1))), self.end]
         ids = ids[:max_tokens]
         self.wrote[(*token_ids, *ids)] += 1
         logprobs = tuple(-rng.random() - 0.1 for _ in ids)
-        return Sampled(token_ids=tuple(ids), logprobs=logprobs, stop_reason="stop", policy_version=3)
+        return SampledTurn(token_ids=tuple(ids), logprobs=logprobs, stop_reason="stop", policy_version=3)
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ class Looping:
     def __init__(self, turns: int) -> None:
         self.turns, self.waiting = turns, list[asyncio.Future[None]]()
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         self.waiting.append(asyncio.get_running_loop().create_future())
         mine = self.waiting[-1]
         if len(self.waiting) == self.turns:
@@ -391,7 +391,7 @@ class Looping:
             self.waiting.clear()
         await mine
         ids = tuple((encode("<tool_call>") * max_tokens)[:max_tokens])
-        return Sampled(token_ids=ids, logprobs=(-0.5,) * len(ids), stop_reason="length", policy_version=2)
+        return SampledTurn(token_ids=ids, logprobs=(-0.5,) * len(ids), stop_reason="length", policy_version=2)
 
 
 def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +400,7 @@ def test_turns_that_loop_do_not_stop_the_loop_of_all_episodes(monkeypatch: pytes
     rounds, taken, readers = 0, list[int](), set[str]()
     sampled, text, calls = TraceSegment.append_policy_turn, ChatDialogue.text, ChatDialogue.calls
 
-    def took(segment: TraceSegment, turn: Sampled) -> None:
+    def took(segment: TraceSegment, turn: SampledTurn) -> None:
         taken.append(rounds)
         sampled(segment, turn)
 

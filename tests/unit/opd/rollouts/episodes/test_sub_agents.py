@@ -14,7 +14,7 @@ import pytest
 from opd.errors import RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult, EpisodeStats
-from opd.records.types import Rollout, Sampled
+from opd.records.types import Rollout, SampledTurn
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.delegation import NO_ANSWER, NO_MORE
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
@@ -186,7 +186,7 @@ class Timed(Speaker):
         super().__init__(says)
         self.order, self.inside, self.most = order, 0, 0
 
-    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> Sampled:
+    async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
         text = TOKENIZER.decode(list(token_ids))
         if SYSTEM not in text:
             return await super().generate(token_ids, max_tokens=max_tokens, seed=seed)

@@ -77,7 +77,7 @@ def test_a_student_is_told_of_a_format_that_its_template_does_not_write(parser: 
         made = ChatAppender(tokenizer, [tokenizer.eos_token_id], None, parser)
         text = tokenizer.decode(made.encode_opening(ASKED, [ADD]))
         assert not made.tools_in_template and made.format is tool_format(parser)
-        assert tool_format(parser).told in text and text.startswith("<|im_start|>system\nYou can call these functions:")
+        assert tool_format(parser).instructions in text and text.startswith("<|im_start|>system\nYou can call these functions:")
         results = tokenizer.decode(made.encode_following([{"role": "tool", "content": "3"}], ended=True, tools=[ADD]))
         assert "<|im_start|>user\n<tool_response>\n3\n</tool_response>" in results
 
@@ -85,7 +85,7 @@ def test_a_student_is_told_of_a_format_that_its_template_does_not_write(parser: 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)
 def test_what_a_student_is_told_is_what_is_read(parser: str) -> None:
     """The example in the system message is a call of the format itself."""
-    told = tool_format(parser).told
+    told = tool_format(parser).instructions
     _, _, example = told.partition(":\n")
     named = Tool(name="NAME", description="", parameters={"properties": {"ARGUMENT": {"type": "string"}}})
     found = tool_format(parser).read(example, [named])

@@ -10,7 +10,7 @@ import pytest
 
 from opd.errors import RunError
 from opd.records.episodes import Audit
-from opd.records.types import Sampled, Span
+from opd.records.types import SampledTurn, Span
 from opd.rollouts.episodes.trace import EpisodeKey, Trace, TraceSegment
 from opd.stream.rollouts import decode_rollouts, encode_rollouts
 from opd.train.turns import first_turns
@@ -19,8 +19,8 @@ SAMPLE = EpisodeKey(sample_id="000003/maze/7", group="000003/maze/7", step=3, do
 NAN = float("nan")
 
 
-def turn(*ids: int, version: int = 5) -> Sampled:
-    return Sampled(
+def turn(*ids: int, version: int = 5) -> SampledTurn:
+    return SampledTurn(
         token_ids=ids, logprobs=tuple(-0.5 - i for i in ids), stop_reason="stop", policy_version=version
     )  # fmt: skip
 
@@ -99,7 +99,7 @@ def test_a_turn_that_is_marked_keeps_its_author_and_a_masked_one_no_loss(mark: A
 def test_a_missing_or_broken_logprob_is_an_error_and_never_a_zero(logprobs: tuple[float, ...], told: str) -> None:
     segment = Trace().begin_segment([1])
     with pytest.raises(RunError, match=told):
-        segment.append_policy_turn(Sampled(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
+        segment.append_policy_turn(SampledTurn(token_ids=(3, 4), logprobs=logprobs, stop_reason="stop", policy_version=0))
     assert segment.ids == [1] and segment.turns == 0
 
 
