@@ -32,7 +32,7 @@ def check(
     refuse_without_experts(config, "`opd check`")
     refuse_at_once(config)
     from pipelines.check import measure
-    from pipelines.inputs.memory import need_rows
+    from pipelines.sizing.memory import need_rows
 
     checked = measure.check_pipeline(config, samples, print_line)
     print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))

@@ -12,12 +12,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
+from opd.cluster.environment import count_cores
 from opd.machine.compiler import find_compiler
 from opd.machine.leftovers import SHARED_MEMORY
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
-from pipelines.inputs.machine_memory import machine_bytes
+from pipelines.sizing.machine import free_bytes, machine_bytes
 
 GIB = 1 << 30
 LEAST_MEMORY, GOOD_MEMORY = 4 * GIB, 8 * GIB
@@ -50,7 +49,7 @@ def _format_cores(number: int) -> str:
 
 
 def _check_processor() -> DoctorFinding:
-    cores, kind = len(os.sched_getaffinity(0)), platform.machine()
+    cores, kind = count_cores(), platform.machine()
     processor = f"{_format_cores(cores)}, {platform.system()} on {kind}"
     if platform.system() != "Linux" or kind not in ("x86_64", "aarch64"):
         return failed_finding("processor", processor, "merge on Linux: vLLM and Ray are tried nowhere else")
@@ -62,7 +61,7 @@ def _check_processor() -> DoctorFinding:
 
 
 def _check_load() -> DoctorFinding:
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load, cores = os.getloadavg()[0], count_cores()
     load_text = f"{load:.1f} processes at work on {_format_cores(cores)}"
     if load > cores:
         return warning_finding(
@@ -83,8 +82,7 @@ def _check_compiler() -> DoctorFinding:
 
 
 def _check_memory() -> DoctorFinding:
-    limit = machine_bytes()
-    free = min(psutil.virtual_memory().available, limit)
+    limit, free = machine_bytes(), free_bytes()
     memory_text = f"{_format_gib(free)} free of {_format_gib(limit)}"
     if limit < LEAST_MEMORY:
         return failed_finding("memory", memory_text, f"a machine or container with {_format_gib(GOOD_MEMORY)}")
@@ -121,9 +119,7 @@ def _check_disk(name: str, directory: Path, contents: str) -> DoctorFinding:
     if free < LEAST_DISK:
         return failed_finding(name, space, f"make room: {contents}")
     if free < GOOD_DISK:
-        return warning_finding(
-            name, space, f"make room, since {contents}: a checkpoint is three times the float32 weights"
-        )
+        return warning_finding(name, space, f"make room, since {contents}: a checkpoint is three times the float32 weights")
     return ok_finding(name, space)
 
 

@@ -25,9 +25,9 @@ from opd.files import blake3_file
 from opd.records.scores import Evaluation
 from opd.settings.named import is_import_name
 from pipelines.cores import roles_at_once
-from pipelines.inputs.gpus import list_gpus
 from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import library_versions
+from pipelines.sizing.machine import list_gpus
 
 Measure = Callable[[Sequence[str]], Evaluation]
 """Takes the exams of the named domains."""

@@ -25,7 +25,7 @@ from opd.rollouts.divided import find_indivisible_part
 from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.repairs import RESTARTED
 from opd.rollouts.served import Refusal, find_refusal
-from pipelines.inputs.routes import RoutedExpert
+from pipelines.routes import RoutedExpert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:

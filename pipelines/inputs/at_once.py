@@ -19,13 +19,13 @@ from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, place_of
 from opd.prompts.rows import refuse_wrong_start
-from opd.records.types import Teacher
 from opd.run.paths import RunPaths
 from opd.settings.named import is_import_name
 from opd.verifiers import build_verifier
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
-from pipelines.inputs.routes import RoutedExpert, route_domains
+from pipelines.routes import route_domains
+from pipelines.sizing.models import unhashed_expert
 
 
 def refuse_at_once(config: PipelineConfig) -> None:
@@ -47,9 +47,7 @@ def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> No
     environment = domain.environment
     if environment is not None:
         # A class of the user's is imported; ours are known by name.
-        (find_environment if is_import_name(environment.name) else place_of)(
-            environment.name, f"{key}.environment.name"
-        )
+        (find_environment if is_import_name(environment.name) else place_of)(environment.name, f"{key}.environment.name")
     if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
 
@@ -63,8 +61,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
     experts = {}
     for name, (info, adapter, domain) in _named_experts(config).items():
         check_fits(student, info, name)
-        teacher = Teacher(name=name, model_dir=Path(info.path))
-        experts[name] = RoutedExpert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
+        experts[name] = unhashed_expert(name, domain, info, adapter)
     if not isinstance(config.teachers, NoTeachers):
         route_domains(config, experts)
 

@@ -1,5 +1,5 @@
-"""Try what a pipeline's episodes need before any compute: an environment's class, its options and its tools, an agent's
-program, and the chat template."""
+"""Try what a pipeline's episodes need before any compute: an environment's class, its options, its tools and a few of its tasks, an
+agent's program, and the chat template."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.context import ContextConfig
-from opd.config.domains import DomainConfig
+from opd.config.domains import DomainConfig, EnvironmentConfig
 from opd.environments import find_environment, place_of
-from opd.errors import ConfigError
+from opd.errors import ConfigError, PromptError
+from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
+from opd.records.types import Prompt
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import search_path
 from opd.rollouts.episodes.chat import ChatAppender
@@ -135,6 +137,56 @@ def check_environments(
             _ = chat.format  # raises if nobody reads the calls
             if section.context is not None:
                 chat.prove_note()
+
+
+def refuse_other_tasks(
+    config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
+) -> None:
+    """Begin the first task of each domain's prompts and of its exam; if it cannot begin, one in the middle and the last one, for a
+    single bad row breaks its own episode alone.
+
+    Raises: PromptError if none of them begins.
+    """
+    for name, domain in config.domains.items():
+        environment = domain.environment
+        if environment is None:
+            continue
+        if not environment.replay:  # a replay plays no episode in training
+            _refuse_tasks(prompts[name].rows.label, environment, prompts[name])
+        if name in exams:
+            _refuse_tasks(f"domains.{name}.eval", environment, exams[name].prompts)
+
+
+def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
+    place, problem = place_of(environment.name, where), ""
+    for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
+        said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
+        if not said:
+            return
+        problem = problem or f"prompt {prompts[index].id}: {said}"
+    raise PromptError.at(
+        where,
+        found=problem,
+        wanted=f"tasks that {place} can begin: it gets the `metadata` of each row",
+        fix="correct the rows (`opd environments tasks` makes them), or the environment's name, or `reset` of your own class",
+    )
+
+
+async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, prompt: Prompt) -> str:
+    """Return the obstacle to starting an episode; empty if there is none."""
+    make = find_environment(environment_name, "environment")
+    thread = OwnThread(config.step_timeout_s)
+    try:
+        environment = await thread.call("the class", lambda: make(**config.options))
+        try:
+            await thread.call("reset", environment.reset, prompt.metadata, 0)
+        finally:
+            await thread.call("close", environment.close)
+    except (CallFailed, CallOverdue) as error:
+        return str(error)
+    finally:
+        thread.end_after()
+    return ""
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:

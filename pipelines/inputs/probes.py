@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from experts.probe import ProbeRecord, measure_probe
@@ -15,7 +14,8 @@ from opd.files import atomic_write_text, raise_storage_errors
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import START, RoutedExpert
+from pipelines.routes import START, RoutedExpert
+from pipelines.sizing.machine import free_bytes
 
 Tell = Callable[[str], None]
 RECORDS = TypeAdapter(dict[str, ProbeRecord])
@@ -36,7 +36,7 @@ def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None)
             continue
         digest = expert.teacher.digest
         if digest not in records:
-            if _bytes_loaded(expert) > psutil.virtual_memory().available // 2:
+            if _bytes_loaded(expert) > free_bytes() // 2:
                 tell(f"experts.{name} has no probe: loading it here would take more than half of the free memory")
                 continue
             record = measure_probe(expert.info, expert.adapter)
@@ -46,9 +46,7 @@ def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None)
         probed[name] = replace(expert.teacher, probe=records[digest].probe)
     if file is not None and records != old_records:
         with raise_storage_errors(file):
-            atomic_write_text(
-                file, json.dumps({digest: probe_record.model_dump() for digest, probe_record in records.items()})
-            )
+            atomic_write_text(file, json.dumps({digest: probe_record.model_dump() for digest, probe_record in records.items()}))
     if not probed:
         return inputs
     scorers = {n: replace(e, teacher=probed.get(n, e.teacher)) for n, e in inputs.scorers.items()}
@@ -79,9 +77,6 @@ def _replace_teachers(
     routes: Mapping[str, tuple[WeightedTeacher, ...]], probed: Mapping[str, Teacher]
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     return {
-        domain: tuple(
-            replace(weighted_teacher, teacher=probed.get(weighted_teacher.teacher.name, weighted_teacher.teacher))
-            for weighted_teacher in assigned
-        )
+        domain: tuple(replace(weighted_teacher, teacher=probed.get(weighted_teacher.teacher.name, weighted_teacher.teacher)) for weighted_teacher in assigned)
         for domain, assigned in routes.items()
     }

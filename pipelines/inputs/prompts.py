@@ -22,6 +22,9 @@ from opd.verifiers.reward import Reward
 
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
+TRIED = 1000
+"""Prompts of a domain that are tried, evenly spread: a file may have a million. Those that are not are tried when they are
+judged, and count as failed there."""
 
 Tell = Callable[[str], None]
 
@@ -239,6 +242,28 @@ def _split_sides(prompts: PromptTable, share: float, *, held_out: bool) -> Promp
     return side
 
 
+def refuse_unrewardable(
+    config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
+) -> None:
+    """Raises: PromptError for a rewarded domain with a training prompt that its verifier cannot judge, or must not."""
+    if config.objective.reward is None:
+        return
+    for name, domain in config.domains.items():
+        if not domain.is_rewarded or domain.has_episodes:
+            continue
+        table = prompts[name]
+        for index in range(0, len(table), max(1, len(table) // TRIED)):
+            prompt = table[index]
+            problem = exams[name].verifier.problem(prompt.answer, prompt.metadata)
+            if problem:
+                raise PromptError.at(
+                    f"{table.rows.label}: prompt {prompt.id}",
+                    found=problem,
+                    wanted=f"what the verifier of domains.{name}.eval needs to reward responses in training",
+                    fix=f"add it to the training prompts, or set domains.{name}.reward to false",
+                )
+
+
 def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> None:
     """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run code from a file."""
     verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
@@ -247,8 +272,7 @@ def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> 
         prompt_id, problem = problems[0]
         raise PromptError.at(
             f"{key}: prompt {prompt_id}",
-            found=problem
-            + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
+            found=problem + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
             wanted=f"what the verifier `{verifier}` needs to judge an answer",
             fix="correct these lines, or choose another verifier",
         )

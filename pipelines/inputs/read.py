@@ -6,7 +6,7 @@ This reads headers, JSON and prompts. It loads no model and uses no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from experts.checks import check_fits
 from experts.finite import check_finite
 from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import ExpertManifest, Registry, default_root
-from experts.weight_files import Hashes, weight_tensors
+from experts.weight_files import Hashes
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
@@ -26,7 +26,8 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.evaluation.harness import check_tasks
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.models.lora import ADAPTER_WEIGHTS, LoraSize
+from opd.machine.processor import slow_bf16_warnings
+from opd.models.lora import ADAPTER_WEIGHTS
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.records.types import Probe, Teacher, WeightedTeacher
@@ -38,12 +39,9 @@ from pipelines.inputs.architectures import (
     refuse_unscorable,
     refuse_untrainable,
 )
-from pipelines.inputs.body import Body
 from pipelines.inputs.drift import check_drift
-from pipelines.inputs.environments import check_environments
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
+from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.max_memory import refuse_no_room
 from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import (
     example_ids,
@@ -52,60 +50,38 @@ from pipelines.inputs.prompts import (
     prompts_of,
     refuse_leaks,
     refuse_unread_variables,
+    refuse_unrewardable,
     room_warnings,
 )
-from pipelines.inputs.rewards import refuse_unrewardable
-from pipelines.inputs.routes import START, RoutedExpert, route_domains, scoring_routes
-from pipelines.inputs.slow_types import find_slow_types
-from pipelines.inputs.tasks import refuse_other_tasks
 from pipelines.inputs.template_date import set_template_date
+from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
+from pipelines.sizing.cache import refuse_small_cache
+from pipelines.sizing.gpu_memory import refuse_idle_gpus
+from pipelines.sizing.memory import refuse_no_room
+from pipelines.sizing.models import MergeModels, refuse_past_context
 from teachers.flight.access import read_root_certs, read_token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Teaching(MergeModels):
+    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
+
+    routes: dict[str, tuple[WeightedTeacher, ...]]
+    """Domain -> its experts, the heaviest first; their weights add up to 1. `scoring` is the same but for domains whose target lies
+    beyond the experts."""
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
-    student: ModelInfo
-    scorers: dict[str, RoutedExpert]
-    """Name -> every teacher who scores a domain: experts, and the start student if a domain's target lies beyond its experts
-    and the trainer does not ask it."""
-    routes: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> its experts, the heaviest first; their weights add up to 1."""
-    scoring: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> who scores its responses, with which weight: the same but for domains whose target lies beyond the experts."""
-    prompts: dict[str, PromptTable]
-    """Domain -> training prompts; each `Prompt` is made on demand."""
     exams: dict[str, DomainExam]
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
-    warnings: tuple[str, ...]
-    lora: LoraSize | None = None
-    """How much of the student is trained and pushed; None if all of it is."""
     template_date: date | None = None
     """The day that the chat template writes into prompts; None if the student's template asks for no date."""
-    bodies: Mapping[str, Body] = field(default_factory=dict)
-    """Directory -> sizes of the layers of a model whose weights are not on this machine."""
-
-    def read_body(self, model: ModelInfo) -> Body:
-        """Sizes of a model's layers. Raises: ModelError for weights that cannot be read."""
-        return self.bodies.get(model.path) or Body.of(weight_tensors(Path(model.path)))
-
-    @property
-    def trained(self) -> int:
-        """Numbers that the optimiser has a state for."""
-        return self.lora.trained if self.lora else self.student.parameters
-
-    @property
-    def pushed(self) -> int:
-        """Numbers that a push brings to the rollout engines."""
-        return self.lora.pushed if self.lora else self.student.parameters
-
-    @property
-    def experts(self) -> dict[str, RoutedExpert]:
-        """Name -> expert, for experts that score a domain."""
-        return {name: expert for name, expert in self.scorers.items() if name != START}
 
     @property
     def teachers(self) -> dict[str, Teacher]:
@@ -115,18 +91,6 @@ class Inputs:
     def registered_prompts(self, domain: str) -> Path | None:
         """The prompts that the domain's leading expert was registered with, if it was."""
         return _registered_prompts(self.experts, self.routes, domain)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
-    """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
-
-    student: ModelInfo
-    scorers: dict[str, RoutedExpert]
-    routes: dict[str, tuple[WeightedTeacher, ...]]
-    scoring: dict[str, tuple[WeightedTeacher, ...]]
-    """These three are as in `Inputs`."""
-    warnings: tuple[str, ...]
 
 
 def read_teachers(config: PipelineConfig) -> Teaching:
@@ -174,13 +138,14 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     teaching = read_teachers(config)
     by_name, routes = teaching.scorers, teaching.routes
     refuse_untrainable(config, teaching.student)
+    refuse_small_cache(config, teaching)
     lora = size_of_lora(config, teaching.student)
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = set_template_date(config, tokenizer)
     sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
-    notices = find_slow_types(config)
+    notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
@@ -231,13 +196,7 @@ def refuse_without_experts(config: PipelineConfig, command: str) -> None:
 def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelInfo:
     """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
     student = inspect_model(config.student.model, hash_weights)
-    if student.context is not None and config.rollout.max_model_len > student.context:
-        raise ConfigError.at(
-            "rollout.max_model_len",
-            found=str(config.rollout.max_model_len),
-            wanted=f"at most {student.context}, the context of {config.student.model}",
-            fix=f"set rollout.max_model_len to {student.context} or less",
-        )
+    refuse_past_context(config, student)
     return student
 
 
@@ -372,6 +331,17 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
         for name, digest in ((name, expert.teacher.digest) for name, expert in experts.items())
         if name_by_digest.setdefault(digest, name) != name
     ]
+
+
+def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
+    """Return a warning if a role on this machine's cores computes in bfloat16 and they cannot; empty if there is none."""
+    gpus, teachers = config.cluster, config.teachers
+    asked = {
+        "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
+        "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
+        "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
+    }
+    return slow_bf16_warnings([key for key, slow in asked.items() if slow])
 
 
 def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:

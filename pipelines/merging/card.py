@@ -15,7 +15,7 @@ from opd.models.lora import ADAPTER_WEIGHTS
 from opd.report import domain_rows, markdown_table
 from opd.run.lineage import LINEAGE, format_events, list_commands
 from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import RoutedExpert
+from pipelines.routes import RoutedExpert
 
 NAME = "README.md"
 RESULTS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")
@@ -88,9 +88,7 @@ def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
         "As the directories of the models state them; nobody has checked what follows from them.",
         "",
     ]
-    lines += [
-        f"- {owner}: {', '.join(map(str, licences)) or 'none found'}" for owner, licences in licences_by_owner.items()
-    ]
+    lines += [f"- {owner}: {', '.join(map(str, licences)) or 'none found'}" for owner, licences in licences_by_owner.items()]
     if open_questions := list_concerns(licences_by_owner):
         lines += ["", "Before you pass this model on, look at:", "", *(f"- {line}" for line in open_questions)]
     return [*lines, ""]
@@ -128,9 +126,7 @@ def _extrapolation_line(config: PipelineConfig) -> list[str]:
     """Return the card's line about domains whose target lies beyond their experts, if there are any."""
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     factors_text = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
-    return (
-        [f"- Extrapolated beyond the experts, away from the student as it was: {factors_text}"] if factors_text else []
-    )
+    return [f"- Extrapolated beyond the experts, away from the student as it was: {factors_text}"] if factors_text else []
 
 
 def _weights_cell(expert: RoutedExpert) -> str:

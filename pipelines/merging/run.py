@@ -35,8 +35,6 @@ from opd.sinks import open_sinks
 from opd.text import quote_for_shell
 from pipelines.build import build_merge, num_workers
 from pipelines.evaluation.lm_eval import lm_eval_merge
-from pipelines.inputs.gpu_memory import refuse_crowded_gpus
-from pipelines.inputs.memory import refuse_too_large
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
@@ -75,9 +73,11 @@ from pipelines.merging.manifest import (
     replace_inputs,
     write_inputs,
 )
-from pipelines.merging.results import bind_to_model, read_progress, take_back
+from pipelines.merging.results import bind_to_model, take_back, read_progress
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus
+from pipelines.sizing.memory import refuse_too_large
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,10 +136,7 @@ class MergeRun:
 
 
 def start(
-    config: PipelineConfig,
-    root: Path,
-    evaluation_files: Mapping[str, str] | None = None,
-    callbacks: MergeCallbacks = TERMINAL,
+    config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str] | None = None, callbacks: MergeCallbacks = TERMINAL
 ) -> dict[str, Any]:
     """`begin` a run and carry it out. Returns the report."""
     return begin(config, root, evaluation_files).carry_out(callbacks)
@@ -219,9 +216,7 @@ def extend(root: Path, longer: Extension, overrides: list[str] | None = None) ->
     return replace(run, notices=(*longer.extension_notices(config), *run.notices), changed=run.changed or recorded)
 
 
-def _make_resumed_run(
-    paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, resume_from: str
-) -> MergeRun:
+def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, resume_from: str) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)

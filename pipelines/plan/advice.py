@@ -10,8 +10,8 @@ from opd.errors import OpdError
 from opd.settings.yaml_files import apply_overrides, validate_section
 from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
-from pipelines.propose.sizes import shrinking_steps
 from pipelines.propose.text import on_one_line
+from pipelines.sizing.shrink import shrinking_steps
 
 
 def advise_changes(config: PipelineConfig, spec: ClusterSpec) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from typing import Any
 
 import yaml
 
+from opd.cluster.environment import count_cores
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, raise_storage_errors
-from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.plan.shapes import KINDS, read_config
-from pipelines.plan.shapes.attention import grouped_attention
-from pipelines.plan.shapes.feed_forward import dense_layers
 from pipelines.plan.spec import DEFAULT, ClusterSpec, load_spec
+from pipelines.sizing.formulas import KINDS, dense_layers, grouped_attention
+from pipelines.sizing.machine import machine_bytes
+from pipelines.sizing.models import read_config
 
 SECONDS = 1.0
 """Seconds for which each rate is measured."""
@@ -84,7 +83,7 @@ def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterS
     without GPUs."""
     import torch
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(count_cores())
     rates = {
         "float32": _measure_matmul(torch, torch.float32),
         "bfloat16": _measure_matmul(torch, torch.bfloat16),
@@ -92,7 +91,7 @@ def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterS
         "fresh": _measure_fresh_memory(torch),
         "calls": _measure_small_calls(torch),
     }
-    machine = {"cores": len(os.sched_getaffinity(0)), "memory": machine_bytes()}
+    machine = {"cores": count_cores(), "memory": machine_bytes()}
     # How much of a product a body reaches differs among machines and shapes, so it is measured, not taken from the base.
     data = base.model_dump() | {"name": "this-machine", "machines": 1, "machine": machine, "rates": rates}
     # Processes of one machine pass bytes on by copying them.
@@ -199,9 +198,7 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     file = next((parent for parent in path.parents if parent.is_file()), None)
     if file or path.is_dir():
         problem = f"{file} is a file" if file else f"{path}, a directory"
-        raise ConfigError.at(
-            "--measure", found=problem, wanted="a file to write", fix="name another, such as here.yaml"
-        )
+        raise ConfigError.at("--measure", found=problem, wanted="a file to write", fix="name another, such as here.yaml")
     with raise_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))

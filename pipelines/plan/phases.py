@@ -1,4 +1,4 @@
-"""Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md sums them up.
+"""Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
 
 rollout   engines' steps: the larger of matrix products and bytes read, one event after the other
 score     each teacher's rows on one worker, teachers one after the other
@@ -19,16 +19,16 @@ from opd.models.packing import pack_into_rows
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
-from pipelines.inputs.max_memory import in_memory, off_gpus
-from pipelines.inputs.memory import SCORED_AT_ONCE
-from pipelines.inputs.routes import start_student_weights
 from pipelines.plan.cost import Hardware, Seconds
 from pipelines.plan.engine import EngineCost, EngineTimeline, simulate_writing
 from pipelines.plan.lengths import StepLengths
-from pipelines.plan.memory import cache_copies
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
+from pipelines.routes import start_student_weights
+from pipelines.sizing.cache import cache_copies
+from pipelines.sizing.memory import in_memory, off_gpus
+from teachers.scorers import SCORE_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class StepCost:
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
         factors, extra = spec.factors, spec.overheads
-        copies = cache_copies(self.config, self.models, spec)
+        copies = cache_copies(self.config, shape.attention, spec.machine.gpus)
 
         def prefill(tokens: int) -> Seconds:
             flops = shape.forward(tokens, prompt / 2)
@@ -118,19 +118,15 @@ class StepCost:
 
     def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
-        scoring = self.models.inputs.scoring
-        domains = {
-            domain
-            for domain, assigned in scoring.items()
-            if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]
-        }
+        scoring = self.models.merge.scoring
+        domains = {domain for domain, assigned in scoring.items() if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]}
         return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
     def _score_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
         extra = self.spec.overheads
         compute, read, passes = 0.0, 0, 0
-        for batch in cut_into_runs(sorted(sizes), SCORED_AT_ONCE):
+        for batch in cut_into_runs(sorted(sizes), SCORE_TOKENS):
             tokens, wide = computed_tokens(batch)
             read += tokens
             flops = shape.forward(tokens, wide / 2)
@@ -166,7 +162,7 @@ class StepCost:
         teachers, links = self.config.teachers, self.spec.links
         if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
             return 0.0
-        weights = self.models.inputs.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
+        weights = self.models.merge.scorers[name].info.parameters * DTYPE_BYTES[teachers.dtype]
         off = off_gpus(teachers, weights)
         on_disk = off - in_memory(teachers, weights)
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
@@ -199,9 +195,7 @@ class StepCost:
         compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
         start_sizes = self._start_student_sizes(rows)
         start_tokens, start_wide = computed_tokens(start_sizes)
-        compute += trainer.matmul_seconds(
-            shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share
-        )
+        compute += trainer.matmul_seconds(shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share)
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
@@ -220,7 +214,7 @@ class StepCost:
     @property
     def _passes(self) -> float:
         """Forward passes whose products a training step's body costs: a backward pass costs two, one where the weights stay."""
-        backward = 1.0 if self.models.inputs.lora else 2.0
+        backward = 1.0 if self.models.merge.lora else 2.0
         return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
@@ -228,9 +222,7 @@ class StepCost:
         shape, context = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
-        scored = sum(
-            scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items()
-        )
+        scored = sum(scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items())
         laid_out = sum(unit.length for unit, _ in lengths.units)
         start_tokens = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
@@ -243,7 +235,7 @@ class StepCost:
 
     def _head_passes(self) -> float:
         """Products of a trained token's states with an output head: the student's there and back, each teacher's there."""
-        back = 1 if self.models.inputs.lora else 2
+        back = 1 if self.models.merge.lora else 2
         return 1 + back + self._teacher_heads()
 
     def _teacher_heads(self) -> float:
@@ -262,7 +254,7 @@ class StepCost:
     def reduce_gradients_seconds(self) -> float:
         """Seconds to add up gradients, each rank its shard."""
         trainer = self.hardware.trainer
-        nbytes = self.models.inputs.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
+        nbytes = self.models.merge.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
         return trainer.collective_seconds(nbytes, trainer.workers) if self._is_sharded() else 0.0
 
     def _is_sharded(self) -> bool:
@@ -279,7 +271,7 @@ class StepCost:
         """One pass over gradient, master, both moments and compute copy of a shard."""
         rank, trainer = self.hardware.trainer, self.config.trainer
         bytes_per_weight = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
-        nbytes = self.models.inputs.trained * bytes_per_weight / rank.workers
+        nbytes = self.models.merge.trained * bytes_per_weight / rank.workers
         return Seconds(
             memory=rank.copy_seconds(nbytes),
             overhead=self.spec.overheads.phase.s + rank.crowd * self.spec.overheads.step.s,
@@ -298,7 +290,7 @@ class StepCost:
             spec=self.spec,
             shape=self.models.student,
             hardware=self.hardware,
-            pushed=self.models.inputs.pushed,
+            pushed=self.models.merge.pushed,
         )
 
 
@@ -306,7 +298,7 @@ def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
     """Bytes that a teacher's turn brings in: an adapter where its base is another teacher's too."""
     width = DTYPE_BYTES[config.teachers.dtype]
     sizes = {}
-    for name, expert in models.inputs.scorers.items():
+    for name, expert in models.merge.scorers.items():
         sizes[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
     return sizes
 

@@ -8,29 +8,34 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
-from pipelines.inputs.max_memory import refuse_no_room
+from opd.settings.strict import DTYPE_BYTES
 from pipelines.plan.cost import Hardware, Seconds, apply_placement
-from pipelines.plan.lengths import draw_responses, stated_lengths
-from pipelines.plan.memory import (
-    MemoryPart,
-    MemoryRoom,
-    cache_bytes,
-    cache_tokens,
-    fullest_workers,
-    memory_parts,
-    memory_rooms,
-)
+from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
-from pipelines.plan.phases import StepCost
+from pipelines.plan.phases import StepCost, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
-from pipelines.plan.traffic import Transfer, step_traffic
+from pipelines.sizing.cache import cache_bytes, cache_tokens
+from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
+from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
+from pipelines.sizing.parts import MemoryPart, worker_parts
 
 SIMULATED = 20
 """Steps that are simulated at most; the others are taken to be like them."""
 HOUR = 3600
+ROW = 100
+"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """A transfer of one step."""
+
+    what: str
+    link: str
+    nbytes: float
+    """The sum over all workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +109,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     models = _read_models(config)
     hardware = Hardware.of(config, spec)
     refuse_apart(config, spec, hardware)
-    cache = cache_bytes(config, models, spec)
+    cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
     work = StepCost(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
     total = sum(round_config.trainer.steps for round_config in rounds_of(config))
@@ -112,22 +117,24 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     lengths = draw_responses(config, models, spec.lengths, 0)
     phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(lengths).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = tuple(memory_rooms(config, models, spec, hardware.shared))
+    room = tuple(memory_rooms(config, models.merge, spec.hardware, shared=spec.takes_turns))
     return MergePlan(
         pipeline=config.name,
         cluster=spec.name,
         parameters=models.student.parameters,
         active=models.student.active + models.student.head,
-        experts=len(models.inputs.experts),
+        experts=len(models.merge.experts),
         steps=total,
         samples=config.trainer.samples_per_step,
         prompt=stated_lengths(config, spec.lengths)[1],
         response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
         sequences=sum(step.sequences for step in steps) / len(steps),
-        memory=tuple(memory_parts(config, models, spec, cache)),
-        fullest={} if spec.machine.gpus else fullest_workers(config, models),
+        memory=tuple(
+            worker_parts(config, models.merge, on_gpus=spec.machine.gpus > 0, cache=cache, rows=models.opinions)
+        ),
+        fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
-        traffic=tuple(step_traffic(work, lengths)),
+        traffic=tuple(_step_traffic(work, lengths)),
         phases=phases,
         roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
@@ -135,8 +142,8 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
-        fits=_fits_hardware(room, hardware, spec, slots),
-        notes=(*models.notes, *notes, *_plan_notes(config, spec, hardware)),
+        fits=slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns),
+        notes=(*models.notes, *notes, *_plan_notes(config, models, spec, hardware)),
     )
 
 
@@ -145,19 +152,15 @@ def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     config = apply_placement(config, spec)
     models, hardware = _read_models(config), Hardware.of(config, spec)
     refuse_apart(config, spec, hardware)
-    slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models, spec))
-    return _fits_hardware(list(memory_rooms(config, models, spec, hardware.shared)), hardware, spec, slots)
-
-
-def _fits_hardware(room: Sequence[MemoryRoom], hardware: Hardware, spec: ClusterSpec, slots: int) -> bool:
-    return all(memory_room.fits for memory_room in room) and hardware.devices <= spec.devices + 1e-9 and slots > 0
+    slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
+    return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
 
 
 def _read_models(config: PipelineConfig) -> Models:
     """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
     refuse_idle_gpus(config)
     models = read_models(config)
-    refuse_no_room(config, models.inputs.scorers)
+    refuse_no_room(config, models.merge.scorers)
     return models
 
 
@@ -170,21 +173,47 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
     merge does not fit, and is planned as if it had room for one, to say what is missing."""
     lengths = draw_responses(config, models, spec.lengths, 0)
     sequence_tokens = lengths.tokens / len(lengths.responses)
-    room, max_sequences = int(cache_tokens(config, models, spec, cache) / sequence_tokens), config.rollout.max_num_seqs
+    room, max_sequences = (
+        int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / sequence_tokens),
+        config.rollout.max_num_seqs,
+    )
     if room >= min(max_sequences, len(lengths.responses)):
         return max_sequences, []
     if not room:
         return 0, [
             f"the key-value cache has no room for a sequence of {sequence_tokens:.0f} tokens; planned as if it had room for one"
         ]
-    return room, [
-        f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"
-    ]
+    return room, [f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"]
 
 
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:
     mean = sum((step.phases[name] for step in steps), Seconds()).times(1 / len(steps))
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
+
+
+def _step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Transfer]:
+    """Everything of size that a step moves between processes."""
+    config, models = work.config, work.models
+    shape, merge = models.student, models.merge
+    rows, responses = len(lengths.responses), sum(lengths.responses)
+    rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
+    yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
+    if models.scorers:
+        opinions = models.opinions / rows
+        targets = opinions * (rollouts + target_bytes(config, merge) * responses)
+        yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
+        turns = teacher_bytes(config, models)
+        yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
+    ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
+    if ranks > 1:
+        trained = work.train_seconds(lengths)
+        parts = len(trained.micro_batches)
+        gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
+        summed = parts * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
+        yield Transfer(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
+        yield Transfer(what="summed gradients", link="rank ↔ rank", nbytes=summed)
+    way = "rank 0 → object stores → engines" if work.push.over_network else "rank 0 → engines"
+    yield Transfer(what="new weights", link=way, nbytes=work.push.sent)
 
 
 def _role_rows(steps: Sequence[SimulatedStep], hardware: Hardware) -> list[RoleRow]:
@@ -201,7 +230,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(config: PipelineConfig, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
+def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
     """Return notes on what the plan leaves out, or what a merge of today does not do."""
     acting = [name for name, domain in config.domains.items() if domain.has_episodes]
     if acting:
@@ -212,8 +241,9 @@ def _plan_notes(config: PipelineConfig, spec: ClusterSpec, hardware: Hardware) -
         yield "the critic's memory is planned, its time is not"
     if config.teachers.elsewhere:
         yield "teachers elsewhere are planned as if they scored at once"
-    if hardware.devices > spec.devices:
-        yield f"{hardware.devices:g} devices are placed, the cluster has {spec.devices}"
+    gpus = count_gpus(config, models.merge, shared=spec.takes_turns)
+    if spec.machine.gpus and gpus > spec.devices:
+        yield f"{gpus} devices are placed, the cluster has {spec.devices}"
     if spec.machine.gpus and hardware.rollout.devices > spec.machine.gpus:
         yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
     if spec.machine.gpus and hardware.teachers.devices > spec.machine.gpus:

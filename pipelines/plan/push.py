@@ -1,4 +1,4 @@
-"""New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md sums them up.
+"""New weights on their way from trainer to engines, and the probe that proves them. docs/plan.md writes the formulas out.
 
 shared_memory   rank 0 ─write→ its machine's memory ─read→ engines                            one machine
 network         ranks ─gather→ bucket ─copy→ object store ─link→ object store ─copy→ engines   any machines, in line
@@ -16,8 +16,8 @@ from opd.models.buckets import BUCKET_BYTES
 from opd.settings.strict import DTYPE_BYTES
 from opd.sync.proof import PROBE_SEQUENCES
 from pipelines.plan.cost import Hardware, Seconds, WorkerHardware
-from pipelines.plan.shapes import Shape
 from pipelines.plan.spec import ClusterSpec
+from pipelines.sizing.shape import Shape
 
 WIRE = 4.01 / 4
 """Bytes that cross a network for each byte of new weights: `python -m benchmarks.push`, float32."""

@@ -14,6 +14,7 @@ from opd.errors import ConfigError
 from opd.settings.strict import DType, Strict
 from opd.settings.yaml_files import load_yaml, validate_section
 from pipelines.catalog import PLANS
+from pipelines.sizing.machine import MachineFacts
 
 DEFAULT = "two-cores"
 """The shipped spec with which a merge is planned if nobody names one; a measured spec has its overheads."""
@@ -145,9 +146,7 @@ class OverheadsSpec(Strict):
         """The same on a machine of this rate."""
         if self.calls is None or calls is None:
             return self
-        changed = {
-            name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)
-        }
+        changed = {name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)}
         return self.model_copy(update=changed | {"calls": calls})
 
 
@@ -201,6 +200,17 @@ class ClusterSpec(Strict):
     def devices(self) -> int:
         """GPUs, or machines without any."""
         return self.machines * max(1, self.machine.gpus)
+
+    @property
+    def hardware(self) -> MachineFacts:
+        """All machines as one."""
+        gpus = (int(self.machine.gpu_memory),) * (self.machines * self.machine.gpus)
+        return MachineFacts(cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus)
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if the placement puts the roles on the same GPUs."""
+        return self.placement is not None and self.placement.shared
 
 
 def shipped_specs() -> dict[str, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from experts.model_dir import ModelInfo
 from opd.config.domains import DomainEvalConfig
 from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
-from opd.prompts import PromptLine, PromptTable, load_prompts, render_prompt
+from opd.prompts import Messages, PromptLine, PromptTable, load_prompts, render_prompt
 from opd.settings.yaml_files import parse_yaml, validate_section
+from opd.verifiers.numeric import NUMBER
+from opd.verifiers.reasoning_gym import ReasoningGym
 from pipelines.propose.columns import Columns, look_at_columns
 from pipelines.propose.given import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
 from pipelines.propose.text import on_one_line
-from pipelines.propose.verifiers import propose_verifier, text_of
 
 LOOKED_AT = 500
 """Rows of a file whose answers are looked at, spread over the whole file."""
@@ -27,6 +29,10 @@ QUESTIONS = 100
 SHARES = (0.2, 0.3, 0.4, 0.5)
 """Shares that are tried where fewer prompts leave one of the two sides empty."""
 JUDGES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
+LONGEST = 100
+"""Characters of an answer that a model may be expected to write letter by letter."""
+MARK = "####"
+"""Marker before the number in data sets that show their working."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +125,7 @@ def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callabl
         verifier=verifier,
         reason=reason,
         answer_tokens=_longest_text(tokenizer, [line.answer for line in lines]),
-        completion_tokens=_longest_text(tokenizer, [text_of(line.completion) for line in lines]),
+        completion_tokens=_longest_text(tokenizer, [_text_of(line.completion) for line in lines]),
     )
 
 
@@ -157,9 +163,51 @@ def _sample_prompts(table: PromptTable) -> list[PromptLine]:
 
 def _longest_text(tokenizer: Any, texts: Sequence[str]) -> int:
     filled = [text for text in texts if text]
-    return (
-        max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
-    )
+    return max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
+
+
+def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
+    """A verifier as a pipeline spells it, and why; None if no verifier can judge such answers."""
+    answers = [line.answer.strip() for line in lines]
+    if not any(answers):
+        return None, "the prompts have no answers"
+    gym = ReasoningGym()
+    if all(line.metadata and not gym.problem(line.answer, line.metadata) for line in lines):
+        return "reasoning_gym", "the task's own scoring function, from `metadata`"
+    if not all(answers):
+        return None, f"{answers.count('')} of {len(answers)} prompts that were looked at have no answer"
+    if all(_is_number(answer) for answer in answers):
+        return "numeric", "the last number of the response counts"
+    letters = [match[1] if (match := re.fullmatch(r"\(?([A-J])[).]?", answer)) else "" for answer in answers]
+    if all(letters) and len(set(letters)) > 1:
+        return _choice_verifier(max(letters)), "the letter that the response settles on"
+    if any("\n" in answer or len(answer) > LONGEST for answer in answers):
+        return None, "the answers are free text, which nothing here can judge"
+    if any(_shows_working(line) for line in lines):
+        return "last_line", "the last line of the response is the answer"
+    return "exact_match", "the whole response is the answer; `last_line` if the experts show their working first"
+
+
+def _is_number(answer: str) -> bool:
+    return bool(NUMBER.fullmatch(answer.rpartition(MARK)[2].strip().strip("$€£%")))
+
+
+def _choice_verifier(last: str) -> Any:
+    """The verifier for letters from A to the last one."""
+    if last <= "D":
+        return "multiple_choice"
+    return {"kind": "multiple_choice", "choices": "".join(chr(c) for c in range(ord("A"), ord(last) + 1))}
+
+
+def _shows_working(line: PromptLine) -> bool:
+    """True if the completion has more lines than the answer, which is its last one."""
+    lines = _text_of(line.completion).strip().splitlines()
+    return len(lines) > 1 and lines[-1].strip() == line.answer.strip()
+
+
+def _text_of(said: str | Messages | None) -> str:
+    """The text of a completion."""
+    return said or "" if isinstance(said, str | None) else "".join(message["content"] for message in said)
 
 
 def choose_share(domains: Mapping[str, DomainFacts]) -> float:
@@ -170,9 +218,7 @@ def choose_share(domains: Mapping[str, DomainFacts]) -> float:
     tables = [facts.table for facts in domains.values() if wants_share(facts)]
     fewest = min((len(table) for table in tables), default=QUESTIONS)
     smallest = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
-    return next(
-        (share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1]
-    )
+    return next((share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1])
 
 
 def wants_share(facts: DomainFacts) -> bool:

@@ -13,20 +13,12 @@ from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_share
-from pipelines.propose.machine import MachineFacts
 from pipelines.propose.models import ExpertFacts
-from pipelines.propose.sizes import (
-    ADAPTERS,
-    Data,
-    apply_change,
-    cache_gib,
-    choose_lengths,
-    choose_sizes,
-    fits_machine,
-    longest_prompt,
-    shrink_to_fit,
-)
+from pipelines.propose.sizes import choose_lengths, choose_sizes, has_room, longest_prompt, merge_models
 from pipelines.propose.text import Flow, on_one_line
+from pipelines.sizing.cache import cache_gib
+from pipelines.sizing.machine import MachineFacts
+from pipelines.sizing.shrink import ADAPTERS, Data, apply_change, shrink_to_fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +59,11 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
         data = apply_change(data, ADAPTERS)
     if not facts.machine.gpus:
         data["rollout"]["kv_cache_gib"] = cache_gib(facts.student_dir, data["rollout"])
-    fits = fits_machine(facts.student, facts.experts, facts.domains, facts.machine)
-    data, smaller, enough = shrink_to_fit(data, fits, facts.machine)
-    warnings = [
-        _no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]
-    ]
+    models = merge_models(facts.student, facts.experts, facts.domains)
+    data, smaller, enough = shrink_to_fit(
+        data, lambda changed: has_room(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
+    )
+    warnings = [_no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]]
     if not enough:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"

@@ -1,40 +1,29 @@
-"""Choose lengths, steps and sizes that the prompts ask for and the machine can hold.
-
-Memory is what `opd check` and `opd merge` reckon, from headers alone: rung by rung a merge gets smaller until it fits.
-"""
+"""Choose lengths, steps and sizes that the prompts ask for and the machine can hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from experts.model_dir import ModelInfo
-from experts.weight_files import weight_tensors
 from opd.config import PipelineConfig
 from opd.config.objectives import DEFAULT_KIND
-from opd.records.types import Teacher, WeightedTeacher
-from opd.settings.strict import DTYPE_BYTES
-from pipelines.inputs.gpu_memory import gpu_roles, memory_phases, place_roles
+from opd.records.types import WeightedTeacher
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.memory import describe_shortage, estimate_memory
-from pipelines.inputs.read import Inputs
-from pipelines.inputs.routes import RoutedExpert
 from pipelines.propose.domains import DomainFacts
-from pipelines.propose.machine import MachineFacts
 from pipelines.propose.models import ExpertFacts
-
-Data = dict[str, Any]
+from pipelines.sizing.gpu_memory import fits_machine
+from pipelines.sizing.machine import MachineFacts
+from pipelines.sizing.models import MergeModels, unhashed_expert
+from pipelines.sizing.shrink import Data, apply_change
 
 TINY = 20_000_000
 """Parameters up to which float32 costs nothing, and a merge may have many steps and samples."""
 RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
 """Parameters up to which a peak learning rate is a fair start; what is larger gets the last resort."""
-LAST_RATE, LORA_RATE = 5e-6, 2e-4
+LAST_RATE = 5e-6
 ROOM = {False: 4096, True: 16384}
 """Tokens of context that a proposal has at most, without and with a GPU: longer prompts are left out."""
-AT_ONCE = 16
-"""Sequences of full length for which a CPU engine's cache has room; shorter ones, which most are, take less."""
 TALK = 256
 """Tokens of a response of which nothing is known but that it is a chat's."""
 
@@ -63,26 +52,6 @@ def _response_tokens(facts: DomainFacts) -> int:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
-
-
-def cache_gib(student: Path, rollout: Data) -> int:
-    """GiB of a CPU engine's key-value cache in which `AT_ONCE` of the longest sequences have room."""
-    keys = sum(t.shape[0] for name, t in weight_tensors(student).items() if name.endswith("k_proj.weight"))
-    keys = keys or _keys_by_config(student)
-    width = DTYPE_BYTES[rollout["dtype"]]
-    return max(1, -(-AT_ONCE * rollout["max_model_len"] * 2 * keys * width >> 30))
-
-
-def _keys_by_config(student: Path) -> int:
-    """Numbers of a token's keys in all layers, for a model that has them in one matrix with queries and values."""
-    from opd.models.weights import load_config
-
-    config = load_config(student).get_text_config(decoder=True)
-    layers, heads, width = (
-        getattr(config, key, None) or 0 for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
-    )
-    head = getattr(config, "head_dim", None) or width // max(1, heads)
-    return int(layers * (getattr(config, "num_key_value_heads", None) or heads) * head)
 
 
 def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
@@ -140,100 +109,21 @@ def _divide_gpus(num: int, domains: int) -> Data:
     }
 
 
-ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
-"""The change of a pipeline by which a LoRA student learns."""
-
-
-def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
-    """Return the measures that make a merge smaller, in order: in words, and as changes of the pipeline."""
-    half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
-    small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
-    fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
-    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
-    fewer_ranks = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
-    return [
-        *fewer_ranks,
-        ("smaller batches", small),
-        ("fewer experts in memory at a time", fewer),
-        ("recomputed activations", least),
-        ("bfloat16", half),
-        ("adapters in place of all weights", ADAPTERS),
-    ]
-
-
-def shrink_to_fit(data: Data, fits: Callable[[Data], bool], machine: MachineFacts) -> tuple[Data, list[str], bool]:
-    """The pipeline, made smaller until it fits; what was done for that; and whether it fits at last."""
-    measures: list[str] = []
-    for measure, change in [("", {}), *shrinking_steps(gpus=bool(machine.gpus))]:
-        data = apply_change(data, change)
-        measures += [measure] if measure else []
-        if fits(data):
-            return data, measures, True
-    return data, measures, False
-
-
-def apply_change(data: Data, change: Data) -> Data:
-    """The data with a change in it, section by section."""
-    merged = dict(data)
-    for key, value in change.items():
-        old = merged.get(key)
-        merged[key] = apply_change(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
-    return merged
-
-
-def fits_machine(
-    student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts], machine: MachineFacts
-) -> Callable[[Data], bool]:
-    """Check if a pipeline's merge has room in this machine's memory and on its GPUs, by the sums of `opd merge`."""
-
-    def fits(data: Data) -> bool:
-        config = PipelineConfig.model_validate(data)
-        inputs = _memory_inputs(config, student, experts, domains)
-        short = describe_shortage(config, estimate_memory(config, inputs), machine.memory) is not None
-        return not short and not _find_crowded_device(config, inputs, machine.gpus)
-
-    return fits
-
-
-def _find_crowded_device(config: PipelineConfig, inputs: Inputs, gpus: Sequence[int]) -> bool:
-    roles = gpu_roles(config, inputs)
-    if not roles:
-        return False
-    size, placed = min(gpus), place_roles(roles)
-    hungry = any(role.share and role.least > role.share * size for role in roles)
-    return (
-        hungry or len(placed) > len(gpus) or any(p.total(size) > size for crowd in placed for p in memory_phases(crowd))
-    )
-
-
-def _memory_inputs(
-    config: PipelineConfig,
-    student: ModelInfo,
-    experts: Mapping[str, ExpertFacts],
-    domains: Mapping[str, DomainFacts],
-) -> Inputs:
-    """Return the part of a merge's inputs that the sums need. No weight is read, so models are told apart by their directories."""
-    scorers = {name: _scorer_facts(name, facts) for name, facts in experts.items()}
-    routes: dict[str, tuple[WeightedTeacher, ...]] = {
-        name: (WeightedTeacher(teacher=scorer.teacher, weight=1.0),) for name, scorer in scorers.items()
-    }
-    return Inputs(
+def merge_models(
+    student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts]
+) -> MergeModels:
+    """Return the models of a merge in which every domain has the expert of its name."""
+    scorers = {name: unhashed_expert(name, name, seen.info, seen.adapter) for name, seen in experts.items()}
+    return MergeModels(
         student=student,
         scorers=scorers,
-        routes=routes,
-        scoring=routes,
-        prompts={name: facts.table for name, facts in domains.items()},
-        exams={},
-        untrained={},
-        tokenizer=None,
-        warnings=(),
-        lora=size_of_lora(config, student) if config.student.lora else None,  # imports torch
+        scoring={name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()},
+        prompts={name: seen.table for name, seen in domains.items()},
     )
 
 
-def _scorer_facts(name: str, facts: ExpertFacts) -> RoutedExpert:
-    directory = Path(facts.info.path)
-    adapter = Path(facts.adapter.path) if facts.adapter else None
-    digest, base = str(adapter or directory), str(directory) if adapter else ""
-    teacher = Teacher(name=name, model_dir=directory, adapter_dir=adapter, digest=digest, base_digest=base)
-    return RoutedExpert(teacher=teacher, domain=name, info=facts.info, adapter=facts.adapter, prompts=None)
+def has_room(data: Data, models: MergeModels, machine: MachineFacts) -> bool:
+    """Return True if a machine has room for a pipeline's merge."""
+    config = PipelineConfig.model_validate(data)
+    lora = size_of_lora(config, models.student) if config.student.lora else None  # imports torch
+    return fits_machine(config, replace(models, lora=lora), machine)

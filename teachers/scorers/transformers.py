@@ -31,13 +31,10 @@ from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
 from teachers.near import DeviceCache
-from teachers.scorers import ScorerOptions
+from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
 from teachers.scorers.rows import split_batches
 from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
-
-SCORE_TOKENS = 4096
-"""Tokens of one forward pass; more does not get faster on a CPU."""
 
 
 class TransformersScorer:
@@ -320,11 +317,7 @@ class TransformersScorer:
 
     def _names_on_disk(self, directory: Path) -> frozenset[str]:
         architecture = self._architecture_of.get(directory)
-        return (
-            architecture.division.on_disk
-            if architecture is not None and architecture.division is not None
-            else frozenset()
-        )
+        return architecture.division.on_disk if architecture is not None and architecture.division is not None else frozenset()
 
     def _get_architecture(self, model_dir: Path) -> _Architecture:
         if model_dir not in self._architecture_of:
@@ -372,9 +365,7 @@ class _Architecture:
     def note_modules(self, state: State) -> None:
         """Note where the tensors of the teacher in place are."""
         split = {name: name.rpartition(".") for name in state}
-        modules = {
-            name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()
-        }
+        modules = {name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()}
         if all(tensor_name in module._parameters for module, tensor_name in modules.values()):
             self.tensor_modules = modules
 
@@ -384,8 +375,7 @@ class _Architecture:
         if not self.tensor_modules or state.keys() != self.tensor_modules.keys():
             return False
         if any(
-            module.get_parameter(tensor_name).shape != state[name].shape
-            for name, (module, tensor_name) in self.tensor_modules.items()
+            module.get_parameter(tensor_name).shape != state[name].shape for name, (module, tensor_name) in self.tensor_modules.items()
         ):
             return False
         for name, (module, tensor_name) in self.tensor_modules.items():

@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 
 from opd.config import load_pipeline
-from pipelines.inputs import memory
 from pipelines.inputs.read import read_inputs
+from pipelines.sizing import memory
 from tests.conftest import build_tokenizer
 from tests.integration.conftest import write_prompts
 from tests.integration.limited_rank import LIMIT, MIB, NOTES, RESERVED, LimitedRank

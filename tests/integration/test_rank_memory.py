@@ -33,8 +33,8 @@ from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.ranks import FREES_MEMORY
 from opd.train.zero import ZeroEngine, ZeroOptions
-from pipelines.inputs import memory
-from pipelines.inputs.body import Body
+from pipelines.sizing import memory
+from pipelines.sizing.shape import Body
 from tests.integration.limited_rank import MIB, kept
 from tests.integration.test_shards import Says
 
@@ -140,7 +140,7 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
     trained = layers * 4 * (2 * width + inside + width) if lora else numbers
     student = SimpleNamespace(path=path, parameters=numbers, hidden_size=width, vocab_size=ROWS)
     body = Body.of(weight_tensors(path))
-    inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={}, body=lambda _: body)
+    inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={}, read_body=lambda _: body)
     most = memory.rank_bytes(memory._trainer_needs(pipeline, inputs))
     return {
         "model": str(path),

@@ -32,8 +32,8 @@ from pipelines.baselines.jobs import BaselineJob
 from pipelines.check.comparison import TeacherComparison
 from pipelines.check.judge import CheckFinding, MeasuredTeacher
 from pipelines.check.measure import CheckReport
-from pipelines.inputs.beside_gpus import HostMemoryNeed
 from pipelines.interrupts import Interrupted, Stopped
+from pipelines.sizing.memory import HostMemoryNeed
 from tests import messages
 from tests.messages import opd
 

@@ -15,13 +15,13 @@ from opd.errors import ConfigError, OpdError, RegistryError, RunDirError, RunErr
 from opd.report import read_run
 from opd.settings.yaml_files import validate_section
 from pipelines.baselines.comparison import run_comparison
-from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.card import model_card
 from pipelines.merging.manifest import manifest_of
 from pipelines.reinforce import reinforce_experts
+from pipelines.sizing.memory import estimate_memory
 from tests.unit.pipelines.merging.test_rounds import Engines
 
 

@@ -12,7 +12,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -105,7 +104,7 @@ def sound_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(machine, "machine_bytes", lambda: 16 * GIB)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 12 * GIB}))
+    monkeypatch.setattr(machine, "free_bytes", lambda: 12 * GIB)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(100 * GIB, 0, 50 * GIB))
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" else f"/usr/bin/{name}")
 

@@ -20,9 +20,9 @@ from opd.report.run import read_run
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation import known
-from pipelines.inputs.gpus import GPU
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
+from pipelines.sizing.machine import GPU
 
 ALL = ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
 NONE: list[str] = []

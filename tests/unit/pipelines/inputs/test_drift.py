@@ -13,8 +13,8 @@ from opd.config import load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.drift import check_drift, drift_options
-from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
+from pipelines.sizing.memory import estimate_memory
 
 
 @pytest.fixture

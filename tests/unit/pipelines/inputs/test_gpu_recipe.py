@@ -11,9 +11,9 @@ import yaml
 
 from opd.config import PipelineConfig
 from opd.settings.yaml_files import validate_section
-from pipelines.inputs import gpu_memory
-from pipelines.inputs.gpu_memory import gpu_roles, place_roles, refuse_crowded_gpus
 from pipelines.inputs.read import read_inputs
+from pipelines.sizing import gpu_memory
+from pipelines.sizing.gpu_memory import gpu_roles, place_roles, refuse_crowded_gpus
 
 PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def test_an_expert_without_room_goes_without_a_probe_and_that_is_said(
     inputs = read_inputs(load_pipeline(world.write()))
     size = max(one.info.parameters for one in inputs.scorers.values()) * 4
     told: list[str] = []
-    monkeypatch.setattr(probes.psutil, "virtual_memory", lambda: SimpleNamespace(available=2 * size - 2))
+    monkeypatch.setattr(probes, "free_bytes", lambda: 2 * size - 2)
     found = measure_missing_probes(inputs, told.append, world.root / "probes.json")
     assert [one.teacher.probe for one in found.scorers.values()] == [None, None]
     assert [line.split(" has no probe")[0] for line in told] == ["experts.rev", "experts.up"]

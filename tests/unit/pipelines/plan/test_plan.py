@@ -15,15 +15,15 @@ from cli import app
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.catalog import find_pipeline, shipped_plans
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
-from pipelines.inputs.memory import estimate_memory
 from pipelines.inputs.read import read_inputs
 from pipelines.plan import measure
 from pipelines.plan.models import read_models
 from pipelines.plan.plan import MergePlan, make_plan
-from pipelines.plan.shapes import read_shape
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs, with_lengths
 from pipelines.plan.tables import format_short, plan_tables
+from pipelines.sizing.gpu_memory import refuse_idle_gpus
+from pipelines.sizing.memory import estimate_memory
+from pipelines.sizing.models import read_shape
 
 PLANS = Path(__file__).parents[4] / "docs" / "results" / "plans.json"
 SHIPPED = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
@@ -256,7 +256,7 @@ def test_the_sum_is_that_of_opd_check(world: Any) -> None:
     """A merge that is on disk: the plan's sum, from configs alone, is the check's, from weights."""
     config = load_pipeline(world.write())
     wanted = {need.part: need.nbytes for need in estimate_memory(config, read_inputs(config))}
-    found = {need.part: need.nbytes for need in estimate_memory(config, read_models(config).inputs)}
+    found = {need.part: need.nbytes for need in estimate_memory(config, read_models(config).merge)}
     processes = "processes, Ray and prompts"
     assert {k: v for k, v in found.items() if k != processes} == {k: v for k, v in wanted.items() if k != processes}
     made = make_plan(config, load_spec("two-cores"))
@@ -308,7 +308,7 @@ def test_an_adapter_that_names_its_base_is_planned_on_it(world: Any, make_adapte
     make_adapter(world.root / "low", world.root / "base")
     world.data["experts"]["rev"]["model"] = "low"
     world.write()
-    (expert, _) = read_models(load_pipeline(world.root / "pipeline.yaml")).inputs.experts.values()
+    (expert, _) = read_models(load_pipeline(world.root / "pipeline.yaml")).merge.experts.values()
     assert expert.adapter is not None and expert.adapter.base == str(world.root / "base")
     make_adapter(world.root / "hub", world.root / "base", base_model_name_or_path="owner/base")
     world.data["experts"]["rev"]["model"] = "hub"

@@ -13,7 +13,7 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError, PromptError
 from opd.prompts import PromptLine, read_prompt_lines
 from pipelines.propose.columns import Columns, look_at_columns
-from pipelines.propose.verifiers import propose_verifier
+from pipelines.propose.domains import propose_verifier
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:

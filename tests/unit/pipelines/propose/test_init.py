@@ -17,16 +17,16 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
-import pipelines.propose.machine
+import pipelines.sizing.machine
 from cli import app
 from opd.config import load_pipeline
 from opd.config.prompts import PromptsConfig
 from pipelines.catalog import shipped_pipelines
-from pipelines.inputs.memory import describe_shortage, estimate_memory
 from pipelines.inputs.read import read_inputs
-from pipelines.propose.machine import MachineFacts
 from pipelines.propose.shipped import RECIPES
-from pipelines.propose.sizes import LORA_RATE
+from pipelines.sizing.machine import MachineFacts
+from pipelines.sizing.memory import describe_shortage, estimate_memory
+from pipelines.sizing.shrink import LORA_RATE
 from tests.unit.pipelines.propose.test_columns import write
 
 ROOT = Path(__file__).parents[4]
@@ -40,7 +40,7 @@ def opd(*args: str | Path) -> Result:
 @pytest.fixture
 def three(world: Any, make_adapter: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Three experts, one of them an adapter whose base has a hub's name, with prompts in three formats."""
-    monkeypatch.setattr("pipelines.propose.machine.read_machine", lambda: LAPTOP)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: LAPTOP)
     (world.root / "pipeline.yaml").unlink()
     for file in world.root.glob("*.jsonl"):
         file.unlink()
@@ -176,7 +176,7 @@ def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pyt
     config = load_pipeline(three / "pipeline.yaml")
     needed = sum(need.nbytes for need in estimate_memory(config, read_inputs(config)))
     small = MachineFacts(cores=2, memory=needed - 1)
-    monkeypatch.setattr("pipelines.propose.machine.read_machine", lambda: small)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: small)
     assert opd(*THREE, *FILES, "--force").exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     assert config.trainer.ranks == 1
@@ -195,7 +195,7 @@ def test_a_student_trains_adapters_if_it_is_said(three: Path) -> None:
 @pytest.mark.parametrize("gpus", [1, 2, 8])
 def test_gpus_get_roles_that_fit_on_them(gpus: int, three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = MachineFacts(cores=16, memory=128 << 30, gpus=(80 << 30,) * gpus)
-    monkeypatch.setattr("pipelines.propose.machine.read_machine", lambda: machine)
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: machine)
     assert opd(*THREE, *FILES).exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
     cluster = config.cluster
@@ -366,5 +366,5 @@ def test_a_copy_takes_no_models(three: Path) -> None:
 
 
 def test_the_machine_is_looked_at() -> None:
-    machine = pipelines.propose.machine.read_machine()
+    machine = pipelines.sizing.machine.read_machine()
     assert machine.cores >= 1 and machine.memory > 1 << 30

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from experts.weight_files import weight_tensors
 from opd.errors import ModelError
-from pipelines.plan.shapes import KINDS, read_shape, shape_of
-from pipelines.plan.shapes.config import ShapeConfig
+from pipelines.sizing.formulas import KINDS, ShapeConfig, shape_of
+from pipelines.sizing.models import read_body, read_shape
+from pipelines.sizing.shape import Body
 
 MIXTRAL: dict[str, Any] = {
     "model_type": "mixtral",
@@ -115,6 +117,29 @@ def test_adapters_of_all_linear_modules_are_those_of_transformers(kind: str) -> 
         == wanted
     )
     assert found.parameters == model.num_parameters()
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3", "mixtral", "qwen3_moe"])
+def test_layers_are_the_formulas_also_where_weights_are_there(kind: str, tmp_path: Path) -> None:
+    """A check reads weights and a plan may have none: of a mixture the header alone does not tell what a token passes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 80}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": False}
+    mixture = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+    config = AutoConfig.for_model(kind, **sizes, **(mixture if "mix" in kind or "moe" in kind else {}), pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    body, header = read_body(tmp_path), Body.of(weight_tensors(tmp_path))
+    assert body == read_shape(tmp_path).body
+    assert (header.blocks, header.widest, header.largest) == (body.blocks, body.widest, body.largest)
+    assert header.inside - body.inside == (3 * 6 * 3 * (64 + 96) if "mix" in kind or "moe" in kind else 0)
+
+
+def test_a_model_without_formulas_is_read_from_its_header(world: Any) -> None:
+    file = Path("base/config.json")
+    before = read_body(Path("base"))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mamba"}))
+    assert read_body(Path("base")) == before
 
 
 def test_targets_may_be_the_ends_of_full_names() -> None:

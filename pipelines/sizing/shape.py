@@ -5,11 +5,58 @@ D stands for the hidden width, L for layers, V for ids, H for heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
-from pipelines.inputs.body import Body
+from experts.model_dir import EMBEDDINGS, HEADS
+from experts.safetensors_header import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """A model without its embedding and its output head, but for `largest`."""
+
+    inside: int
+    """Inputs and outputs of every linear layer that a token passes, added up."""
+    blocks: int
+    """Layers."""
+    widest: int
+    """The largest side of a matrix; 0 without matrices."""
+    largest: int
+    """Numbers of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer are one, because
+    transformers keeps them in one tensor or module."""
+    kv_values: int
+    """Values that a key-value cache has for one token, in all layers."""
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Read the sizes from the header of the weights, as if a token passed every matrix: a mixture without formulas gets too much."""
+        matrices = [
+            (name, tensor.shape)
+            for name, tensor in tensors.items()
+            if len(tensor.shape) == 2 and not name.endswith((*EMBEDDINGS, *HEADS))
+        ]
+        sizes: Counter[str] = Counter()
+        for name, tensor in tensors.items():
+            sizes[re.sub(r"\.experts\.\d.*", "", name)] += tensor.numel
+        return cls(
+            inside=sum(outputs + inputs for _, (outputs, inputs) in matrices),
+            blocks=max(1, len({part for name in sizes for part in name.split(".") if part.isdigit()})),
+            widest=max((side for _, shape in matrices for side in shape), default=0),
+            largest=max(sizes.values(), default=0),
+            kv_values=2 * sum(shape[0] for name, shape in matrices if name.endswith("k_proj.weight")),
+        )
+
+    def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:
+        """Return the values that the backward pass needs for one token: inputs and outputs of every linear layer.
+
+        With checkpointing, the hidden state between blocks and the inside of one block.
+        """
+        return self.blocks * hidden_size + self.inside // self.blocks if checkpointing else self.inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +84,7 @@ class ShapePart:
         return self.inputs * self.outputs * self.used * self.layers
 
     def numbers_read(self, tokens: float) -> float:
-        """Numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
+        """Return the numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
         return self.parameters * (1 - (1 - self.used / self.stored) ** tokens)
 
 
@@ -105,13 +152,13 @@ class Shape:
         return sum(p.layers for p in self.parts) + 2 * self.layers + (2 if self.tied else 3)
 
     def forward(self, tokens: float, context: float) -> float:
-        """FLOPs of the body for so many tokens, each of which looks at `context` others on average."""
+        """Return the FLOPs of the body for so many tokens, each of which looks at `context` others on average."""
         looked_at = min(context, self.attention.window or context)
         pairs = self.attention.pair * looked_at + self.attention.index_pair * context
         return 2 * tokens * (self.active + pairs)
 
     def numbers_read(self, tokens: float) -> float:
-        """Numbers that the matrices of one pass over so many tokens read, the output head included."""
+        """Return the numbers that the matrices of one pass over so many tokens read, the output head included."""
         return sum(p.numbers_read(tokens) for p in self.parts) + self.head
 
     @property
@@ -127,17 +174,18 @@ class Shape:
             blocks=self.layers,
             widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
             largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
+            kv_values=self.attention.kv_values,
         )
 
     def lora_numbers(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
-        """(numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
+        """Return (numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
         output head and routers."""
         adapted = [(p, self._adapted_layers(p, targets)) for p in self.parts]
         adapters = sum(rank * (p.inputs + p.outputs) * p.stored * layers for p, layers in adapted)
         return adapters, sum(p.parameters // p.layers * layers for p, layers in adapted)
 
     def _adapted_layers(self, part: ShapePart, targets: Iterable[str] | None) -> int:
-        """Layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
+        """Return the layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
         if targets is None:
             return 0 if part.name == "router" else part.layers
         block = "self_attn" if part in self.attention.parts else "mlp"

@@ -9,11 +9,10 @@ import pytest
 
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
-from pipelines.inputs import machine_memory, memory
-from pipelines.inputs.beside_gpus import HostMemoryNeed
-from pipelines.inputs.machine_memory import machine_bytes
-from pipelines.inputs.memory import describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
 from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.sizing import machine, memory
+from pipelines.sizing.machine import machine_bytes
+from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
 """Of the tiny model: 76 * 64 + 2 * (4 * 64² + 3 * 64 * 128 + 2 * 64) + 64."""
@@ -173,7 +172,7 @@ def test_processes_of_an_engine_divide_its_weights_and_have_caches_each(given: A
     teachers = {"engine": "vllm"}
     one = lines(given, teachers=teachers)
     two = lines(given, rollout={"tensor_parallel_size": 2}, teachers=teachers | {"tensor_parallel_size": 2})
-    weights, working = memory.engine_bytes(*given)
+    weights, working = memory.cpu_engine_weights(*given), memory.engine_activations(*given)
     assert one["rollout: weights and logits"] == weights + working
     assert two["rollout: weights and logits"] == weights + 2 * working
     assert two["rollout: key-value cache"] == 2 * one["rollout: key-value cache"]
@@ -314,9 +313,9 @@ def test_a_merge_that_does_not_fit_is_refused(given: Any, monkeypatch: pytest.Mo
 def test_a_containers_limit_counts(
     text: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine_memory, "CGROUP_LIMITS", ())
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", ())
     whole = machine_bytes()
     assert whole > 1 << 28
     (tmp_path / "memory.max").write_text(text)
-    monkeypatch.setattr(machine_memory, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
+    monkeypatch.setattr(machine, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
     assert machine_bytes() == (limit or whole)

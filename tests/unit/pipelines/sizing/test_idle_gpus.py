@@ -9,8 +9,8 @@ import pytest
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
-from pipelines.inputs.idle_gpus import refuse_idle_gpus
 from pipelines.inputs.read import refuse_what_is_not_here
+from pipelines.sizing.gpu_memory import refuse_idle_gpus
 
 SERVED = {"engine": "flight", "address": "grpc://localhost:1"}
 

@@ -13,8 +13,9 @@ import pytest
 from opd.config import PipelineConfig, load_pipeline
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
-from pipelines.inputs import gpu_memory, memory
-from pipelines.inputs.gpu_memory import (
+from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.sizing import gpu_memory, memory
+from pipelines.sizing.gpu_memory import (
     ASLEEP,
     CONTEXT,
     GpuRole,
@@ -24,7 +25,6 @@ from pipelines.inputs.gpu_memory import (
     place_roles,
     refuse_crowded_gpus,
 )
-from pipelines.inputs.read import Inputs, read_inputs
 
 GIB = 1 << 30
 PARAMETERS = 87_104
@@ -73,7 +73,11 @@ def test_a_merge_on_the_cpu_asks_nothing_of_a_gpu(inputs: Any, monkeypatch: pyte
 def test_what_each_role_takes(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0]), inputs[1]
     engine, teacher, rank = gpu_roles(config, found)
-    assert (engine.share, engine.least) == (0.5, 4 * PARAMETERS)
+    sequence = config.rollout.max_model_len * 2 * 2 * 64 * 4  # keys and values of 64 numbers in 2 layers
+    assert (engine.share, engine.least) == (
+        0.5,
+        4 * PARAMETERS + memory.engine_activations(config, found) + sequence,
+    )
     assert (teacher.resident, teacher.share) == (4 * PARAMETERS, 0)
     assert rank.resident == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
     assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
@@ -189,7 +193,7 @@ def test_fractions_share_a_gpu_as_far_as_they_add_up(gpus: list[float], placed: 
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
-    trainer = role(0.4, "trainer", resident=10 * GIB, passing=20 * GIB)
+    trainer = role(0.4, "trainer", kept=10 * GIB, passing=20 * GIB)
     engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True)
     writing, computing = memory_phases([engine, trainer])
     assert writing.total(80 * GIB) == 2 * CONTEXT + 50 * GIB
@@ -239,7 +243,8 @@ def test_sleep_makes_room_for_a_large_micro_batch(inputs: Any, monkeypatch: pyte
 def test_a_share_that_does_not_hold_the_weights_is_refused(inputs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [1 << 20])
     with pytest.raises(
-        ConfigError, match=r"^rollout\.gpu_memory_utilization\n  found:  0\.1 of 0\.00 GiB, and weights"
+        ConfigError,
+        match=r"^rollout\.gpu_memory_utilization\n  found:  0\.1 of 0\.00 GiB, and weights, activations and the longest sequence",
     ):
         refuse_crowded_gpus(
             changed(inputs[0], cluster={"rollout_gpus": 1}, rollout={"gpu_memory_utilization": 0.1}), inputs[1]
@@ -313,7 +318,8 @@ def test_a_divided_engine_is_on_several_gpus_with_a_part_of_the_weights_on_each(
         cluster={"rollout_gpus": 1, "teacher_gpus": 1},
     )
     engine, teacher = gpu_roles(config, inputs[1])
-    assert (engine.gpus, engine.least) == (2, 2 * PARAMETERS)
+    whole = gpu_roles(changed(inputs[0], cluster={"rollout_gpus": 1}), inputs[1])[0]
+    assert (engine.gpus, engine.least) == (2, whole.least // 2)
     assert (teacher.gpus, teacher.least) == (2, 2 * PARAMETERS)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 3)
     with pytest.raises(ConfigError, match="2 workers that need 4 GPUs, and 3 here"):

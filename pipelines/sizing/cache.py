@@ -1,0 +1,94 @@
+"""The key-value cache of a rollout engine: its bytes, and the tokens that it has room for."""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices
+from opd.errors import ConfigError
+from opd.settings.named import is_import_name
+from opd.settings.strict import DTYPE_BYTES
+from pipelines.sizing.memory import GIB, engine_activations, engine_weights, format_gib
+from pipelines.sizing.models import MergeModels, read_body
+from pipelines.sizing.shape import Attention
+
+AT_ONCE = 16
+"""Sequences of full length for which a CPU engine's cache has room; shorter ones, which most are, take less."""
+
+
+def cache_gib(student: Path, rollout: dict[str, Any]) -> int:
+    """Return the GiB of a CPU engine's cache in which `AT_ONCE` of the longest sequences have room. Raises: as `read_body`."""
+    a_token = read_body(student).kv_values * DTYPE_BYTES[rollout["dtype"]]
+    return max(1, -(-AT_ONCE * rollout["max_model_len"] * a_token >> 30))
+
+
+def refuse_small_cache(config: PipelineConfig, models: MergeModels) -> None:
+    """Refuse a CPU engine's cache without room for the longest sequence: vLLM would not start. Of GPUs `least_bytes` says it.
+
+    Raises: ConfigError.
+    """
+    needed = sequence_bytes(config, models)
+    if not has_cpu_cache(config) or needed <= config.rollout.kv_cache_gib << 30:
+        return
+    raise ConfigError.at(
+        "rollout.kv_cache_gib",
+        found=f"{config.rollout.kv_cache_gib}, and {format_gib(needed)} GiB of keys and values for rollout.max_model_len tokens",
+        wanted="room for one sequence at least",
+        fix=f"set rollout.kv_cache_gib to {ceil(needed / GIB)}, or lower rollout.max_model_len",
+    )
+
+
+def has_cpu_cache(config: PipelineConfig) -> bool:
+    """Return True if an engine of ours has its cache in the machine's memory."""
+    return not config.cluster.rollout_gpus and not is_import_name(config.rollout.engine)
+
+
+def least_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes on each of its GPUs without which an engine does not start: weights, activations, and in its cache the longest
+    sequence."""
+    return round(_held_bytes(config, models) + sequence_bytes(config, models))
+
+
+def sequence_bytes(config: PipelineConfig, models: MergeModels) -> float:
+    """Return the bytes of the longest sequence's keys and values on each device of an engine."""
+    values = config.rollout.max_model_len * models.read_body(models.student).kv_values
+    return values * _width(config) / config.rollout.tensor_parallel_size
+
+
+def cache_bytes(config: PipelineConfig, models: MergeModels, gpu_memory: int) -> float:
+    """Return the bytes of the cache on each device of an engine: what its share of a GPU of this size leaves, or on a CPU
+    `rollout.kv_cache_gib`."""
+    if not gpu_memory:
+        return config.rollout.kv_cache_gib << 30
+    return max(0.0, config.rollout.gpu_memory_utilization * gpu_memory - _held_bytes(config, models))
+
+
+def _held_bytes(config: PipelineConfig, models: MergeModels) -> float:
+    """Return what an engine holds beside its cache on each of its GPUs."""
+    return (engine_weights(config, models) + engine_activations(config, models)) / engine_devices(config)
+
+
+def _width(config: PipelineConfig) -> int:
+    """Return the bytes of a number of the cache."""
+    kind = config.rollout.kv_cache_dtype
+    return 1 if kind.startswith("fp8") else DTYPE_BYTES[config.rollout.dtype if kind == "auto" else "bfloat16"]
+
+
+def cache_copies(config: PipelineConfig, attention: Attention, gpus: int) -> float:
+    """Return how often an engine holds the keys and values of a token: machines of so many GPUs divide sequences, the devices of a
+    machine heads."""
+    return max(1.0, min(engine_devices(config), max(1, gpus)) / attention.kv_split)
+
+
+def cache_tokens(config: PipelineConfig, attention: Attention, gpus: int, cache: float) -> float:
+    """Return how many tokens' keys and values fit into `cache` bytes on each device of an engine."""
+    a_token = attention.kv_values * _width(config)
+    return cache * engine_devices(config) / (a_token * cache_copies(config, attention, gpus))
+
+
+def engine_devices(config: PipelineConfig) -> float:
+    """Return the devices that divide one rollout engine."""
+    return max(1.0, rollout_devices(config.cluster, config.rollout))

@@ -1,0 +1,363 @@
+"""Estimate how much of a GPU each role of a merge takes, from shapes and shares alone, before anything starts.
+
+    trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; beside them a micro-batch
+    scoring worker    one teacher's weights; beside them one pass. Engine vllm: its share
+    rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
+
+vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
+This is an upper estimate, like that of `pipelines/sizing/memory.py`. Roles are placed as Ray places them: a worker that wants a
+fraction goes to the GPU with the least room that suffices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from opd.cluster import LOCAL
+from opd.config import PipelineConfig
+from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.drift import count_worker_engines
+from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.errors import ConfigError
+from opd.payloads import answer_class
+from opd.settings.named import is_import_name
+from opd.settings.strict import DTYPE_BYTES
+from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
+from pipelines.sizing.machine import MachineFacts, gpu_sizes
+from pipelines.sizing.memory import (
+    critic_state_bytes,
+    estimate_memory,
+    format_gib,
+    gathered_bytes,
+    heads_bytes,
+    micro_batch_bytes,
+    scoring_bytes,
+    summed_bytes,
+    teacher_sizes,
+    trainer_state_bytes,
+)
+from pipelines.sizing.models import MergeModels
+
+CONTEXT = 600 << 20
+"""Memory that CUDA and its libraries take for a process before the first tensor."""
+ASLEEP = 900 << 20
+"""Memory that an engine holds while it sleeps: the same, and its CUDA graphs. 0.87 GiB were measured on an H200, for a tiny model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRole:
+    """One worker on a GPU."""
+
+    name: str
+    gpus: float
+    """GPUs that Ray hands out to the worker, or a share of one."""
+    resident: int = 0
+    """Bytes that stay for the whole run, on the fullest of its GPUs."""
+    passing: int = 0
+    """More bytes on it while the worker computes."""
+    share: float = 0.0
+    """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
+    share_key: str = ""
+    engines: int = 1
+    """vLLM engines of the worker, each with such a share."""
+    sleeps: bool = False
+    """Holds its share only while the others do not compute."""
+    may_sleep: bool = False
+    """True if `rollout.sleep` could make it."""
+    least: int = 0
+    """Bytes without which an engine does not start."""
+    least_of: str = "weights"
+    """Their contents."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuPhase:
+    """The contents of one GPU at one time."""
+
+    parts: tuple[tuple[str, int, float], ...]
+    """(name, bytes, share of the GPU) of each part."""
+
+    def total(self, size: int) -> int:
+        return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
+
+    def describe(self, size: int | None = None) -> str:
+        """Return the sum in words, in GiB; a share of a GPU of unknown size is shown as a share."""
+        summands = []
+        for name, nbytes, share in self.parts:
+            if size:
+                summands.append(f"{format_gib(nbytes + round(share * size))} {name}")
+            else:
+                summands.append(f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}")
+        return " + ".join(summands)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRoom:
+    """Memory of one GPU, or of machines beside their GPUs."""
+
+    what: str
+    needed: float
+    there: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.there
+
+
+def fits_machine(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> bool:
+    """Return True if a machine has the memory and the GPUs that a merge needs: what `opd merge` and `opd check` demand, `opd plan` plans
+    with and `opd init` aims at. Of a machine without GPUs only the memory is looked at. `shared`: as in `place_roles`.
+
+    Raises: ModelError.
+    """
+    enough = not machine.gpus or count_gpus(config, models, shared=shared) <= len(machine.gpus)
+    return enough and all(room.fits for room in memory_rooms(config, models, machine, shared=shared))
+
+
+def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = False) -> int:
+    """Return how many GPUs the roles need. `shared`: as in `place_roles`. Raises: ModelError."""
+    return len(place_roles(gpu_roles(config, models), shared=shared))
+
+
+def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> list[MemoryRoom]:
+    """Return what is needed and what is there: on the smallest GPU, for everything that some GPU holds, and in the machine's own memory.
+
+    `shared`: as in `place_roles`. Raises: ModelError.
+    """
+    crowds = place_roles(gpu_roles(config, models), shared=shared) if machine.gpus else []
+    rooms = [room for crowd in crowds for room in _share_rooms(crowd, min(machine.gpus))]
+    rooms += [_crowd_room(crowd, min(machine.gpus)) for crowd in crowds]
+    what = "all machines, beside their GPUs" if machine.gpus else "all machines"
+    needed = sum(need.nbytes for need in estimate_memory(config, models))
+    rooms.append(MemoryRoom(what=what, needed=needed, there=machine.memory))
+    if has_cpu_cache(config):
+        what, there = "rollout engine: its cache and the longest sequence", config.rollout.kv_cache_gib << 30
+        rooms.append(MemoryRoom(what=what, needed=sequence_bytes(config, models), there=there))
+    return list(dict.fromkeys(rooms))
+
+
+def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str]:
+    """Check GPU memory; returns what the user should know although nothing is wrong.
+
+    Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
+    """
+    roles = gpu_roles(config, models)
+    if not roles:
+        return []
+    sizes = gpu_sizes() if config.cluster.address == LOCAL else []
+    if not sizes:
+        reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
+        crowded = max(place_roles(roles), key=len)
+        text = max((phase.describe() for phase in memory_phases(crowded)), key=len)
+        return [f"{reason}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
+    placed = place_roles(roles)
+    if len(placed) > len(sizes):
+        raise ConfigError.at(
+            "cluster",
+            found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
+            wanted="a GPU, or a part of one, for every worker, and for each process of an engine",
+            fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
+            "teachers.workers)",
+        )
+    for together in placed:
+        _refuse_crowd(together, min(sizes))
+    return []
+
+
+def refuse_idle_gpus(config: PipelineConfig) -> None:
+    """Refuse more than one GPU for a process. `opd plan` takes such a pipeline, and plans for all of them.
+
+    Raises: ConfigError.
+    """
+    gpus = config.cluster
+    if not is_import_name(config.rollout.engine):  # a user's engine may use what it asks for
+        _refuse_gpus("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _wants_several("rollout"))
+    if isinstance(config.teachers, VLLMTeachers):
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _wants_several("teachers"))
+    elif isinstance(config.teachers, TransformersTeachers) and config.teachers.device_map is None:
+        fix = "set it to 1, and teachers.workers for more of them; or teachers.device_map to auto, which divides a teacher's layers"
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    elif isinstance(config.teachers, OpenAITeachers):
+        fix = "set it to 0, and teachers.workers for more of them: the teachers compute elsewhere"
+        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    fix = "set it to 1, and trainer.ranks to the number of GPUs to train on"
+    _refuse_gpus("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)
+
+
+def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
+    """Return every worker on a GPU. Reads headers only. Raises: ModelError."""
+    cluster, student, roles = config.cluster, models.student, []
+    if cluster.rollout_gpus:
+        engines = count_worker_engines(config.domains)
+        engine = GpuRole(
+            name="rollout engine" if engines == 1 else "rollout engine and the expert's that writes turns",
+            gpus=rollout_devices(cluster, config.rollout),
+            share=config.rollout.gpu_memory_utilization,
+            share_key="rollout.gpu_memory_utilization",
+            engines=engines,
+            sleeps=config.rollout.sleep,
+            may_sleep=engines == 1 and config.schedule.mode == "sync",
+            least=least_bytes(config, models),
+            least_of="weights, activations and the longest sequence",
+        )
+        roles += [engine] * config.rollout.workers
+    if cluster.teacher_gpus and not config.teachers.elsewhere:
+        roles += [_teacher_memory(config, models)] * config.teachers.scoring_workers
+    if cluster.trainer_gpus:
+        heads = heads_bytes(config, models) if answer_class(config.teachers.payload).SENDS_HEADS else 0
+        rank = _rank_memory(config, models, "trainer rank", trainer_state_bytes(config, models), models.trained)
+        roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
+        if config.objective.has_critic:
+            critic, every = critic_state_bytes(config, models), student.parameters
+            roles += [_rank_memory(config, models, "critic rank", critic, every)] * config.trainer.ranks
+    return roles
+
+
+def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: int, trained: int) -> GpuRole:
+    """Return a rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
+    ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
+    # Gradients are copied to be added up, and converted to float32 for the optimiser.
+    copied = max(summed, 4 * trained // ranks)
+    return GpuRole(
+        name=name,
+        gpus=config.cluster.trainer_gpus,
+        resident=state // ranks + summed,
+        passing=gathered_bytes(config, models) + max(micro_batch_bytes(config, models), copied),
+    )
+
+
+def _teacher_memory(config: PipelineConfig, models: MergeModels) -> GpuRole:
+    if isinstance(config.teachers, VLLMTeachers):
+        weights, _ = scoring_bytes(config, models)
+        return GpuRole(
+            name="scoring engine",
+            gpus=teacher_devices(config.cluster, config.teachers),
+            share=config.teachers.gpu_memory_utilization,
+            share_key="teachers.gpu_memory_utilization",
+            least=weights // config.teachers.tensor_parallel_size,
+        )
+    resident, passing = scoring_gpu_bytes(config, models)
+    return GpuRole(name="scoring worker", gpus=config.cluster.teacher_gpus, resident=resident, passing=passing)
+
+
+def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
+    """Return (weights of teachers, activations of one pass) on the fullest GPU of a scoring worker of engine `transformers`."""
+    weights, passing = scoring_bytes(config, models)
+    teachers, gpus = config.teachers, config.cluster.teacher_gpus
+    if not isinstance(teachers, TransformersTeachers):
+        return weights, passing
+    if teachers.device_map is None:
+        sizes, adapters = teacher_sizes(config, models)
+        return max(weights, min(teachers.gpu_memory, sum(sizes) + adapters)), passing
+    largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
+    body = models.read_body(largest)
+    # Layers are not cut: accelerate lets a GPU have a quarter more than the largest layer beyond its equal share.
+    layer = max(body.largest, largest.parameters // body.blocks) * DTYPE_BYTES[teachers.dtype]
+    equal = int(weights / gpus + 1.25 * layer) if gpus > 1 else weights
+    most = max((size for device, size in teachers.max_memory.items() if isinstance(device, int)), default=weights)
+    return min(weights, equal, most), passing
+
+
+def place_roles(roles: Sequence[GpuRole], *, shared: bool = False) -> list[list[GpuRole]]:
+    """Return the roles on each GPU. A worker with several GPUs is on each of them.
+
+    `shared`: workers of different roles take turns on the same whole GPUs, as a cluster spec of `opd plan` may have it.
+    """
+    fractions: list[list[GpuRole]] = []
+    whole_gpus: dict[str, list[GpuRole]] = {}
+    for role in roles:
+        if role.gpus >= 1:
+            whole_gpus.setdefault(role.name if shared else "", []).extend([role] * round(role.gpus))
+            continue
+        # 1e-9: three fractions that add up to 1 are a little more in floating point.
+        room = [gpu for gpu in fractions if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
+        if room:
+            max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
+        else:
+            fractions.append([role])
+    return [*fractions, *([role for role in gpu if role] for gpu in zip_longest(*whole_gpus.values()))]
+
+
+def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:
+    """Return two phases: engines write, the others compute. One phase if no engine sleeps."""
+    awake = any(role.sleeps for role in together)
+    times = (True, False) if awake else (False,)
+    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
+
+
+def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
+    """Return one role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
+    if role.share:
+        asleep = role.sleeps and not writing
+        return (
+            f"{role.name}, asleep" if asleep else f"{role.name} ({role.share_key})",
+            ASLEEP if asleep else CONTEXT,
+            0.0 if asleep else role.share * role.engines,
+        )
+    return (role.name, CONTEXT + role.resident + (0 if writing else role.passing), 0.0)
+
+
+def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
+    """Return what each engine needs to start, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
+    return [
+        MemoryRoom(what=f"{role.name}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size))
+        for role in together
+        if role.share
+    ]
+
+
+def _crowd_room(together: Sequence[GpuRole], size: int) -> MemoryRoom:
+    worst = _fullest_phase(together, size)
+    return MemoryRoom(what=" + ".join(name for name, _, _ in worst.parts), needed=worst.total(size), there=size)
+
+
+def _fullest_phase(together: Sequence[GpuRole], size: int) -> GpuPhase:
+    return max(memory_phases(together), key=lambda phase: phase.total(size))
+
+
+def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
+    """Raises: ConfigError with the sum if the roles do not fit."""
+    engines = [role for role in together if role.share]
+    for role, room in zip(engines, _share_rooms(engines, size), strict=True):
+        if not room.fits:
+            raise ConfigError.at(
+                role.share_key,
+                found=f"{role.share:g} of {format_gib(size)} GiB, and {role.least_of} of {format_gib(role.least)}",
+                wanted="a share that holds the weights and a key-value cache",
+                fix=f"raise {role.share_key}, or use a larger GPU",
+            )
+    room = _crowd_room(together, size)
+    if not room.fits:
+        worst = _fullest_phase(together, size)
+        raise ConfigError.at(
+            "GPU memory",
+            found=f"about {format_gib(room.needed)} GiB on a GPU with {format_gib(size)}: {worst.describe(size)}",
+            wanted="shares and needs that add up to what the GPU has",
+            fix=_suggest_fix(together, worst, size),
+        )
+
+
+def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str:
+    engines = [role for role in together if role.share]
+    other_bytes = sum(nbytes for _, nbytes, _ in worst.parts)
+    share_left = int(100 * (size - other_bytes) / size / max(1, sum(role.engines for role in engines))) / 100
+    ways = []
+    if engines and share_left * size > max(role.least for role in engines):
+        ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {share_left:g} or less")
+    if any(role.may_sleep and not role.sleeps for role in engines):
+        ways.append("set rollout.sleep to true")
+    ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
+    ways.append("give roles GPUs of their own")
+    return "; or ".join(ways)
+
+
+def _wants_several(section: str) -> str:
+    return f"set it to 1, and {section}.tensor_parallel_size to the number of GPUs that each engine is to have"
+
+
+def _refuse_gpus(key: str, gpus: float, owner: str, fix: str) -> None:
+    if gpus > 1:
+        limit = f"at most 1: {owner} of one process computes on one GPU, and the others would be reserved for nobody"
+        raise ConfigError.at(key, found=f"{gpus:g}", wanted=limit, fix=fix)

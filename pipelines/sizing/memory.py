@@ -1,0 +1,497 @@
+"""Estimate how much of a machine's memory a merge will take, from shapes and budgets alone, before anything starts.
+
+    trainer ranks     weights, gradients, AdamW over the ranks; on each: gathered weights, gradients on their way to the
+                      sum over ranks, activations, logits, heads
+    rollout engines   weights, key-value cache, logits
+    teachers          experts within their budget, activations of one pass
+    what travels      new weights in shared memory or in buckets, a step's streams in the object store
+    processes         libraries and code, Ray, the driver with its prompts
+
+This is an upper estimate: phases take turns, so not all of it is in use at one time. `pipelines/sizing/gpu_memory.py` counts
+the memory on GPUs.
+P stands for a model's parameters, T for tokens of a pass, V for ids, D for the hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opd.cluster import LOCAL
+from opd.config import PipelineConfig
+from opd.config.domains import DomainConfig
+from opd.config.drift import count_worker_engines
+from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
+from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
+from opd.errors import ConfigError
+from opd.models.buckets import BUCKET_BYTES
+from opd.models.packing import count_columns, tree_limit
+from opd.payloads import answer_class
+from opd.schedules import SCHEDULES
+from opd.settings.strict import DTYPE_BYTES
+from pipelines.routes import RoutedExpert
+from pipelines.sizing.machine import machine_bytes
+from pipelines.sizing.models import MergeModels
+from teachers.scorers import SCORE_TOKENS
+
+MIB, GIB = 1 << 20, 1 << 30
+# Unique memory of processes with a model of 3 MB, measured. Shared memory, such as libraries, counts with the driver.
+TRAINER_PROCESS = 420 * MIB
+ROLLOUT_PROCESS = 560 * MIB
+TEACHER_PROCESS = 340 * MIB
+DRIVER_AND_RAY = 1100 * MIB
+LOGIT_COPIES = 20
+"""Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
+MASK_COPIES = 5
+"""Bytes for each pair of columns of a row: one says whether they see each other, four are what attention adds for it."""
+PREFILLED_AT_ONCE = 2048
+"""Tokens of one forward pass of the engine; more only if one sequence is longer."""
+PROMPT = 64
+"""Bytes that the driver keeps for each prompt: its place in the order of two epochs, its length, its row. The rest is mapped
+from a file, or a few MB in all."""
+STATE_COPY = 12
+"""Bytes for each trained weight in the copy that a checkpoint is written from: the weight and both moments in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemoryNeed:
+    """One line of the sum."""
+
+    part: str
+    nbytes: int
+    """Bytes of all processes together, on this machine and outside of GPUs."""
+    knobs: str
+    """Keys of the pipeline that decide this memory."""
+    ranks: int = 0
+    """Trainer ranks that hold equal parts of it; 0: other processes have it."""
+
+
+def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the lines of the sum. Reads headers only. Raises: ModelError."""
+    trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, models)
+    rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
+    teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, models)
+    gpu_copies = _waiting_for_gpus(config, models)
+    return [*trainer, *rollout, *teachers, *gpu_copies, *_transfer_needs(config, models), _process_needs(config, models)]
+
+
+def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
+    """Return the sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
+    total = sum(need.nbytes for need in needs)
+    if total <= limit or config.cluster.address != LOCAL:
+        return None
+    lines = " + ".join(f"{format_gib(need.nbytes)} {need.part}" for need in sorted(needs, key=lambda n: -n.nbytes))
+    return f"about {format_gib(total)} GiB of memory for a machine with {format_gib(limit)}: {lines}"
+
+
+def suggest_fix(needs: Sequence[HostMemoryNeed]) -> str:
+    """Return the keys to change, in words; those of the largest parts come first."""
+    largest = sorted(needs, key=lambda need: -need.nbytes)
+    keys = dict.fromkeys(key for need in largest[:3] for key in need.knobs.split(", "))
+    return f"lower {', '.join(keys)}"
+
+
+def refuse_too_large(config: PipelineConfig, models: MergeModels) -> None:
+    """Raises: ConfigError with the sum if the merge does not fit into this machine."""
+    needs = estimate_memory(config, models)
+    shortage = describe_shortage(config, needs, machine_bytes())
+    if shortage is not None:
+        raise ConfigError.at(
+            "memory",
+            found=shortage,
+            wanted="a merge that fits into this machine",
+            fix=f"{suggest_fix(needs)}; or use a larger machine",
+        )
+
+
+def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) -> None:
+    """Refuse a teacher that is larger than all that it may have. Whether its layers fit device by device, a worker finds out.
+
+    Raises: ConfigError.
+    """
+    teachers = config.teachers
+    if not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
+        return
+    room, width = sum(teachers.max_memory.values()), DTYPE_BYTES[teachers.dtype]
+    for name, expert in scorers.items():
+        if expert.info.parameters * width > room:
+            named = ", ".join(f"{device} {size / GIB:.3g} GiB" for device, size in teachers.max_memory.items())
+            raise ConfigError.at(
+                "teachers.max_memory",
+                found=f"{named}",
+                wanted=f"room for the {expert.info.parameters * width / GIB:.3g} GiB of weights of expert `{name}` in "
+                f"{teachers.dtype}",
+                fix="raise a size, or name more devices: cpu, or disk, which leaves layers in their files",
+            )
+
+
+def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
+    """Return part, GiB, keys; the last rows are the sum and the machine's memory."""
+    rows = [(need.part, format_gib(need.nbytes), need.knobs) for need in needs]
+    if any(need.ranks for need in needs):
+        rows.append(
+            ("in it: each trainer rank, at most", format_gib(rank_bytes(needs)), "trainer.ranks, trainer.bucket")
+        )
+    return [
+        *rows,
+        ("together", format_gib(sum(n.nbytes for n in needs)), ""),
+        ("this machine", format_gib(machine_bytes()), ""),
+    ]
+
+
+def rank_bytes(needs: Sequence[HostMemoryNeed]) -> int:
+    """Return the most memory of a trainer rank, its process included; shared memory, such as libraries, is not."""
+    return TRAINER_PROCESS + sum(need.nbytes // need.ranks for need in needs if need.ranks)
+
+
+def fullest_workers(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
+    """Return the most bytes of one worker of each role on a machine without GPUs, its process included: the sum, by role.
+
+    Not all parts are there at one time, so this can be less than the sum of `worker_parts`.
+    """
+    needs = estimate_memory(config, models)
+
+    def of(role: str) -> int:
+        return sum(need.nbytes for need in needs if need.part.startswith(role))
+
+    fullest = {
+        "trainer rank": rank_bytes(needs),
+        "rollout engine": ROLLOUT_PROCESS + of("rollout:") // config.rollout.workers,
+    }
+    scorers = config.teachers.scoring_workers if models.scorers else 0
+    return fullest | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
+
+
+def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    ranks, largest = config.trainer.ranks, models.read_body(models.student).largest
+    # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
+    # gradients are added up, from a copy in the order of the ranks.
+    checkpoint, summed = STATE_COPY * models.trained, summed_bytes(config, models.trained)
+    # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
+    export = largest * (8 if models.lora else DTYPE_BYTES[config.trainer.dtype])
+    needs = [
+        HostMemoryNeed(
+            part="trainer: weights, gradients, AdamW",
+            nbytes=trainer_state_bytes(config, models) + ranks * gathered_bytes(config, models),
+            knobs="student.model, trainer.ranks, trainer.grad_accum_dtype, trainer.bucket",
+            ranks=ranks,
+        ),
+        HostMemoryNeed(
+            part="trainer: gradients on their way to the sum over ranks",
+            nbytes=ranks * summed,
+            knobs="trainer.bucket, trainer.grad_accum_dtype, trainer.ranks",
+            ranks=ranks,
+        ),
+        HostMemoryNeed(
+            part="trainer: activations and logits of a micro-batch, or the writing of a checkpoint",
+            nbytes=max(ranks * max(micro_batch_bytes(config, models), summed, export), checkpoint),
+            knobs="trainer.micro_batch_tokens, objective.chunk, trainer.gradient_checkpointing, trainer.ranks",
+            ranks=ranks,
+        ),
+    ]
+    if answer_class(config.teachers.payload).SENDS_HEADS:
+        needs.append(
+            HostMemoryNeed(
+                part="trainer: teachers' output heads",
+                nbytes=ranks * heads_bytes(config, models),
+                knobs="trainer.head_memory, trainer.ranks",
+                ranks=ranks,
+            )
+        )
+    return [*needs, *_critic_needs(config, models)]
+
+
+def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the critic's part.
+
+    It computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written, which
+    is there beside the trainer's.
+    """
+    if not config.objective.has_critic:
+        return []
+    every = models.student.parameters
+    return [
+        HostMemoryNeed(
+            part="critic: weights, gradients, AdamW, and a copy for a checkpoint",
+            nbytes=critic_state_bytes(config, models)
+            + config.trainer.ranks * summed_bytes(config, every)
+            + STATE_COPY * every,
+            knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, objective.reward.baseline",
+        )
+    ]
+
+
+def critic_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
+    trainer = config.trainer
+    copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    return models.student.parameters * (copy + 4 + 8 + gradients)
+
+
+def trainer_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that all ranks hold together."""
+    return sum(trainer_state(config, models).values())
+
+
+def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
+    """Return the bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their
+    sum, and three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
+
+    Of gradients that are summed in another type the optimiser also makes a float32 copy. It is smaller than the memory for writing
+    a checkpoint, which is counted, and exists at another time.
+    """
+    trainer = config.trainer
+    frozen = models.student.parameters if models.lora else 0
+    copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    reward = config.objective.reward
+    compared = 12 if reward is not None and reward.compare_every else 0
+    return {
+        "weights": (frozen + models.trained) * copy,
+        "gradients": models.trained * (gradients + compared),
+        "optimiser": models.trained * (4 + 8),
+    }
+
+
+def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of weights that one rank has gathered from the others: what fits the bucket, and one that does not."""
+    bucket, largest = config.trainer.bucket, models.read_body(models.student).largest
+    most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
+    return min(models.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
+
+
+def summed_bytes(config: PipelineConfig, trained: int) -> int:
+    """Return the bytes of gradients that one rank keeps until the ranks add them up; the memory for them stays."""
+    return min(trained, config.trainer.bucket or SUMMED_AT_ONCE) * DTYPE_BYTES[config.trainer.grad_accum_dtype]
+
+
+def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
+    student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
+    # A unit that is trained together may begin just below the limit. What is left of a row is computed, too.
+    unit = widest_unit(config)
+    tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
+    body = models.read_body(student)
+    activations = (
+        tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
+    )
+    head = 0 if models.lora else student.vocab_size * student.hidden_size
+    return (
+        activations
+        + tree_mask_bytes(config, tokens)
+        + LOGIT_COPIES * config.objective.chunk * student.vocab_size
+        + 4 * head
+    )
+
+
+def widest_unit(config: PipelineConfig) -> int:
+    """Return the tokens of the longest response with its prompt, or of the largest tree where responses share a prompt.
+
+    What a tree saves is not subtracted from anything: a micro-batch has the same limit in tokens that are computed, and fits
+    more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
+    """
+    longest = config.rollout.max_model_len
+    return tree_limit(longest) if config.rollout.shares_prefixes else longest
+
+
+def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
+    """Return the bytes of the mask of so many tokens in trees; all layers share it."""
+    return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares_prefixes else 0
+
+
+def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of teachers' output heads that one rank keeps."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    sizes = [expert.info.vocab_rows * expert.info.hidden_size * width for expert in models.scorers.values()]
+    return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
+
+
+def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of the student's weights in one rollout engine on GPUs, which takes new ones in place."""
+    return models.student.parameters * DTYPE_BYTES[config.rollout.dtype]
+
+
+def engine_activations(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of logits and activations of one process of a rollout engine."""
+    rollout, student = config.rollout, models.student
+    logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
+    tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
+    widest = models.read_body(student).widest or student.hidden_size
+    return logits + tokens * widest * 4 * DTYPE_BYTES[rollout.dtype]
+
+
+def cpu_engine_weights(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the same on a CPU: twice, because a copy of the new weights is in memory while the engine takes them; a tied head has a
+    packed copy of its own."""
+    student = models.student
+    head = student.vocab_rows * student.hidden_size * DTYPE_BYTES[config.rollout.dtype]
+    return 2 * engine_weights(config, models) + head
+
+
+def _rollout_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    rollout, engines = config.rollout, count_worker_engines(config.domains)
+    # Processes divide the weights; each has activations of its own.
+    weights, working = cpu_engine_weights(config, models), engine_activations(config, models)
+    divided = ", rollout.tensor_parallel_size" if rollout.tensor_parallel_size > 1 else ""
+    return [
+        HostMemoryNeed(
+            part="rollout: weights and logits",
+            nbytes=rollout.workers * engines * (weights + rollout.tensor_parallel_size * working),
+            knobs="rollout.max_num_seqs, rollout.dtype, rollout.workers",
+        ),
+        HostMemoryNeed(
+            part="rollout: key-value cache",
+            nbytes=rollout.workers * engines * rollout.tensor_parallel_size * (rollout.kv_cache_gib << 30),
+            knobs=f"rollout.kv_cache_gib, rollout.workers{divided}",
+        ),
+    ]
+
+
+def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    teachers = config.teachers
+    if teachers.elsewhere or not models.experts:
+        return []
+    sizes, adapters = teacher_sizes(config, models)
+    _, activations = scoring_bytes(config, models)
+    if isinstance(teachers, VLLMTeachers):
+        size = teachers.tensor_parallel_size
+        weights, budget = 2 * max(sizes) + size * (teachers.kv_cache_gib << 30), "teachers.kv_cache_gib"
+        activations *= size
+    else:
+        assert isinstance(teachers, TransformersTeachers)
+        if teachers.max_memory:
+            sizes = [in_memory(teachers, size) for size in sizes]
+        weights, budget = max(max(sizes), min(sum(sizes) + adapters, int(teachers.memory))), "teachers.memory"
+    return [
+        HostMemoryNeed(
+            part="teachers: weights",
+            nbytes=teachers.workers * weights,
+            knobs=f"{budget}, teachers.dtype, teachers.workers",
+        ),
+        HostMemoryNeed(
+            part="teachers: activations",
+            nbytes=teachers.workers * activations,
+            knobs="teachers.dtype, teachers.workers",
+        ),
+    ]
+
+
+def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
+    waiting = in_memory(config.teachers, scoring_bytes(config, models)[0]) if models.scorers else 0
+    nbytes = config.teachers.scoring_workers * waiting
+    knobs = "teachers.max_memory, teachers.dtype"
+    return [HostMemoryNeed(part="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
+
+
+def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the copy that trainer ranks make of their GPUs for a checkpoint, and the weights of engines that sleep."""
+    found = []
+    if config.cluster.trainer_gpus:
+        trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
+        what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
+        found.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
+    if config.rollout.sleep:
+        nbytes = config.rollout.workers * engine_weights(config, models)
+        what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
+        found.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
+    return found
+
+
+def off_gpus(teachers: TransformersTeachers, weights: int) -> int:
+    """Return the bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names none."""
+    return max(0, weights - sum(size for device, size in teachers.max_memory.items() if isinstance(device, int)))
+
+
+def in_memory(teachers: Teachers, weights: int) -> int:
+    """Return the bytes of them that `teachers.max_memory` puts into the machine's memory; what is left stays in the files."""
+    if not isinstance(teachers, TransformersTeachers):
+        return 0
+    return min(off_gpus(teachers, weights), teachers.max_memory.get("cpu", 0))
+
+
+def scoring_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
+    """Return (weights of the largest teacher, activations of one pass) of one scoring worker."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
+    adapter = max((expert.adapter.parameters for expert in models.scorers.values() if expert.adapter), default=0)
+    tokens = min(SCORE_TOKENS, config.trainer.samples_per_step * config.rollout.max_model_len)
+    widest = models.read_body(largest).widest or largest.hidden_size
+    activations = tokens * widest * 6 * width + tree_mask_bytes(config, tokens)
+    return (largest.parameters + adapter) * width, activations
+
+
+def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int], int]:
+    """Return (bytes of each model among the teachers, a base that several have once; bytes of all adapters)."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    infos = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in models.scorers.values()}
+    adapters = sum(expert.adapter.parameters for expert in models.scorers.values() if expert.adapter)
+    return [info.parameters * width for info in infos.values()], adapters * width
+
+
+def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    responses = config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
+    opinions = max((len(part) for part in models.scoring.values()), default=1)
+    return [
+        HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
+        # One copy in the worker that builds them, one in the object store.
+        HostMemoryNeed(
+            part="a step's scored rows",
+            nbytes=2 * responses * opinions * (target_bytes(config, models) + 16),
+            knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
+        ),
+    ]
+
+
+def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that teachers send for one token of a target row."""
+    return answer_class(config.teachers.payload).token_bytes(
+        hidden_size=max((expert.info.hidden_size for expert in models.scorers.values()), default=0),
+        itemsize=DTYPE_BYTES[config.teachers.dtype],
+        top_k=config.objective.top_k,
+    )
+
+
+def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
+    """Return the tokens that the student writes for one sample at most."""
+    acts, turn = domain.environment, config.rollout.max_new_tokens
+    if acts is None or acts.replay:
+        return turn
+    return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
+
+
+def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of a push beside the copies of trainer and engines."""
+    width = DTYPE_BYTES[config.trainer.dtype]
+    pushed = models.pushed * width
+    if config.sync.kind == "shared_memory":
+        return 2 * pushed
+    # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
+    bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
+    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    return previous + (2 + config.rollout.workers) * bucket
+
+
+def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNeed:
+    workers = config.teachers.scoring_workers
+    prompts = PROMPT * sum(len(part) for part in models.prompts.values())
+    divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
+    return HostMemoryNeed(
+        part="processes, Ray and prompts",
+        nbytes=DRIVER_AND_RAY
+        + prompts
+        + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
+        + config.rollout.workers * _engine_processes(config.rollout.tensor_parallel_size) * ROLLOUT_PROCESS
+        + workers * TEACHER_PROCESS
+        + workers * (_engine_processes(divided) - 1) * ROLLOUT_PROCESS,
+        knobs="trainer.ranks, rollout.workers, teachers.workers",
+    )
+
+
+def _engine_processes(size: int) -> int:
+    """Return the processes of a worker with an engine; one that is divided lies beside the worker's own."""
+    return 1 if size == 1 else 1 + size
+
+
+def format_gib(nbytes: float) -> str:
+    """Return the bytes in GiB, with two digits."""
+    return f"{nbytes / GIB:.2f}"

@@ -1,0 +1,65 @@
+"""What one worker of each role holds, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opd.config import PipelineConfig
+from opd.config.devices import teacher_devices
+from opd.config.teachers import TransformersTeachers, VLLMTeachers
+from opd.payloads import answer_class
+from pipelines.sizing.cache import engine_devices
+from pipelines.sizing.gpu_memory import scoring_gpu_bytes
+from pipelines.sizing.memory import (
+    cpu_engine_weights,
+    engine_activations,
+    engine_weights,
+    gathered_bytes,
+    heads_bytes,
+    micro_batch_bytes,
+    scoring_bytes,
+    summed_bytes,
+    target_bytes,
+    trainer_state,
+)
+from pipelines.sizing.models import MergeModels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPart:
+    """A part of what one worker holds."""
+
+    role: str
+    part: str
+    nbytes: float
+    """Bytes on each of its devices, or in its process where there are no GPUs."""
+
+
+def worker_parts(config: PipelineConfig, models: MergeModels, *, on_gpus: bool, cache: float, rows: int) -> list[MemoryPart]:
+    """Return every part of every role. `cache`: bytes of keys and values on each device of an engine; `rows`: target rows of a step."""
+    ranks = config.trainer.ranks
+    parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, models).items()}
+    parts["gathered weights"] = gathered_bytes(config, models)
+    parts["gradients on their way to the sum over ranks"] = summed_bytes(config, models.trained)
+    parts["activations and logits of a micro-batch"] = micro_batch_bytes(config, models)
+    if answer_class(config.teachers.payload).SENDS_HEADS:
+        parts["teachers' output heads"] = heads_bytes(config, models)
+        longest = target_bytes(config, models) * config.rollout.max_new_tokens
+        parts["target rows of a step (host)"] = longest * rows / ranks
+    held = [MemoryPart(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
+    weights, working = (
+        (engine_weights if on_gpus else cpu_engine_weights)(config, models),
+        engine_activations(config, models),
+    )
+    devices = engine_devices(config)
+    engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
+    held += [MemoryPart(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
+    if config.teachers.scoring_workers and models.scorers:
+        engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
+        weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
+        devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
+        kept = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
+        part = "weights of the teachers that stay there" if kept else "weights of one teacher"
+        held.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))
+        held.append(MemoryPart(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
+    return held

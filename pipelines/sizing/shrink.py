@@ -1,0 +1,50 @@
+"""Make a merge smaller until it fits: the measures that `opd init` takes and `opd plan` advises, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Data = dict[str, Any]
+
+LORA_RATE = 2e-4
+"""Peak learning rate of adapters."""
+ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
+"""The change of a pipeline by which a LoRA student learns."""
+
+
+def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
+    """Return the measures that make a merge smaller, in order: in words, and as changes of the pipeline."""
+    half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
+    small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
+    fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
+    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
+    fewer_ranks = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
+    return [
+        *fewer_ranks,
+        ("smaller batches", small),
+        ("fewer experts in memory at a time", fewer),
+        ("recomputed activations", least),
+        ("bfloat16", half),
+        ("adapters in place of all weights", ADAPTERS),
+    ]
+
+
+def shrink_to_fit(data: Data, fits: Callable[[Data], bool], *, gpus: bool) -> tuple[Data, list[str], bool]:
+    """Return the pipeline, made smaller until it fits; what was done for that; and True if it fits at last."""
+    measures: list[str] = []
+    for measure, change in [("", {}), *shrinking_steps(gpus=gpus)]:
+        data = apply_change(data, change)
+        measures += [measure] if measure else []
+        if fits(data):
+            return data, measures, True
+    return data, measures, False
+
+
+def apply_change(data: Data, change: Data) -> Data:
+    """Return the data with a change in it, section by section."""
+    merged = dict(data)
+    for key, value in change.items():
+        old = merged.get(key)
+        merged[key] = apply_change(old, value) if isinstance(value, dict) and isinstance(old, dict) else value
+    return merged
