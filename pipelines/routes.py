@@ -71,7 +71,9 @@ def scoring_routes(
     for domain, assigned in routes.items():
         factor = domain_extrapolation(config, domain)
         if factor > 1:
-            experts = tuple(replace(weighted_teacher, weight=factor * weighted_teacher.weight) for weighted_teacher in assigned)
+            experts = tuple(
+                replace(weighted_teacher, weight=factor * weighted_teacher.weight) for weighted_teacher in assigned
+            )
             itself = () if trainer_has_start(config) else (WeightedTeacher(teacher=start, weight=1 - factor),)
             scoring[domain] = (*experts, *itself)
     return scoring

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.start import StartTeacher
 from opd.train.turns import TurnWeights
+from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
 from pipelines.routes import START, start_student_weights
@@ -146,26 +147,12 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
 
 
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
-    """Return the options of one rank of the critic."""
-    trainer = config.trainer
-    return CriticOptions(
-        name="critic",
-        model_dir=config.student.model,
-        world_size=trainer.ranks,
-        dtype=trainer.dtype,
-        vocab_size=vocab_size,
-        adamw=adamw_options(trainer),
-        max_grad_norm=trainer.max_grad_norm if baseline.max_grad_norm is None else baseline.max_grad_norm,
-        grad_accum_dtype=trainer.grad_accum_dtype,
-        gradient_checkpointing=trainer.gradient_checkpointing,
-        compile=trainer.compile,
-        eager_attention=eager_attention(config),
-        bucket=trainer.bucket,
-        timeout_s=config.cluster.phase_timeout_s,
-        lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
-        value_clip=baseline.value_clip,
-        freeze_attention=baseline.freeze_attention,
-    )
+    """Options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
+    trainer = rank_options(config, vocab_size)
+    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {"name": "critic"}
+    if baseline.max_grad_norm is not None:
+        shared["max_grad_norm"] = baseline.max_grad_norm
+    return CriticOptions(**shared, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
 
 
 def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
@@ -296,7 +283,9 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
             "tensor_parallel_size": teachers.tensor_parallel_size,
         }
     elif isinstance(teachers, OpenAITeachers):
-        servers = {name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()}
+        servers = {
+            name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()
+        }
         own = {
             "servers": servers,
             "api_key_env": teachers.api_key_env,

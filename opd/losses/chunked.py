@@ -225,7 +225,9 @@ def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Se
     pairs += [(hidden, head, "teacher") for block in teachers for hidden, head in block.products()]
     for hidden, head, role in pairs:
         if hidden.shape[-1] != head.shape[-1]:
-            raise ValueError(f"{role}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}")
+            raise ValueError(
+                f"{role}: hidden states of width {hidden.shape[-1]}, output head of width {head.shape[-1]}"
+            )
 
 
 def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block, slice, slice]]:
@@ -321,7 +323,9 @@ def _run_compiled(
     num = len(raw_C_V)
     num_padding = _slice_rows(raw_C_V, loss.chunk) - num
     padded = tuple(pad_rows(column, num_padding) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded)
+    values, grad_C_V = _compiled_elementwise()(
+        loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded
+    )
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 

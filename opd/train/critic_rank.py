@@ -77,7 +77,9 @@ class CriticRank(ZeroEngine):
             # `state_indices` has the states behind the last tokens at its end, one for each rollout.
             *token_values, ends_B = value_N.split([*sizes, len(rollouts)])
             for index, rollout in enumerate(rollouts):
-                values_by_sample[rollout.sample_id] = torch.cat([token_values[index], ends_B[index : index + 1]]).numpy()
+                values_by_sample[rollout.sample_id] = torch.cat(
+                    [token_values[index], ends_B[index : index + 1]]
+                ).numpy()
         return values_by_sample
 
     def update(self, work: UpdateWork) -> UpdateResult:

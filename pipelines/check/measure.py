@@ -142,7 +142,11 @@ def measure_teachers(
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     self_comparison = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
-    routed = [(domain, weighted_teacher.teacher) for domain, assigned in inputs.routes.items() for weighted_teacher in assigned]
+    routed = [
+        (domain, weighted_teacher.teacher)
+        for domain, assigned in inputs.routes.items()
+        for weighted_teacher in assigned
+    ]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
     rows = {}
@@ -159,7 +163,9 @@ def measure_teachers(
             expert_accuracy=None,
             compared=compared,
             frequent=_most_frequent(inputs, domain),
-            knows_another=any(predicts_texts(compare(teacher, [], domain_texts), vocab_size) for domain_texts in other_texts),
+            knows_another=any(
+                predicts_texts(compare(teacher, [], domain_texts), vocab_size) for domain_texts in other_texts
+            ),
             registered=isinstance(config.experts, RegisteredExperts),
         )
     tell(f"{len(rows)} teachers compared with the student, token by token")
@@ -203,7 +209,10 @@ def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, routes: Ite
         domains[teacher].append(domain)
     accuracies: dict[Route, float] = {}
     for teacher, own_domains in domains.items():
-        with TemporaryDirectory(prefix="opd-check-") as scratch, open_full_model(teacher, Path(scratch) / "expert") as path:
+        with (
+            TemporaryDirectory(prefix="opd-check-") as scratch,
+            open_full_model(teacher, Path(scratch) / "expert") as path,
+        ):
             engine.load(path)
             accuracy = evaluator.evaluate(own_domains, model=f"expert {teacher.name}").accuracy
             accuracies |= {(domain, teacher): value for domain, value in accuracy.items()}
@@ -258,7 +267,12 @@ def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:
                 continue
             expert_template = str(load_tokenizer(Path(info.path)).chat_template)
             lines = difflib.unified_diff(
-                str(inputs.tokenizer.chat_template).splitlines(), expert_template.splitlines(), "student", name, n=0, lineterm=""
+                str(inputs.tokenizer.chat_template).splitlines(),
+                expert_template.splitlines(),
+                "student",
+                name,
+                n=0,
+                lineterm="",
             )
             difference = [line[:DIFF_WIDTH] for line in lines if not line.startswith(("---", "+++", "@@"))]
             if difference:  # the same text may be stored in another kind of file

@@ -119,7 +119,9 @@ def _check_disk(name: str, directory: Path, contents: str) -> DoctorFinding:
     if free < LEAST_DISK:
         return failed_finding(name, space, f"make room: {contents}")
     if free < GOOD_DISK:
-        return warning_finding(name, space, f"make room, since {contents}: a checkpoint is three times the float32 weights")
+        return warning_finding(
+            name, space, f"make room, since {contents}: a checkpoint is three times the float32 weights"
+        )
     return ok_finding(name, space)
 
 

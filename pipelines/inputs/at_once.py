@@ -47,7 +47,9 @@ def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> No
     environment = domain.environment
     if environment is not None:
         # A class of the user's is imported; ours are known by name.
-        (find_environment if is_import_name(environment.name) else place_of)(environment.name, f"{key}.environment.name")
+        (find_environment if is_import_name(environment.name) else place_of)(
+            environment.name, f"{key}.environment.name"
+        )
     if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
 

@@ -46,7 +46,9 @@ def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None)
         probed[name] = replace(expert.teacher, probe=records[digest].probe)
     if file is not None and records != old_records:
         with raise_storage_errors(file):
-            atomic_write_text(file, json.dumps({digest: probe_record.model_dump() for digest, probe_record in records.items()}))
+            atomic_write_text(
+                file, json.dumps({digest: probe_record.model_dump() for digest, probe_record in records.items()})
+            )
     if not probed:
         return inputs
     scorers = {n: replace(e, teacher=probed.get(n, e.teacher)) for n, e in inputs.scorers.items()}
@@ -77,6 +79,9 @@ def _replace_teachers(
     routes: Mapping[str, tuple[WeightedTeacher, ...]], probed: Mapping[str, Teacher]
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     return {
-        domain: tuple(replace(weighted_teacher, teacher=probed.get(weighted_teacher.teacher.name, weighted_teacher.teacher)) for weighted_teacher in assigned)
+        domain: tuple(
+            replace(weighted_teacher, teacher=probed.get(weighted_teacher.teacher.name, weighted_teacher.teacher))
+            for weighted_teacher in assigned
+        )
         for domain, assigned in routes.items()
     }

@@ -272,7 +272,8 @@ def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> 
         prompt_id, problem = problems[0]
         raise PromptError.at(
             f"{key}: prompt {prompt_id}",
-            found=problem + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
+            found=problem
+            + (f" (so have {len(problems)} of {len(exam.prompts)} questions)" if len(problems) > 1 else ""),
             wanted=f"what the verifier `{verifier}` needs to judge an answer",
             fix="correct these lines, or choose another verifier",
         )

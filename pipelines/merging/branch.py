@@ -21,7 +21,7 @@ from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_write_text
 from opd.run import checkpoints
-from opd.run.lineage import BRANCHED, LINEAGE, list_events_until, format_events
+from opd.run.lineage import BRANCHED, LINEAGE, format_events, list_events_until
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
@@ -121,7 +121,9 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     )
 
 
-def _has_same_writers(config: PipelineConfig, origin_manifest: Mapping[str, Any], branch_manifest: Mapping[str, Any]) -> bool:
+def _has_same_writers(
+    config: PipelineConfig, origin_manifest: Mapping[str, Any], branch_manifest: Mapping[str, Any]
+) -> bool:
     """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
 
     The keys with their paths do not tell.
@@ -220,9 +222,15 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
 
 
 def _refuse_other_student(origin_files: Mapping[str, str], student_files: Mapping[str, str], origin: Origin) -> None:
-    comparable_files = {name: digest for name, digest in student_files.items() if "config.json" in origin_files or name.endswith(".safetensors")}
+    comparable_files = {
+        name: digest
+        for name, digest in student_files.items()
+        if "config.json" in origin_files or name.endswith(".safetensors")
+    }
     origin_files = without_unread_weights(origin_files, comparable_files)
-    differ = [name for name in {**origin_files, **comparable_files} if origin_files.get(name) != comparable_files.get(name)]
+    differ = [
+        name for name in {**origin_files, **comparable_files} if origin_files.get(name) != comparable_files.get(name)
+    ]
     if differ:
         raise RunDirError.at(
             "student.model",

@@ -87,7 +87,9 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     refuse_existing(root)
     configs = rounds_of(config)
     inputs = _check_all(configs)
-    config, *configs = [with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)]
+    config, *configs = [
+        with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
+    ]
     plan = [_exam_facts(round_config, round_inputs) for round_config, round_inputs in zip(configs, inputs, strict=True)]
     with new_directory(root) as temporary:
         _write_rounds(temporary, config, plan)
@@ -113,7 +115,10 @@ def reopen_rounds(
             wanted=f"{len(recorded)}, as when the run began",
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
-    configs = [as_recorded(round_config, recorded_config) for round_config, recorded_config in zip(configs, recorded_configs, strict=True)]  # domains of their own, too
+    configs = [
+        as_recorded(round_config, recorded_config)
+        for round_config, recorded_config in zip(configs, recorded_configs, strict=True)
+    ]  # domains of their own, too
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 
@@ -124,9 +129,14 @@ def _recheck_rounds(run: Rounds) -> list[Facts]:
     """
     paths, num_finished = RunPaths(run.root), _num_finished(run.configs, run.root)
     inputs = _check_all(run.configs[num_finished:])
-    new_plan = [_exam_facts(round_config, round_inputs) for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)]
+    new_plan = [
+        _exam_facts(round_config, round_inputs)
+        for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)
+    ]
     changes = []
-    for old_facts, new_facts, config, round_inputs in zip(run.plan[num_finished:], new_plan, run.configs[num_finished:], inputs, strict=True):
+    for old_facts, new_facts, config, round_inputs in zip(
+        run.plan[num_finished:], new_plan, run.configs[num_finished:], inputs, strict=True
+    ):
         refuse_changed_inputs(old_facts, new_facts, paths.rounds)
         refuse_columns_of_registered_prompts(old_facts, config, round_inputs, paths.rounds)
         changes += warn_unrecorded(old_facts) + accept_changes(old_facts["config"], new_facts["config"], paths.rounds)
@@ -177,7 +187,9 @@ def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, 
                 expert["base"] = round_expert["base"]
     if isinstance(config.rounds, list):
         # By way of JSON, which has lists in place of tuples.
-        first_config, *later_configs = json.loads(json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])]))
+        first_config, *later_configs = json.loads(
+            json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])])
+        )
         data["rounds"] = [{}, *(_round_difference(first_config, later_config) for later_config in later_configs)]
     return data
 
@@ -280,7 +292,11 @@ def reusable_evaluations(paths: RunPaths, old_facts: Facts, new_facts: Facts) ->
 
     File of `evaluation/` -> its text. `old_facts` are those of the finished round in `paths`, `new_facts` those of the next.
     """
-    exams = [d for d in new_facts["config"]["domains"] if d in old_facts["config"]["domains"] and _is_same_exam(d, old_facts, new_facts)]
+    exams = [
+        d
+        for d in new_facts["config"]["domains"]
+        if d in old_facts["config"]["domains"] and _is_same_exam(d, old_facts, new_facts)
+    ]
     experts = [domain for domain in exams if old_facts["teachers"][domain] == new_facts["teachers"][domain]]
     evaluation_files = {}
     for name, source, model, domains in (("before", "after", BEFORE, exams), ("expert", "expert", EXPERT, experts)):
@@ -326,7 +342,10 @@ def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
     rounds = [paths.round_dir(index + 1) for index in range(len(configs))]
     _link_model(rounds[-1].model, paths.model)
     paths.evaluation.mkdir(exist_ok=True)
-    measured = {name: [Evaluation.load(merge_round.evaluation_file(name)) for merge_round in rounds] for name in MERGE_EVALUATIONS}
+    measured = {
+        name: [Evaluation.load(merge_round.evaluation_file(name)) for merge_round in rounds]
+        for name in MERGE_EVALUATIONS
+    }
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
     # The first evaluation of each list is of the very first student, or of the last model; later ones only name further domains.
     for name, evaluations, in_rounds, model in (

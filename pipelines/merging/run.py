@@ -73,7 +73,7 @@ from pipelines.merging.manifest import (
     replace_inputs,
     write_inputs,
 )
-from pipelines.merging.results import bind_to_model, take_back, read_progress
+from pipelines.merging.results import bind_to_model, read_progress, take_back
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
@@ -136,7 +136,10 @@ class MergeRun:
 
 
 def start(
-    config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str] | None = None, callbacks: MergeCallbacks = TERMINAL
+    config: PipelineConfig,
+    root: Path,
+    evaluation_files: Mapping[str, str] | None = None,
+    callbacks: MergeCallbacks = TERMINAL,
 ) -> dict[str, Any]:
     """`begin` a run and carry it out. Returns the report."""
     return begin(config, root, evaluation_files).carry_out(callbacks)
@@ -216,7 +219,9 @@ def extend(root: Path, longer: Extension, overrides: list[str] | None = None) ->
     return replace(run, notices=(*longer.extension_notices(config), *run.notices), changed=run.changed or recorded)
 
 
-def _make_resumed_run(paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, resume_from: str) -> MergeRun:
+def _make_resumed_run(
+    paths: RunPaths, recorded: Mapping[str, Any], config: PipelineConfig, resume_from: str
+) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)

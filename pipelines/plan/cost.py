@@ -146,7 +146,11 @@ class Hardware:
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
         shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
         hardware = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
-        return hardware if roles == 1 else replace(hardware, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
+        return (
+            hardware
+            if roles == 1
+            else replace(hardware, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
+        )
 
 
 def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:

@@ -198,7 +198,9 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
     file = next((parent for parent in path.parents if parent.is_file()), None)
     if file or path.is_dir():
         problem = f"{file} is a file" if file else f"{path}, a directory"
-        raise ConfigError.at("--measure", found=problem, wanted="a file to write", fix="name another, such as here.yaml")
+        raise ConfigError.at(
+            "--measure", found=problem, wanted="a file to write", fix="name another, such as here.yaml"
+        )
     with raise_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
     spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))

@@ -94,7 +94,9 @@ def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     return {name: config.rollout.n * count for name, count in prompts.items()}
 
 
-def _expert_shapes(config: PipelineConfig, student: Shape, notes: list[str]) -> Iterator[tuple[str, RoutedExpert, Shape]]:
+def _expert_shapes(
+    config: PipelineConfig, student: Shape, notes: list[str]
+) -> Iterator[tuple[str, RoutedExpert, Shape]]:
     """Name, expert and shape. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
         for name, expert_config in config.experts.items():

@@ -119,7 +119,11 @@ class StepCost:
     def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
         """Sizes of the units of the domains that a teacher scores."""
         scoring = self.models.merge.scoring
-        domains = {domain for domain, assigned in scoring.items() if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]}
+        domains = {
+            domain
+            for domain, assigned in scoring.items()
+            if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]
+        }
         return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
     def _score_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
@@ -195,7 +199,9 @@ class StepCost:
         compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
         start_sizes = self._start_student_sizes(rows)
         start_tokens, start_wide = computed_tokens(start_sizes)
-        compute += trainer.matmul_seconds(shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share)
+        compute += trainer.matmul_seconds(
+            shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share
+        )
         count = sum(len(responses) for _, responses in rows)
         extra = spec.overheads
         own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
@@ -222,7 +228,9 @@ class StepCost:
         shape, context = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
-        scored = sum(scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items())
+        scored = sum(
+            scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items()
+        )
         laid_out = sum(unit.length for unit, _ in lengths.units)
         start_tokens = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()

@@ -183,7 +183,9 @@ def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cac
         return 0, [
             f"the key-value cache has no room for a sequence of {sequence_tokens:.0f} tokens; planned as if it had room for one"
         ]
-    return room, [f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"]
+    return room, [
+        f"the key-value cache holds {room} sequences of {sequence_tokens:.0f} tokens, rollout.max_num_seqs is {max_sequences}"
+    ]
 
 
 def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> PhasePlan:

@@ -146,7 +146,9 @@ class OverheadsSpec(Strict):
         """The same on a machine of this rate."""
         if self.calls is None or calls is None:
             return self
-        changed = {name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)}
+        changed = {
+            name: seconds.times(self.calls / calls) for name, seconds in self if isinstance(seconds, SecondsSpec)
+        }
         return self.model_copy(update=changed | {"calls": calls})
 
 
@@ -205,7 +207,9 @@ class ClusterSpec(Strict):
     def hardware(self) -> MachineFacts:
         """All machines as one."""
         gpus = (int(self.machine.gpu_memory),) * (self.machines * self.machine.gpus)
-        return MachineFacts(cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus)
+        return MachineFacts(
+            cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus
+        )
 
     @property
     def takes_turns(self) -> bool:

@@ -163,7 +163,9 @@ def _sample_prompts(table: PromptTable) -> list[PromptLine]:
 
 def _longest_text(tokenizer: Any, texts: Sequence[str]) -> int:
     filled = [text for text in texts if text]
-    return max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
+    return (
+        max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
+    )
 
 
 def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
@@ -218,7 +220,9 @@ def choose_share(domains: Mapping[str, DomainFacts]) -> float:
     tables = [facts.table for facts in domains.values() if wants_share(facts)]
     fewest = min((len(table) for table in tables), default=QUESTIONS)
     smallest = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
-    return next((share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1])
+    return next(
+        (share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1]
+    )
 
 
 def wants_share(facts: DomainFacts) -> bool:

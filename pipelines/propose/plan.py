@@ -63,7 +63,9 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
     data, smaller, enough = shrink_to_fit(
         data, lambda changed: has_room(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
     )
-    warnings = [_no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]]
+    warnings = [
+        _no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]
+    ]
     if not enough:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"

@@ -99,7 +99,7 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
     from pipelines.propose.domains import look_at_domains
-    from pipelines.propose.plan import MergeFacts, summarise_proposal, propose_pipeline, with_objective
+    from pipelines.propose.plan import MergeFacts, propose_pipeline, summarise_proposal, with_objective
     from pipelines.sizing.machine import read_machine
 
     tokenizer, machine = load_tokenizer(answers.student), read_machine()

@@ -89,7 +89,9 @@ class GpuPhase:
             if size:
                 summands.append(f"{format_gib(nbytes + round(share * size))} {name}")
             else:
-                summands.append(f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}")
+                summands.append(
+                    f"{format_gib(nbytes)} GiB{f' and {share:g} of the GPU' if share else ''} for the {name}"
+                )
         return " + ".join(summands)
 
 
@@ -121,7 +123,9 @@ def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = Fa
     return len(place_roles(gpu_roles(config, models), shared=shared))
 
 
-def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> list[MemoryRoom]:
+def memory_rooms(
+    config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False
+) -> list[MemoryRoom]:
     """Return what is needed and what is there: on the smallest GPU, for everything that some GPU holds, and in the machine's own memory.
 
     `shared`: as in `place_roles`. Raises: ModelError.
@@ -302,7 +306,9 @@ def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
 def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
     """Return what each engine needs to start, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
     return [
-        MemoryRoom(what=f"{role.name}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size))
+        MemoryRoom(
+            what=f"{role.name}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size)
+        )
         for role in together
         if role.share
     ]

@@ -72,7 +72,14 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMem
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
     teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, models)
     gpu_copies = _waiting_for_gpus(config, models)
-    return [*trainer, *rollout, *teachers, *gpu_copies, *_transfer_needs(config, models), _process_needs(config, models)]
+    return [
+        *trainer,
+        *rollout,
+        *teachers,
+        *gpu_copies,
+        *_transfer_needs(config, models),
+        _process_needs(config, models),
+    ]
 
 
 def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
@@ -429,7 +436,9 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    responses = config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
+    responses = config.trainer.samples_per_step * max(
+        _longest_sample(config, domain) for domain in config.domains.values()
+    )
     opinions = max((len(part) for part in models.scoring.values()), default=1)
     return [
         HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),

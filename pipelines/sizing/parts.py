@@ -35,7 +35,9 @@ class MemoryPart:
     """Bytes on each of its devices, or in its process where there are no GPUs."""
 
 
-def worker_parts(config: PipelineConfig, models: MergeModels, *, on_gpus: bool, cache: float, rows: int) -> list[MemoryPart]:
+def worker_parts(
+    config: PipelineConfig, models: MergeModels, *, on_gpus: bool, cache: float, rows: int
+) -> list[MemoryPart]:
     """Return every part of every role. `cache`: bytes of keys and values on each device of an engine; `rows`: target rows of a step."""
     ranks = config.trainer.ranks
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, models).items()}

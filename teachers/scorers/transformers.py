@@ -317,7 +317,11 @@ class TransformersScorer:
 
     def _names_on_disk(self, directory: Path) -> frozenset[str]:
         architecture = self._architecture_of.get(directory)
-        return architecture.division.on_disk if architecture is not None and architecture.division is not None else frozenset()
+        return (
+            architecture.division.on_disk
+            if architecture is not None and architecture.division is not None
+            else frozenset()
+        )
 
     def _get_architecture(self, model_dir: Path) -> _Architecture:
         if model_dir not in self._architecture_of:
@@ -365,7 +369,9 @@ class _Architecture:
     def note_modules(self, state: State) -> None:
         """Note where the tensors of the teacher in place are."""
         split = {name: name.rpartition(".") for name in state}
-        modules = {name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()}
+        modules = {
+            name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()
+        }
         if all(tensor_name in module._parameters for module, tensor_name in modules.values()):
             self.tensor_modules = modules
 
@@ -375,7 +381,8 @@ class _Architecture:
         if not self.tensor_modules or state.keys() != self.tensor_modules.keys():
             return False
         if any(
-            module.get_parameter(tensor_name).shape != state[name].shape for name, (module, tensor_name) in self.tensor_modules.items()
+            module.get_parameter(tensor_name).shape != state[name].shape
+            for name, (module, tensor_name) in self.tensor_modules.items()
         ):
             return False
         for name, (module, tensor_name) in self.tensor_modules.items():

@@ -1,7 +1,7 @@
-"""What a new payload, a new objective and a new scorer take: what stands in this file, and a line of a dictionary each.
+"""What a new payload, objective, scorer and signal take: what stands in this file, and a line of a dictionary each.
 
 The payload is each position's likeliest token alone, the objective cross-entropy against it, the scorer one that knows the
-answer without a model.
+answer without a model, the signal one that counts skipped steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic import Field
 from torch import Tensor
 
 from opd.config import PipelineConfig
+from opd.config.monitors import MonitorsConfig, SignalLimits
 from opd.config.objectives import OBJECTIVES, ObjectiveConfig
 from opd.config.payloads import PAYLOADS
 from opd.errors import ConfigError
@@ -26,12 +27,16 @@ from opd.interfaces import ScoredRow
 from opd.losses.blocks import Block, BlockChunk
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 from opd.models.logit_rule import IDENTITY, LogitRule
+from opd.monitors import SIGNALS
+from opd.monitors.acting import RunMonitors
+from opd.monitors.signals import WHOLE_STEP, Signal
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Columns, TeacherStates
 from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import StreamError, TargetRow, read_stream
-from opd.stream.targets import TeacherRequest, ExpectedRow, TargetStream
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
@@ -40,6 +45,7 @@ from teachers.pool import Pool
 from teachers.scorers import SCORERS, ScorerOptions
 from teachers.worker import TeacherWorker
 from tests.rows import make_rollout
+from tests.steps import Letters, step
 
 VOCABULARY = 76
 
@@ -162,7 +168,24 @@ class NextLetter:
     def layout(self, teacher: Teacher) -> None: ...
 
 
-# ---- Three lines -----------------------------------------------------------------------------------------------------
+# ---- The signal ------------------------------------------------------------------------------------------------------
+
+
+SKIPPED = Signal(
+    says="{value:.0f} steps in a row moved nothing",
+    advice="look at the samples",
+    read=lambda history: {WHOLE_STEP: float(sum(record.skipped for record in history.last))},
+)
+
+
+class MoreMonitors(MonitorsConfig):
+    """`MonitorsConfig` with the limits of the new signal."""
+
+    skipped: SignalLimits = SignalLimits(over=2, warn=2)
+    """Skipped steps."""
+
+
+# ---- Four lines ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -170,6 +193,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PAYLOADS, "greedy", f"{__name__}:Greedy")
     monkeypatch.setitem(OBJECTIVES, "imitate", f"{__name__}:ImitateConfig")
     monkeypatch.setitem(SCORERS, "next_letter", f"{__name__}:NextLetter")
+    monkeypatch.setitem(SIGNALS, "skipped", f"{__name__}:SKIPPED")
 
 
 # ---- What follows from them ------------------------------------------------------------------------------------------
@@ -291,3 +315,9 @@ def test_a_shipped_scorer_and_the_pool_give_the_new_payload(
         want = lm(input_ids=ids, use_cache=False).logits[0, 1:-1].argmax(-1)
         assert list(rows[each.sample_id].answer.greedy_ids) == want.tolist()
     assert answer_class("greedy").token_bytes(hidden_size=64, itemsize=4, top_k=0) == 4
+
+
+def test_a_new_signal_is_read_after_each_step(tmp_path: Path) -> None:
+    monitors = RunMonitors(MoreMonitors(), RunPaths(tmp_path), Letters(), tolerance=0.02)
+    alarms = [monitors.judge(step(number, skipped=number > 1), []) for number in (1, 2, 3)]
+    assert [[(alarm.signal, alarm.value) for alarm in of_step] for of_step in alarms] == [[], [], [("skipped", 2.0)]]

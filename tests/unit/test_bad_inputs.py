@@ -497,7 +497,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def __init__(self, *_: Any) -> None:
             pass
 
-        def meeting_point(self, address: str) -> tuple[str, int]:
+        def open_meeting_point(self, address: str) -> tuple[str, int]:
             return "127.0.0.1", 1
 
         def start(self, address: str, port: int) -> None:
@@ -905,7 +905,7 @@ def dead_or_hung_worker(b: Bench) -> None:
         def prove_layout(self, teacher: Any) -> None:
             return None
 
-        def begin_groups(self, *_: Any) -> None:
+        def begin_rows(self, *_: Any) -> None:
             pass
 
         def next_part(self) -> None:
@@ -1017,39 +1017,39 @@ class Case:
 
 
 CASES = (
-    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused; the message names tokens. The id → token maps are compared, not merges: prompts are tokenised once, by the student's tokenizer. A tokenizer.json that lacks a token of another file is refused, too.", other_tokenizer),
+    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused; the message names tokens. A tokenizer.json that lacks a token of another file is refused, too.", other_tokenizer),
     Case(2, "Same vocabulary size, permuted ids", "Refused, with the first id that differs.", permuted_ids),
     Case(3, "Output heads padded to other sizes", "Allowed: rows beyond the tokenizer's ids are cut off before the softmax. An `openai` server cannot cut and is refused.", padded_head),
     Case(4, "Student's vocabulary is shorter than the teacher's", "Refused; the missing tokens are listed.", short_student),
-    Case(5, "End, padding or begin token differs", "Another end token is refused with both ids. Padding and begin tokens may differ.", other_special_tokens),
+    Case(5, "End, padding or begin token differs", "Another end token is refused. Padding and begin tokens may differ.", other_special_tokens),
     Case(6, "Student without a chat template", "Refused if a prompt is chat messages, with its id.", no_chat_template),
     Case(7, "Teacher was trained with another chat template", "Warning; `opd check` shows the difference.", other_chat_template),
     Case(8, "Expert named twice; two names for the same weights", "The same name is refused. Equal weights are a warning.", same_name_or_weights),
     Case(9, "Expert name with `../`, slash, NUL or look-alike letters", "Refused. Names are 1 to 64 of `A-Z a-z 0-9 . _ -`.", names_that_are_paths),
     Case(10, "Truncated safetensors, header longer than the file, overlapping tensors", "Refused with file and byte counts.", damaged_safetensors),
-    Case(11, "Shard of the index missing, or outside of the directory", "Refused, also behind a symbolic link (links of the hub's cache are allowed).", shards_that_are_not_there),
+    Case(11, "Shard of the index missing, or outside of the directory", "Refused, also behind a symbolic link.", shards_that_are_not_there),
     Case(12, "Bit flipped since registration", "Refused with both hashes.", flipped_bit),
     Case(13, "Only `.bin`, `.pt` or another pickle", "Refused; the message has the call that converts it.", pickles),
     Case(14, "`auto_map` or custom code in a configuration", "Refused. Code in a model directory is never run.", custom_code),
     Case(15, "Unfit number types: float16 that overflowed, quantised weights", "float16 is converted. Infinite values and quantised tensors are refused by name.", unfit_types),
     Case(16, "Other width or architecture", "Allowed for full models. A LoRA adapter must fit its base.", other_shape),
-    Case(17, "LoRA adapter that does not fit: rank, modules, base changed", "Refused with the module and both shapes, or the base's hash.", unfit_adapter),
+    Case(17, "LoRA adapter that does not fit: rank, modules, base changed", "Refused with both shapes, or the base's hash.", unfit_adapter),
     Case(18, "NaN or infinity in weights", "Refused with the tensor's name.", broken_weights),
     Case(19, "NaN or infinity in hidden states or log-probs during the run", "The response is quarantined by id; more than `teachers.max_quarantined` stop the run. NaN log-probs of the rollout engine stop it at once.", broken_states),
-    Case(20, "Mean divergence below zero or above 50 nats", "Stops before push and checkpoint, and names step and domain. Not for objective `sampled`.", impossible_divergence),
+    Case(20, "Mean divergence below zero or above 50 nats", "Stops before push and checkpoint. Not for objective `sampled`.", impossible_divergence),
     Case(21, "Domain without prompts", "Refused: leave the domain out.", no_prompts),
-    Case(22, "Teacher weights negative, zero or not adding up to 1", "Negative ones and zeros only are refused; weight 0 is not loaded; others are normalised, with a notice.", teacher_weights),
+    Case(22, "Teacher weights negative, zero or not adding up to 1", "Negative ones and zeros only are refused; others are normalised, with a notice.", teacher_weights),
     Case(23, "Domain without a teacher", "Refused, with the experts and their domains.", no_teacher),
     Case(24, "Empty prompt, white space, special tokens only", "Left out and counted in a warning. A file of nothing else is refused.", prompts_that_ask_nothing),
     Case(25, "Prompt as long as the context", "Quarantined by id; nothing is cut. A domain of nothing else is refused.", prompt_beyond_context),
-    Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt; reached, it counts as `truncated`.", response_beyond_context),
+    Case(26, "Prompt and response together exceed the context", "The response's limit is shortened for that prompt.", response_beyond_context),
     Case(27, "`max_new_tokens` 0, temperature below 0.01, infinite or NaN numbers", "Refused with the key, temperature 0 too.", sampling_values),
-    Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys: responses have to be the student's own distribution.", filtered_sampling),
-    Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped, and its record says so.", nothing_to_train),
+    Case(28, "`top_p` or `top_k` in sampling", "Refused as unknown keys.", filtered_sampling),
+    Case(29, "Response that ends at once; step without a trained token", "The end token is trained. A step without any token is skipped.", nothing_to_train),
     Case(30, "Nearly all responses end at their limit", "Warning from 90 % of a domain's responses over ten steps on, with samples.", nearly_all_cut),
     Case(31, "Invalid UTF-8, surrogates, NUL, a line of 10 MB in a prompts file", "Refused with file and line (a surrogate: with the prompt's id).", unreadable_text),
-    Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line and the columns or keys that were found; for `from` and `value` with a command that converts them. Byte-order mark, CRLF and blank lines are accepted.", wrong_columns),
-    Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one. Size, depth and aliases are bounded.", pipeline_mistakes),
+    Case(32, "Prompts with wrong or missing columns, messages with `from` and `value`, trailing comma; byte-order mark, CRLF", "Refused with file, line and what was found; for `from` and `value` with a command that converts them. Byte-order mark and CRLF are accepted.", wrong_columns),
+    Case(33, "Unknown or repeated key, wrong type in a pipeline; YAML made to explode", "Refused with the key, and the nearest known one.", pipeline_mistakes),
     Case(34, "Run directory that exists or cannot be made", "Refused; nothing is overwritten. Missing parents are created.", unfit_run_directory),
     Case(35, "Resume with another pipeline", "Refused: a run keeps its own `pipeline.yaml`.", resume_with_another_pipeline),
     Case(36, "Resume with an expert missing or changed", "Refused by name.", resume_with_another_expert),
@@ -1058,20 +1058,20 @@ CASES = (
     Case(39, "Not enough memory", "Refused with the sum by parts and the keys to lower.", too_little_memory),
     Case(40, "`/dev/shm` too small", "New weights go through the temporary directory, with a notice.", small_shared_memory),
     Case(41, "No C++ compiler", "`objective.compile` and `trainer.compile` run eagerly, with one warning each.", no_compiler),
-    Case(42, "Worker dead or hung", "A teacher worker is started again once a step, other workers as docs/resume.md says. A missed deadline stops the run with the worker's name and what it was asked.", dead_and_hung_workers),
+    Case(42, "Worker dead or hung", "Started again as docs/resume.md says. A missed deadline stops the run with the worker's name.", dead_and_hung_workers),
     Case(43, "Clock set back or forth", "No effect.", clock_jump),
-    Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint, and a resume starts a new engine.", push_that_did_not_arrive),
+    Case(44, "Weight push that did not arrive, stale cache", "The probe sees it; the push is made once more; then the run stops before a checkpoint.", push_that_did_not_arrive),
     Case(45, "No terminal; paths with spaces and letters beyond ASCII; escape sequences in names", "No colours or bars in piped output; such paths work; escapes are spelt out.", plain_output_and_odd_paths),
     Case(46, "Ctrl-C once, twice", "Once: the step is finished, a checkpoint written, exit code 130. Twice: at once.", interrupts),
-    Case(47, "Environment that raises, hangs, returns 10 MB of text or control characters", "Ends its own episode, as `raised`, `timeout` or `observation`; what the student wrote is trained. `metrics.jsonl` counts the reasons and has the first error.", troubled_environment),
-    Case(48, "Tool call that does not parse, names no tool, does not fit the schema", "The student reads why, and goes on. For an agent's program such a call stays text. Both count as `invalid_calls`.", call_that_does_not_parse),
-    Case(49, "Agent's program that exits with an error, never asks, hangs, asks for ever", "Ends its own episode, as `agent`, `silent`, `timeout`, `turns` or `tokens`; its turns are trained, and what it left behind is killed.", agent_that_does_not_do_its_part),
+    Case(47, "Environment that raises, hangs, returns 10 MB of text or control characters", "Ends its own episode, as `raised`, `timeout` or `observation`; what the student wrote is trained.", troubled_environment),
+    Case(48, "Tool call that does not parse, names no tool, does not fit the schema", "The student reads why, and goes on. For an agent's program such a call stays text.", call_that_does_not_parse),
+    Case(49, "Agent's program that exits with an error, never asks, hangs, asks for ever", "Ends its own episode, as `agent`, `silent`, `timeout`, `turns` or `tokens`; its turns are trained.", agent_that_does_not_do_its_part),
     Case(50, "Agent's program that asks in another session's name", "401, and its own episode ends as `foreign`.", agent_in_anothers_name),
-    Case(51, "Chat template that cannot append a message", "Refused where episodes of several turns need it, with what the template does instead.", template_that_cannot_append),
-    Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained. A program's request that leaves no room is answered with 400.", episode_beyond_the_context),
-    Case(53, "More broken episodes than `max_broken` allows", "Stops the run with domain, numbers, reasons and the first error. One episode of a step may always break.", too_many_broken_episodes),
-    Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits. Control characters of a summary are left out.", compaction_that_cannot_work),
-    Case(55, "Environment, option or agent's program that is not there; prompts of another environment", "Refused: each environment is made, begins one task and is closed; each program and its script are looked up.", environment_or_program_that_is_not_there),
+    Case(51, "Chat template that cannot append a message", "Refused where episodes of several turns need it.", template_that_cannot_append),
+    Case(52, "Episode longer than the context, without compaction", "Ends as `context`, and is trained.", episode_beyond_the_context),
+    Case(53, "More broken episodes than `max_broken` allows", "Stops the run with domain, numbers, reasons and the first error.", too_many_broken_episodes),
+    Case(54, "Compaction that would come too late, or has no place for the summary; a summary that nobody can read", "Refused with the largest `compact_at` that fits.", compaction_that_cannot_work),
+    Case(55, "Environment, option or agent's program that is not there; prompts of another environment", "Refused: each environment begins one task, each program and its script are looked up.", environment_or_program_that_is_not_there),
 )  # fmt: skip
 
 

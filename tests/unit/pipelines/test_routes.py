@@ -14,7 +14,7 @@ from opd.errors import ConfigError
 from opd.records.types import Teacher
 from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
-from pipelines.routes import RoutedExpert, start_student_weights, route_domains
+from pipelines.routes import RoutedExpert, route_domains, start_student_weights
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""

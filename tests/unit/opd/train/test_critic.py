@@ -144,7 +144,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.index, self.works, self.asked = index, [], []
 
-    def meeting_point(self, address: str) -> tuple[str, int]:
+    def open_meeting_point(self, address: str) -> tuple[str, int]:
         return address, 1
 
     def start(self, address: str, port: int) -> None: ...

@@ -224,7 +224,9 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
         one.begin_step(whole.select_micro_batches(part), {key: HeadSource(key=key, rule=IDENTITY) for key in HEADS})
         mine = write_stream([ROWS[i] for ids in part for i in ids], "float32")
         for place in range(len(part)):
-            one.accumulate_micro_batch(place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else []))
+            one.accumulate_micro_batch(
+                place, frozenset(), *([np.frombuffer(mine, dtype=np.uint8)] if place == 0 else [])
+            )
         optimised, reported = optimised + one._engine.loss, reported + one._step.totals.loss
     # A rank scales its weights by the number of ranks, because DeepSpeed takes the mean of their gradients.
     gradient = {name: p.grad / len(cut) for name, p in student.named_parameters() if p.grad is not None}

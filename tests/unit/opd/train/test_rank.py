@@ -292,7 +292,7 @@ class FakeRank:
     def __init__(self, options: Any, index: int) -> None:
         self.options, self.index, self.works = options, index, []
 
-    def meeting_point(self, address: str) -> tuple[str, int]:
+    def open_meeting_point(self, address: str) -> tuple[str, int]:
         return ("127.0.0.1", 1)
 
     def start(self, address: str, port: int) -> None: ...
@@ -636,7 +636,7 @@ def test_ranks_meet_where_the_cluster_reaches_rank_0(
     started: list[str] = []
 
     class Rank(FakeRank):
-        def meeting_point(self, address: str) -> tuple[str, int]:
+        def open_meeting_point(self, address: str) -> tuple[str, int]:
             return rank.TrainerRank.open_meeting_point(self, address)  # type: ignore[arg-type]
 
         def node_address(self) -> str:

@@ -113,7 +113,9 @@ def spec_of(machine: MachineFacts) -> ClusterSpec:
     return ClusterSpec.model_validate(base | {"machine": sizes})
 
 
-def is_refused(config: PipelineConfig, models: MergeModels, machine: MachineFacts, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_refused(
+    config: PipelineConfig, models: MergeModels, machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
+) -> bool:
     """What `opd check` and `opd merge` say on that machine."""
     monkeypatch.setattr(memory, "machine_bytes", lambda: machine.memory)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(machine.gpus))

@@ -193,7 +193,7 @@ def test_fractions_share_a_gpu_as_far_as_they_add_up(gpus: list[float], placed: 
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
-    trainer = role(0.4, "trainer", kept=10 * GIB, passing=20 * GIB)
+    trainer = role(0.4, "trainer", resident=10 * GIB, passing=20 * GIB)
     engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True)
     writing, computing = memory_phases([engine, trainer])
     assert writing.total(80 * GIB) == 2 * CONTEXT + 50 * GIB

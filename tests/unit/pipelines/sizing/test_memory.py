@@ -12,7 +12,14 @@ from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.sizing import machine, memory
 from pipelines.sizing.machine import machine_bytes
-from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, need_rows, refuse_too_large, suggest_fix
+from pipelines.sizing.memory import (
+    HostMemoryNeed,
+    describe_shortage,
+    estimate_memory,
+    need_rows,
+    refuse_too_large,
+    suggest_fix,
+)
 
 PARAMETERS, VOCABULARY, WIDTH = 87_104, 76, 64
 """Of the tiny model: 76 * 64 + 2 * (4 * 64² + 3 * 64 * 128 + 2 * 64) + 64."""
