@@ -292,9 +292,9 @@ class Scoring:
         load = scorer._load_teacher
 
         def timed(teacher: Any) -> None:
-            before, started = scorer._loaded, time.perf_counter()
+            before, started = scorer._loaded_key, time.perf_counter()
             load(teacher)
-            if scorer._loaded != before:
+            if scorer._loaded_key != before:
                 self._swaps.append(time.perf_counter() - started)
 
         scorer._load_teacher = timed

@@ -130,7 +130,7 @@ class RunRow:
 
     root: Path
     view: View
-    """Of a run whose files are damaged, the state alone, which says what is."""
+    """Its screen; for a run whose files are damaged the state alone, which says what is damaged."""
     written: datetime
     """Time at which its last file was written."""
     size: int

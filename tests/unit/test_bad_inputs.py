@@ -506,7 +506,7 @@ def trainer(b: Bench, mean: float, objective: str = "reverse_kl") -> Any:
         def begin_step(self, *_: Any) -> None:
             pass
 
-        def accumulate(self, *_: Any) -> None:
+        def accumulate_micro_batch(self, *_: Any) -> None:
             pass
 
         def finish_step(self, share: float) -> RankResult:

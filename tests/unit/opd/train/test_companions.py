@@ -80,7 +80,7 @@ def test_it_sees_outputs_of_layers_and_exact_logits(
     seen: list[Any] = []
     monkeypatch.setattr(companion, "add_gradients", lambda *args: seen.append(args))
     made.begin_step(dataclasses.replace(GUESSES, micro_batches=(("a", "c"),)), {"h": HEAD})
-    made.accumulate(0, NONE, stream("a", "c"))
+    made.accumulate_micro_batch(0, NONE, stream("a", "c"))
     ((_, hidden, weight_N),) = seen
     lm = made._engine.module.lm
     with torch.no_grad():

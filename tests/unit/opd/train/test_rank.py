@@ -307,7 +307,7 @@ class FakeRank:
         self.works.append((work, heads))
         self.rounds: list[Any] = []
 
-    def accumulate(self, index: int, left_out: frozenset[str], *parts: Any) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: Any) -> None:
         self.rounds.append((index, set(left_out), parts))
 
     def finish_step(self, share: float) -> RankResult:
@@ -468,7 +468,7 @@ def test_weights_are_gathered_by_all_ranks_one_bucket_ahead_of_whoever_takes_the
         def gather_bucket(self) -> None:
             self.gathered += 1
 
-        def gathered_bucket(self) -> str:
+        def take_bucket(self) -> str:
             assert self.index == 0
             return f"bucket {self.gathered}"
 

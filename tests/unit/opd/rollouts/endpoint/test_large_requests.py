@@ -79,11 +79,11 @@ class Recorded(Letters):
 
     def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         self._note()
-        return super().whole(messages, tools)
+        return super().encode_conversation(messages, tools)
 
     def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         self._note()
-        return super().after(turn, messages, tools)
+        return super().encode_following(turn, messages, tools)
 
     def text(self, turn: Sequence[int]) -> str:
         self._note()
