@@ -258,7 +258,7 @@ class Scoring:
         trim_all()
         self._before = memory()
 
-    def describe_head(self) -> Ready:
+    def describe(self) -> Ready:
         """Score all rows with the first expert; then load, check and hash every expert, and score a row with each."""
         first = self._groups[0][0]
         list(score(self._worker, [(first, 1.0, self._groups[0][2])]))
@@ -385,7 +385,7 @@ class Child:
         )
         self._case = case
 
-    def describe_head(self) -> Row:
+    def describe(self) -> Row:
         answer, _, _ = self._ask()
         ready = Ready(**answer | {"alone": Step(**answer["alone"])})
         self.row = Row(self._case, ready)
