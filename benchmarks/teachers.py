@@ -265,7 +265,7 @@ class Scoring:
         alone = self._measured([(first, weight, rows) for _, weight, rows in self._groups])
         started, others = time.perf_counter(), self._groups[1:]
         for teacher, _, _ in others:
-            self._worker.describe(teacher)
+            self._worker.describe_head(teacher)
         describe_s = (time.perf_counter() - started) / len(others) if others else None
         list(score(self._worker, [(teacher, weight, rows[:1]) for teacher, weight, rows in self._groups]))
         return Ready(self._before, alone, describe_s, self._budget_bytes, **self._disk)
