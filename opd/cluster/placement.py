@@ -162,9 +162,9 @@ def reserve_seats(groups: Sequence[WorkerGroup], *, timeout_s: float) -> dict[st
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from opd.cluster.session import current_watch
+    from opd.cluster.session import get_current_watch
 
-    watch, deadline = current_watch(), time.monotonic() + timeout_s
+    watch, deadline = get_current_watch(), time.monotonic() + timeout_s
     reservations = []
     with convert_ray_errors():
         for group in groups:

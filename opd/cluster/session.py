@@ -32,7 +32,7 @@ _watch: WorkerWatch | None = None
 """The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
 
 
-def current_watch() -> WorkerWatch:
+def get_current_watch() -> WorkerWatch:
     """Return the watch of the session under way. Raises: WorkerDied outside of a session."""
     if _watch is None:
         raise WorkerDied("Ray itself is gone: its session has ended, or was not begun")

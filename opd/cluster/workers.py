@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from opd.cluster.daemons import convert_ray_errors, refuse_dead_ray
 from opd.cluster.objects import RemoteCall
 from opd.cluster.pulse import Pulse, PulsingWorker
-from opd.cluster.session import current_watch
+from opd.cluster.session import get_current_watch
 from opd.cluster.waiting import wait_for_all
 from opd.cluster.watching import WorkerWatch
 
@@ -101,7 +101,7 @@ def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gp
     """
     import ray
 
-    watch = current_watch()
+    watch = get_current_watch()
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
     beating = type(cls.__name__, (PulsingWorker, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})

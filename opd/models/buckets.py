@@ -75,7 +75,7 @@ class BucketWriter:
             if tensor.numel():
                 part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
                 part.view(tensor.dtype).view(shape).copy_(tensor)
-            self._end += padded_bytes(tensor)
+            self._end += count_padded_bytes(tensor)
 
     def finish_bucket(self) -> Bucket:
         """Return the bucket, which must be full."""
@@ -83,7 +83,7 @@ class BucketWriter:
         return Bucket(tuple(self._slots), self._data)
 
 
-def padded_bytes(tensor: Tensor) -> int:
+def count_padded_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in a bucket; it may be one without values."""
     return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 

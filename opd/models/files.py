@@ -44,7 +44,7 @@ class ModelFiles:
         with ExitStack() as stack:
             for name, members in self._split.filename_to_tensors.items():
                 file = stack.enter_context((self.path / name).open("wb", buffering=0))
-                header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
+                header, starts = make_file_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
                 self._unwritten |= {member: (file, start) for member, start in starts.items()}
             self._stack = stack.pop_all()
@@ -121,7 +121,7 @@ def _make_index_error(location: str, problem: str) -> OpdError:
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write one file as safetensors' `save_file` does, which would first copy all tensors. Raises: OSError."""
-    header, starts = file_header(tensors)
+    header, starts = make_file_header(tensors)
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for name in starts:
@@ -140,7 +140,9 @@ def _write_all(file: FileIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+def make_file_header(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """Return the beginning of a safetensors file, up to the first tensor's bytes, and name -> first byte of each tensor, in order.
 
     safetensors itself decides on the order and on the types' names: it writes the same tensors without values.

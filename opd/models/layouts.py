@@ -191,7 +191,7 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
 """Name -> function, in the order in which they are tried: the fastest first."""
 
 
-def candidate_layouts(share: bool) -> tuple[str, ...]:
+def list_candidate_layouts(share: bool) -> tuple[str, ...]:
     """Return the layouts to try; `share` if several responses to a prompt are in a step."""
     return tuple(name for name in LAYOUTS if share or name != SHARED)
 
@@ -201,13 +201,13 @@ def lay_out_single(sequence: Sequence[int]) -> Packed:
     return Packed(input_ids_B_T=torch.tensor([list(sequence)]), position_ids_B_T=None, offsets=(0,))
 
 
-def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
+def find_positions_before(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
     positions = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
     return torch.tensor(positions, dtype=torch.long)
 
 
-def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+def find_positions_before_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Return [N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
     positions = [
         laid_out.flat_index(i, len(r.prompt_ids) - 1 + index)
@@ -230,13 +230,13 @@ def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *
     """
     if layout == SHARED and not masks_decide:
         return math.inf
-    alone, neighbour = layout_differences(body, layout, vocab_size)
+    alone, neighbour = measure_layout_differences(body, layout, vocab_size)
     # torch's `max` is NaN if one of the two is; Python's may lose it.
     worst = torch.tensor([alone / ALONE_TOLERANCE[dtype], neighbour / NEIGHBOUR_TOLERANCE]).max()
     return float(worst)
 
 
-def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
+def measure_layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
     """Return two differences, relative to the largest hidden state: together against alone, other neighbours against these."""
     probes, other_probes = _make_probes(layout, vocab_size)
     with torch.no_grad():
@@ -292,7 +292,7 @@ def prove_layout(error: Callable[[str], float], label: str, *, share: bool = Fal
     uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
-    for layout in candidate_layouts(share):
+    for layout in list_candidate_layouts(share):
         tried[layout] = error(layout)
         if math.isnan(tried[layout]):
             return LayoutProof(layout="padded", tried=tried)

@@ -108,7 +108,7 @@ class Tree:
 
 
 def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
-    """Put all sequences into trees of `tree_limit` columns at most; one that shares too little is a tree of its own.
+    """Put all sequences into trees of `compute_tree_limit` columns at most; one that shares too little is a tree of its own.
 
     The tree of some sequences depends on these alone, so that a micro-batch lays it out as it was planned.
     """
@@ -120,7 +120,7 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
         current = sequences[index]
         shared = _common_prefix(previous, current)
         new, longest = len(current) - shared, max(longest, len(current))
-        if trees and new <= MAX_NEW_PER_SHARED * shared and trees[-1].size + new <= tree_limit(longest):
+        if trees and new <= MAX_NEW_PER_SHARED * shared and trees[-1].size + new <= compute_tree_limit(longest):
             last = trees[-1]
             trees[-1] = Tree((*last.members, index), (*last.shared, shared), last.size + new)
         else:
@@ -130,7 +130,7 @@ def build_trees(sequences: Sequence[Sequence[int]]) -> list[Tree]:
     return trees
 
 
-def tree_limit(longest: int) -> int:
+def compute_tree_limit(longest: int) -> int:
     """Return the most columns of a tree, given the tokens of its longest member."""
     return max(WIDEST_TREE, 2 * longest)
 
@@ -149,7 +149,7 @@ class PackingUnit:
     """Tokens to compute."""
 
 
-def packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[PackingUnit]:
+def make_packing_units(rollouts: Sequence[Rollout], *, share: bool) -> list[PackingUnit]:
     """Return each rollout alone, or with `share` the trees of each domain."""
     if not share:
         return [PackingUnit((r,), len(r.prompt_ids) + len(r.response_ids)) for r in rollouts]

@@ -54,10 +54,10 @@ def is_onednn_faster() -> bool:
     if read_vendor() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with _ONEDNN:
-        return product_error() < MAX_PRODUCT_ERROR
+        return measure_product_error() < MAX_PRODUCT_ERROR
 
 
-def product_error() -> float:
+def measure_product_error() -> float:
     """Return the largest error of a float32 product under torch's present settings, measured like `MAX_PRODUCT_ERROR`."""
     random = torch.Generator().manual_seed(0)
     a_M_K, b_N_K = (torch.randn(rows, 512, generator=random) for rows in (96, 128))

@@ -32,7 +32,7 @@ def whole_shape(param: Any) -> torch.Size:
     return shape
 
 
-def fastest_attention(config: Any) -> str:
+def choose_attention(config: Any) -> str:
     """Return the fastest attention that transformers has for an architecture without more packages, whatever its files name.
 
     Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
@@ -134,7 +134,7 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=dtype,
-            attn_implementation=fastest_attention(config),
+            attn_implementation=choose_attention(config),
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -173,7 +173,7 @@ class Naming:
 
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
+                config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=False
             )
         self._dtype = dtype
         self._names = set(self._model.state_dict())
@@ -294,7 +294,7 @@ class FileGroup:
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in file_tensors.items()}
 
 
-def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
+def make_file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
     """Return the groups of module tensors that become tensors of the files, in the order of the files.
 
     The conversions are those that the model was loaded with, if it was loaded from files.
@@ -344,14 +344,14 @@ def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
     Each tensor owns its bytes, because safetensors refuses a tensor that is a part of another one.
     """
     files: State = {}
-    for group in file_groups(model, state):
+    for group in make_file_groups(model, state):
         for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items():
             owns_bytes = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
             files[name] = tensor if owns_bytes else tensor.clone(memory_format=torch.contiguous_format)
     return files
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iterate_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's files that are no parameters, such as the bias of a router. Training leaves them as they are."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():

@@ -347,7 +347,7 @@ class StepReport:
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
-    """Key: domain, and number of the turn of its dialogue, from 0: see `opd.train.turns.first_turns`."""
+    """Key: domain, and number of the turn of its dialogue, from 0: see `opd.train.turns.count_earlier_turns`."""
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False

@@ -36,12 +36,12 @@ from opd.stream.written import (
     UNREADABLE,
     WrittenRollouts,
     describe_file,
-    files_of,
-    manifest_entries,
+    describe_request,
+    make_manifest_entries,
+    make_rollout_files,
     read_batch,
     read_verified,
     refuse_other_request,
-    request_digest,
 )
 
 MANIFEST = "step.json"
@@ -88,11 +88,11 @@ class ArrowTargetLog:
             (temporary / name).write_bytes(raw)
             files[name] = describe_file(raw)
 
-        request = request_digest(FORMAT, step, policy_version, prompts)
+        request = describe_request(FORMAT, step, policy_version, prompts)
 
         def finish() -> None:
             with _write_directory(temporary):
-                for name, raw in files_of(batch, ROLLOUTS).items():
+                for name, raw in make_rollout_files(batch, ROLLOUTS).items():
                     write(name, raw)
                 manifest = {**request, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
@@ -150,7 +150,7 @@ class ArrowTargetLog:
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
         """Read and verify a step. Raises: ValueError and others if anything was changed, or belongs to another request."""
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
-        refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+        refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_verified(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
         # What is left in `raw` are the teachers' parts, in the order in which they were written.
         stored = {ROLLOUTS: raw.pop(ROLLOUTS)}
@@ -207,21 +207,21 @@ def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.request.teachers.items()
         },
-        **manifest_entries(batch),
+        **make_manifest_entries(batch),
     }
 
 
-def logged_steps(root: Path) -> list[int]:
+def list_logged_steps(root: Path) -> list[int]:
     """Return the steps that a log has, in order."""
     return sorted(step for path in root.glob("step-*") if (step := parse_step_name(path.name)) is not None)
 
 
-def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
+def read_logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
     """Read the rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
     return read_file((root / step_name(step) / ROLLOUTS).read_bytes(), vocab_size)
 
 
-def logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
+def read_logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
     """Read domain -> statistics of its episodes in a step that a log has. Raises: ValueError, KeyError or TypeError for a damaged
     file; OSError."""
     file = root / step_name(step) / MANIFEST

@@ -59,7 +59,7 @@ class RolloutError(RunError):
     """Rollouts that another release wrote, that were damaged, or that contradict themselves."""
 
 
-def rollout_values(rollout: Rollout) -> dict[str, Any]:
+def list_rollout_values(rollout: Rollout) -> dict[str, Any]:
     """Return column -> value."""
     values = {name: getattr(rollout, name) for name in SCHEMA.names}
     for name in ("group", "episode"):
@@ -75,7 +75,7 @@ def rollout_values(rollout: Rollout) -> dict[str, Any]:
 
 
 def build_rollout(values: Mapping[str, Any]) -> Rollout:
-    """Make the rollout of `rollout_values`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
+    """Make the rollout of `list_rollout_values`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
     sample_id = values["sample_id"]
     rollout = Rollout(
         sample_id=sample_id,
@@ -145,7 +145,7 @@ def _find_segment_contradiction(rollout: Rollout) -> str:
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
     """Convert the rollouts to Arrow, in order."""
-    values = [rollout_values(rollout) for rollout in rollouts]
+    values = [list_rollout_values(rollout) for rollout in rollouts]
     return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
 
 
@@ -167,7 +167,7 @@ def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[
     rollouts: list[Rollout] = []
     for batch in batches:
         try:
-            missing = incomplete_column(batch)
+            missing = find_incomplete_column(batch)
         except pa.ArrowInvalid as error:
             raise RolloutError(f"rollouts: {error}") from None
         if missing:
@@ -205,7 +205,7 @@ def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[R
     return decode_rollouts(batches, vocab_size)
 
 
-def incomplete_column(batch: pa.RecordBatch) -> str | None:
+def find_incomplete_column(batch: pa.RecordBatch) -> str | None:
     """Return the first column with a missing value that its type does not allow: Arrow itself does not check this.
 
     Raises: pa.ArrowInvalid for offsets, dictionary numbers or UTF-8 that are wrong, all the way down.

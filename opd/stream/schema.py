@@ -44,7 +44,7 @@ TEACHER: Columns = (("teacher", pa.string()), ("weight", pa.float32()))
 """Fields of an entry under every payload, after those that rollouts share."""
 
 
-def stream_columns(answers: type[Answer]) -> pa.Schema:
+def make_stream_columns(answers: type[Answer]) -> pa.Schema:
     """Return all columns of a stream with such answers."""
 
     def required(columns: Columns) -> list[pa.Field]:
@@ -99,10 +99,10 @@ class PartRecord:
 _PART_RECORD = TypeAdapter(PartRecord)
 
 
-def stream_schema(dtype: str, payload: str) -> pa.Schema:
+def make_stream_schema(dtype: str, payload: str) -> pa.Schema:
     """Return the schema with this stream's metadata; `dtype` is the type of the hidden states."""
     assert dtype in DTYPE_BYTES, dtype
-    return stream_columns(answer_class(payload)).with_metadata(
+    return make_stream_columns(answer_class(payload)).with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
@@ -116,7 +116,7 @@ def write_stream(
     """Encode one part as one Arrow IPC stream."""
     assert all(type(row.answer) is answer_class(payload) for row in rows), payload
     sink = pa.BufferOutputStream()
-    schema = stream_schema(dtype, payload)
+    schema = make_stream_schema(dtype, payload)
     record = json.dumps(asdict(part), separators=(",", ":"))
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(_encode_rows(rows, schema), custom_metadata={"opd.part": record})
@@ -172,7 +172,7 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
 def _row_values(row: TargetRow) -> dict[str, Any]:
     """Return the row's value in each column, and in each field of the dictionary column."""
     own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
-    return rollouts.rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
+    return rollouts.list_rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
             dtype, payload = _check_schema(reader.schema)
             answers = answer_class(payload)
             batch, part = _read_batch(reader)
-            missing = rollouts.incomplete_column(batch)
+            missing = rollouts.find_incomplete_column(batch)
             if missing:
                 raise StreamError(f"target stream: column {missing} has missing values")
             _check_ids(batch, answers.TOKEN_IDS, vocab_size)
@@ -234,7 +234,7 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     payload = metadata.get("opd.payload", "")
     if payload not in PAYLOADS:
         raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
-    expected = stream_columns(answer_class(payload))
+    expected = make_stream_columns(answer_class(payload))
     if not schema.equals(expected):
         raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {expected.names}")
     return dtype, payload

@@ -44,10 +44,10 @@ class WrittenRollouts:
 
     def store_rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Store a step's rollouts, all or none. Raises: StorageError."""
-        files = files_of(batch, ROLLOUTS)
+        files = make_rollout_files(batch, ROLLOUTS)
         manifest = {
-            **request_digest(FORMAT, step, policy_version, prompts),
-            **manifest_entries(batch),
+            **describe_request(FORMAT, step, policy_version, prompts),
+            **make_manifest_entries(batch),
             "files": {name: describe_file(raw) for name, raw in files.items()},
         }
         self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
@@ -59,7 +59,7 @@ class WrittenRollouts:
             return None
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+            refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
             raw = {name: read_verified(path / name, facts) for name, facts in manifest["files"].items()}
             return read_batch(raw, ROLLOUTS, manifest, self._vocab_size)
         except UNREADABLE as error:
@@ -105,12 +105,12 @@ def _whole_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
-def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
+def make_rollout_files(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
     """Return name -> content of the files of a batch; `rollouts` is the name of the file with its rollouts."""
     return {rollouts: memoryview(write_file(batch.rollouts))}
 
 
-def manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
+def make_manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
     """Return a manifest's entries about a batch, beside its files. Workers that were restarted are not stored."""
     return {
         "refused": [asdict(q) for q in batch.quarantined],
@@ -121,7 +121,7 @@ def manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
 def read_batch(
     raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
 ) -> RolloutBatch:
-    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `manifest_entries`.
+    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `make_manifest_entries`.
 
     Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
     """
@@ -132,7 +132,7 @@ def read_batch(
     )
 
 
-def request_digest(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def describe_request(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Return the request that stored rollouts belong to: step, version, and a hash of the prompts' ids, domains and tokens."""
     encoded = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
     return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(encoded).hexdigest()}

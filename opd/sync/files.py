@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import list_nodes, put_object
-from opd.models.buckets import Bucket, BucketWriter, WeightStream, padded_bytes
+from opd.models.buckets import Bucket, BucketWriter, WeightStream, count_padded_bytes
 from opd.models.files import weight_files
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> It
     """Put tensors into buckets in their order, as many as a bucket has room for."""
     pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if pending and _total_bytes(pending) + padded_bytes(tensor) > nbytes:
+        if pending and _total_bytes(pending) + count_padded_bytes(tensor) > nbytes:
             yield _write_bucket(pending)
             pending = {}
         pending[name] = tensor
@@ -44,7 +44,7 @@ def _write_bucket(tensors: dict[str, Tensor]) -> Bucket:
 
 
 def _total_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(map(padded_bytes, tensors.values()))
+    return sum(map(count_padded_bytes, tensors.values()))
 
 
 def _iterate_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

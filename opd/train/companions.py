@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
-from opd.train.gathered import decoder_layers
+from opd.train.gathered import list_decoder_layers
 
 if TYPE_CHECKING:
     from opd.train.zero import ModelOptions
@@ -84,7 +84,7 @@ class StudentView:
     @contextmanager
     def watch_layers(self, lm: Any) -> Iterator[None]:
         """Keep the layers' outputs within; a pass that recomputes them later is not seen."""
-        layers = decoder_layers(lm)
+        layers = list_decoder_layers(lm)
         with ExitStack() as stack:
             for place in {place for companion in self._companions for place in companion.layers}:
                 stack.enter_context(layers[place].register_forward_hook(partial(self._keep, place)))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from opd.machine.compiler import can_compile
-from opd.train.gathered import decoder_layers
+from opd.train.gathered import list_decoder_layers
 
 EAGER_ATTENTION_TOKENS = 512
 """Tokens of a row up to which a CPU computes attention step by step, fused by torch.compile, in place of torch's own kernel: 298
@@ -27,6 +27,6 @@ def compile_layers(lm: nn.Module) -> None:
     """Compile every layer, for all shapes at once. Without a C++ compiler layers stay as they are, with one warning."""
     if not can_compile("trainer.compile", "layers run"):
         return
-    for layer in decoder_layers(lm):
+    for layer in list_decoder_layers(lm):
         compiled: Any = torch.compile(layer.forward, dynamic=True)
         layer.forward = compiled

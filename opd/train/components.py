@@ -28,7 +28,7 @@ class Component:
     columns: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
     """Name -> sample id -> [N] a number of each trained token."""
 
-    def of(self, sample_ids: Sequence[str]) -> Component:
+    def select_samples(self, sample_ids: Sequence[str]) -> Component:
         """Return the part of these samples."""
         ids = [i for i in sample_ids if i in self.weights]
         columns = {name: {i: column[i] for i in ids} for name, column in self.columns.items()}

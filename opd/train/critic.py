@@ -65,7 +65,7 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         lr = self._rate.rate_at_step(step)
         pending = []
         for rank, part in zip(self._ranks, self._plan, strict=True):
-            work = UpdateWork(step=step, lr=lr, component=whole.of([i for ids in part for i in ids]))
+            work = UpdateWork(step=step, lr=lr, component=whole.select_samples([i for ids in part for i in ids]))
             pending.append(rank.submit(CriticRank.update, work))
         results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
         return sum(result.loss for result in results), results[0].grad_norm

@@ -15,7 +15,7 @@ from opd.records.types import Rollout
 from opd.train.batch import unscored_batch
 from opd.train.components import Component
 from opd.train.load import load_share
-from opd.train.value import Critic, state_indices
+from opd.train.value import Critic, find_state_indices
 from opd.train.zero import ModelOptions, ZeroEngine
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class CriticRank(ZeroEngine):
         values_by_sample: dict[str, Floats] = {}
         for rollouts in micro_batches:
             packed = unscored_batch(rollouts, self._layout).packed
-            state_N = state_indices(packed, rollouts)
+            state_N = find_state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
                 value_N = self._engine.module.values(*moved).float().cpu()
             sizes = [r.num_trained for r in rollouts]
-            # `state_indices` has the states behind the last tokens at its end, one for each rollout.
+            # `find_state_indices` has the states behind the last tokens at its end, one for each rollout.
             *token_values, ends_B = value_N.split([*sizes, len(rollouts)])
             for index, rollout in enumerate(rollouts):
                 values_by_sample[rollout.sample_id] = torch.cat(

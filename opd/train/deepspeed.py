@@ -25,12 +25,12 @@ from opd.traces.choose import watched_samples
 from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out
 from opd.train.components import Component
 from opd.train.feed import Feed
-from opd.train.policy import policy_component
+from opd.train.policy import make_policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
-from opd.train.turns import first_turns
+from opd.train.totals import RankPolicy, compute_row_weights, mean_drift, mean_gap, refuse_gap, refuse_impossible_means
+from opd.train.turns import count_earlier_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
+        baselines = compute_baselines(targets) if self._objective.wants_baseline else None
         step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
@@ -164,15 +164,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
         """Return the work of all ranks, not cut into micro-batches yet; `components` is empty if no token is trained."""
-        policy = policy_component(reward, rollouts, self._spec.domain_weights)
+        policy = make_policy_component(reward, rollouts, self._spec.domain_weights)
         waits = reward is not None and reward.waits
         rewards = policy is not None and policy.factor > 0
         teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
-        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
+        weights = compute_row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
         components = {DIVERGENCE: Component(weights=weights)} if weights else {}
         if policy and components:
             components[POLICY] = policy
-        tokens = Component(weights=row_weights(rollouts, "token_mean", {}))
+        tokens = Component(weights=compute_row_weights(rollouts, "token_mean", {}))
         return RankWork(
             step=step,
             lr=self._spec.rate.rate_at_step(step),
@@ -181,7 +181,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             companions={spec.name: tokens for spec in self._spec.rank.companions},
             compare=reward is not None and reward.compare and POLICY in components,
             stale=stale,
-            first_turns=first_turns(rollouts),
+            first_turns=count_earlier_turns(rollouts),
             watched=watched_samples(rollouts),
         )
 
@@ -226,7 +226,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._call(TrainerRank.export_adapter, path)
 
 
-def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
+def compute_baselines(targets: TargetStream) -> dict[str, float]:
     """Return sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
 
     Waits for all parts. Raises: what `TargetStream.take_part` raises.

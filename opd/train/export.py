@@ -19,9 +19,9 @@ from torch import Tensor
 
 from opd.errors import StorageError
 from opd.files import raise_storage_errors
-from opd.models.buckets import Bucket, BucketWriter, padded_bytes
+from opd.models.buckets import Bucket, BucketWriter, count_padded_bytes
 from opd.models.files import ModelFiles
-from opd.models.weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
+from opd.models.weights import FileGroup, State, iterate_persistent_buffers, make_file_groups, whole_shape
 from opd.train.lora import PlainWeight
 
 
@@ -51,8 +51,8 @@ class FileTensors:
         """True if these are all tensors that the model's files have."""
         self._dtype = dtype
         self._sources = {weight.name: weight for weight in weights}
-        self._buffers = dict(persistent_buffers(lm)) if complete else {}
-        self.groups = file_groups(lm, [*self._sources, *self._buffers])
+        self._buffers = dict(iterate_persistent_buffers(lm)) if complete else {}
+        self.groups = make_file_groups(lm, [*self._sources, *self._buffers])
 
     def planned_tensors(self) -> Iterator[State]:
         """Yield the tensors of each group without values."""
@@ -128,7 +128,7 @@ class WeightSender:
         """
         self._tensors = tensors
         planned = [
-            {name: padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
+            {name: count_padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
         ]
         room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
         self._pending_parts = deque(_split_groups(tensors.groups, planned, room))

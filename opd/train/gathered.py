@@ -16,14 +16,14 @@ def find_leaf_classes(lm: nn.Module, world_size: int, *, compiled: bool = False)
     whole; of other layers only those that must be, because all weights of such a layer are in memory at one time. If layers are
     compiled, it is all of them: a hook inside would split the compiled graph.
     """
-    layers = decoder_layers(lm)
+    layers = list_decoder_layers(lm)
     at_hand = world_size == 1 or all(_is_small(layer) for layer in layers)
     # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
     every = compiled or (at_hand and all(_is_trained(layer) for layer in layers))
     return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
 
 
-def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+def list_decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

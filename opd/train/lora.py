@@ -1,8 +1,8 @@
 """A student that LoRA trains: its own weights stay as they are, and linear modules get two small matrices each.
 
     add_adapters     puts PEFT's layers into a transformers model in place
-    plain_weights    the tensors of the model as if there were no adapters, and the parameters that each is made of
-    changed_weights  those of them that training changes: an engine that has the rest needs these
+    list_plain_weights    the tensors of the model as if there were no adapters, and the parameters that each is made of
+    select_changed_weights  those of them that training changes: an engine that has the rest needs these
     fold_adapters    adds the adapters to the weights, where nothing is sharded
     without_adapters the model as it was, within a context
 
@@ -98,7 +98,7 @@ class PlainWeight:
             return merge_update(self.own, self.update) if self.update else self.own.detach()
 
 
-def plain_weights(lm: Any) -> list[PlainWeight]:
+def list_plain_weights(lm: Any) -> list[PlainWeight]:
     """Return every parameter of the model as if it had no adapters."""
     params = dict(lm.named_parameters())
     weights = []
@@ -115,8 +115,8 @@ def plain_weights(lm: Any) -> list[PlainWeight]:
     return weights
 
 
-def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
-    """Return the weights that training changes, and those of the linear modules beside them; `every` is from `plain_weights`.
+def select_changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
+    """Return the weights that training changes, and those of the linear modules beside them; `every` is from `list_plain_weights`.
 
     Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take a fused layer's
     weights together or not at all. Returns all weights if there are no adapters, or if the architecture's files cannot hold
@@ -133,7 +133,7 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
 
 def fold_adapters(lm: Any) -> None:
     """Add the adapters' updates to the model's own weights, and remove the adapters, in place. Not for ZeRO-3."""
-    for weight in plain_weights(lm):
+    for weight in list_plain_weights(lm):
         weight.own.data.copy_(weight.read_tensor())
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
@@ -157,13 +157,13 @@ def without_adapters(lm: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def lora_size(lm: Any) -> LoraSize:
+def count_lora_weights(lm: Any) -> LoraSize:
     """Count the weights of a model that `add_adapters` has changed; it may be on the meta device."""
-    every = plain_weights(lm)
+    every = list_plain_weights(lm)
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
         trained=sum(u.a_K_I.numel() + u.b_O_K.numel() for u in updates),
-        pushed=sum(weight.own.numel() for weight in changed_weights(lm, every)),
+        pushed=sum(weight.own.numel() for weight in select_changed_weights(lm, every)),
     )
 
 

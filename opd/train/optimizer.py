@@ -29,11 +29,11 @@ def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch
     It is fused: one pass over the numbers without a temporary tensor. torch's default makes two of a parameter's size, and ZeRO-3
     passes all weights of a rank as one parameter.
     """
-    groups = parameter_groups(module, options.weight_decay)
+    groups = split_parameters(module, options.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon, fused=True)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trained parameters into two groups: weight decay is on matrices only, as usual, not on norms and biases."""
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [

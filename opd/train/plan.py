@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opd.models.packing import packing_units
+from opd.models.packing import make_packing_units
 from opd.records.types import Rollout
 
 
@@ -21,10 +21,10 @@ class RowSize:
     """The other samples of the tree, which stay beside this one."""
 
 
-def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
+def measure_row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
     """Return the rows of a step; with `share`, rows of a domain that begin alike are one entry, a tree."""
     sizes = []
-    for unit in packing_units(rollouts, share=share):
+    for unit in make_packing_units(rollouts, share=share):
         rollout, *siblings = unit.rollouts
         sizes.append(RowSize(rollout.sample_id, rollout.domain, unit.size, tuple(r.sample_id for r in siblings)))
     return sizes

@@ -14,17 +14,17 @@ from opd.records.rewards import GradientSums, RewardStep
 from opd.records.types import Rollout
 from opd.train.batch import ADVANTAGE
 from opd.train.components import Component
-from opd.train.totals import row_weights
+from opd.train.totals import compute_row_weights
 
 
-def policy_component(
+def make_policy_component(
     reward: RewardStep | None, rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]
 ) -> Component | None:
     """Return the policy gradient of a step, of all ranks; None if no trained token has an advantage."""
     if reward is None:
         return None
     rewarded = [rollout for rollout in rollouts if rollout.sample_id in reward.advantages]
-    weights = row_weights(rewarded, "token_mean", domain_weights)
+    weights = compute_row_weights(rewarded, "token_mean", domain_weights)
     if not weights:
         return None
     advantages = {i: reward.advantages[i] for i in weights}

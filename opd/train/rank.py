@@ -28,12 +28,12 @@ from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
-from opd.train.lora import LoraOptions, add_adapters, plain_weights, write_adapter
+from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
 from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
-from opd.train.turns import TurnWeights, turn_factors
+from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
 
 
@@ -69,8 +69,8 @@ class RankWork:
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            components={name: component.of(sample_ids) for name, component in self.components.items()},
-            companions={name: component.of(sample_ids) for name, component in self.companions.items()},
+            components={name: component.select_samples(sample_ids) for name, component in self.components.items()},
+            companions={name: component.select_samples(sample_ids) for name, component in self.companions.items()},
             baselines=self.baselines and {i: self.baselines[i] for i in sample_ids if i in self.baselines},
             stale=self.stale.intersection(sample_ids),
             first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
@@ -153,7 +153,7 @@ class TrainerRank(ZeroEngine):
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
         weights = {name: component.token_weights(batch, ids) for name, component in work.components.items()}
         if self._options.turn_weights:
-            weights[DIVERGENCE] = weights[DIVERGENCE] * self._turn_factors(batch, heads)
+            weights[DIVERGENCE] = weights[DIVERGENCE] * self._compute_turn_factors(batch, heads)
         # Samples that were left out make `rescale` follow, whose last pass is then the one before the optimiser steps.
         last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
         pass_weights = weights
@@ -224,7 +224,7 @@ class TrainerRank(ZeroEngine):
         if compares:
             self._step.comparison.note_after_pass(self.local_gradients())
 
-    def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
+    def _compute_turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
         """Return [N] the factors by which turns change the tokens' weights.
 
         If they depend on divergences, a forward pass without gradients computes these first, on all ranks.
@@ -235,7 +235,7 @@ class TrainerRank(ZeroEngine):
             with torch.no_grad():
                 _, stats = self._engine.module(to_device(batch, self._device), heads, ones)
             value_N = stats.kl_N.cpu()
-        return turn_factors(batch, weights, value_N)
+        return compute_turn_factors(batch, weights, value_N)
 
     def sum_weights(self) -> float:
         """Return the sum of the weights of this rank's tokens of the step."""
@@ -291,7 +291,7 @@ class TrainerRank(ZeroEngine):
         lm, tensors = self._engine.module.lm, {}
         parts = [
             (tensor_name(weight.module, letter), part)
-            for weight in plain_weights(lm)
+            for weight in list_plain_weights(lm)
             if weight.update is not None
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
         ]

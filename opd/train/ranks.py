@@ -13,7 +13,7 @@ from opd.cluster import FEW_ARENAS, Pending, Worker
 from opd.models.layouts import prove_layout
 from opd.models.packing import SHARED
 from opd.records.types import LayoutProof, Rollout, WrittenFile
-from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.plan import measure_row_sizes, plan_micro_batches
 from opd.train.zero import ModelOptions, ZeroEngine
 
 E = TypeVar("E", bound=ZeroEngine)
@@ -108,7 +108,7 @@ class Ranks(Generic[E]):
     def plan_micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """Plan the ranks' micro-batches for the layout that was proven."""
         layout = self.layout.layout
-        sizes = row_sizes(rollouts, share=layout == SHARED)
+        sizes = measure_row_sizes(rollouts, share=layout == SHARED)
         tokens = self._ranks_spec.micro_batch_tokens
         return plan_micro_batches(sizes, len(self._ranks), tokens, padded=layout == "padded")
 

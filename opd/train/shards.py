@@ -29,7 +29,7 @@ PLAN = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def part_sizes(numel: int, world_size: int) -> list[int]:
+def compute_part_sizes(numel: int, world_size: int) -> list[int]:
     """Return the number of a parameter's elements on each rank: equal parts, rounded up, until nothing is left."""
     size = -(-numel // world_size)
     return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
@@ -83,7 +83,7 @@ class Shards:
         """Return [size] elements from `start` of the flat tensor `name`, which has `numel` elements; zeros past its end."""
         out = torch.zeros(size)
         offset = 0
-        for file, held in zip(self._files, part_sizes(numel, len(self._files)), strict=True):
+        for file, held in zip(self._files, compute_part_sizes(numel, len(self._files)), strict=True):
             low, high = max(start, offset), min(start + size, offset + held)
             if low < high:
                 stored: Any = file.get_slice(name)

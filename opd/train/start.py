@@ -14,7 +14,7 @@ import torch
 
 from opd.machine.devices import to_device
 from opd.models.heads import OWN_HEAD
-from opd.models.layouts import LAYOUTS, Packed, predict_trained
+from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
@@ -61,7 +61,7 @@ class StartTeacher:
 
 
 def _state_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
-    hidden_N_D = student.hidden_states(packed)[predict_trained(packed, rollouts)].to("cpu", dtype)
+    hidden_N_D = student.hidden_states(packed)[find_positions_before_trained(packed, rollouts)].to("cpu", dtype)
     return [
         HiddenStates.from_states(part_n_D, OWN_HEAD) for part_n_D in hidden_N_D.split([r.num_trained for r in rollouts])
     ]
@@ -69,7 +69,7 @@ def _state_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout]
 
 def _logprob_answers(student: Student, packed: Packed, rollouts: Sequence[Rollout], dtype: torch.dtype) -> list[Answer]:
     token_N = torch.tensor([token for r in rollouts for token in r.trained_ids], dtype=torch.long)
-    predict_N = predict_trained(packed, rollouts)
+    predict_N = find_positions_before_trained(packed, rollouts)
     logprob_N = student.logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
     return [SampledLogprobs(part_n.tolist()) for part_n in logprob_N.split([r.num_trained for r in rollouts])]
 

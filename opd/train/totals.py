@@ -27,7 +27,9 @@ LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 lower bound; above the upper one the teacher calls nearly every token of the student's impossible."""
 
 
-def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
+def compute_row_weights(
+    rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]
+) -> dict[str, float]:
     """Return sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
 
     token_mean:    d_i / sum_j d_j T_j               over T_j trained tokens of response j

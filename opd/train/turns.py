@@ -1,7 +1,7 @@
 """Weights by turn: late turns of an episode, and turns after a drift, count less in the loss.
 
     w_n = max(floor, decay^t exp(-divergence D_t))      token n of turn t; D_t: mean of the objective before turn t
-    L   = sum_n v_n w_n f_n / sum_n v_n w_n             v_n: weight of the token's row, `opd.train.totals.row_weights`
+    L   = sum_n v_n w_n f_n / sum_n v_n w_n             v_n: weight of the token's row, `opd.train.totals.compute_row_weights`
 
 Both sums go over the whole step. The driver learns the lower one when all ranks have added up theirs, and the optimiser
 divides by it as it divides by the share of quarantined rows. So the loss stays a mean, however rows are split.
@@ -32,7 +32,7 @@ class TurnWeights:
         return (self.decay ** turn_T.double() * torch.exp(-self.divergence * drift_T)).clamp(min=self.floor)
 
 
-def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
+def count_earlier_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
     """Return sample id -> number of turns of its dialogue in earlier segments, only for samples that have some.
 
     A sub-agent's dialogue is its own.
@@ -49,7 +49,7 @@ def first_turns(rollouts: Sequence[Rollout]) -> dict[str, int]:
     return turns_before
 
 
-def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
+def compute_drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
     """Return [T] the mean value of one row's tokens in turns before each token's turn; 0 in the first turn that has any."""
     if not len(turn_T):
         return torch.zeros(0, dtype=torch.float64)
@@ -59,7 +59,7 @@ def drift_before(turn_T: Tensor, value_T: Tensor) -> Tensor:
     return (sums_before / (counts.cumsum(0) - counts).clamp(min=1))[turn_T]
 
 
-def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N: Tensor | None) -> Tensor:
+def compute_turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N: Tensor | None) -> Tensor:
     """Return [N] the factors of a micro-batch's token weights by turn; 1 in domains without weights by turn.
 
     `value_N` is the objective's value; None if no domain of the batch looks at it.
@@ -68,7 +68,7 @@ def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N:
     values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
     rows = zip(batch.domains, batch.turn_N.split(lengths), values.split(lengths), strict=True)
     parts = [
-        weights[domain].weigh_turns(turn_T, drift_before(turn_T, value_T))
+        weights[domain].weigh_turns(turn_T, compute_drift_before(turn_T, value_T))
         if domain in weights
         else torch.ones(len(turn_T), dtype=torch.float64)
         for domain, turn_T, value_T in rows

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from opd.errors import ModelError
 from opd.losses.logits import upcast_for_loss
 from opd.losses.value import value_loss
-from opd.models.layouts import Packed, predict_trained
+from opd.models.layouts import Packed, find_positions_before_trained
 from opd.records.types import Rollout
 from opd.train.batch import OLD_VALUE, RETURN, MicroBatch
 
@@ -77,8 +77,8 @@ def freeze_attention_layers(lm: Any) -> None:
         layer.requires_grad_(False)
 
 
-def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+def find_state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Return flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
     ends_B = torch.tensor([packed.flat_index(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
-    return torch.cat([predict_trained(packed, rollouts), ends_B])
+    return torch.cat([find_positions_before_trained(packed, rollouts), ends_B])

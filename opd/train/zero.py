@@ -26,7 +26,7 @@ from opd.config.sections import SUMMED_AT_ONCE
 from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.models.layouts import LAYOUTS, layout_error, predict_positions
+from opd.models.layouts import LAYOUTS, find_positions_before, layout_error
 from opd.models.products import use_quick_products
 from opd.models.weights import obeys_masks, whole_shape
 from opd.records.types import WrittenFile
@@ -39,10 +39,10 @@ from opd.train.exchange import (
 )
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import find_leaf_classes
-from opd.train.lora import PlainWeight, changed_weights, plain_weights
+from opd.train.lora import PlainWeight, list_plain_weights, select_changed_weights
 from opd.train.network import join_ranks, open_listener
 from opd.train.optimizer import AdamWOptions, build_adamw
-from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
+from opd.train.shards import MOMENTS, Shards, compute_part_sizes, write_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class ZeroEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return [sequence][token - 1] the log-prob of every token after the first, from the current weights."""
         packed = LAYOUTS[self._layout](sequences)
-        predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
+        predict_N = find_positions_before(packed, [(1, len(s)) for s in sequences])
         token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
             logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
@@ -210,7 +210,7 @@ class ZeroEngine:
         """Gather the weights, a few at a time, and let rank 0 write config and safetensors into `path`: a model without
         adapters, which has what they add in its weights.
 
-        `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
+        `only_changed`: those that training changes, see `select_changed_weights`. Returns whether all weights were written.
         """
         tensors = self._file_tensors(only_changed)
         write_model(tensors, path if self._rank == 0 else None)
@@ -218,7 +218,7 @@ class ZeroEngine:
 
     def _file_tensors(self, only_changed: bool) -> FileTensors:
         """Return the weights as files have them: all, or only those that training changes."""
-        every = plain_weights(self._engine.module.lm)
+        every = list_plain_weights(self._engine.module.lm)
         weights = self._pushed_weights if only_changed else every
         return FileTensors(self._engine.module.lm, weights, self._dtype, complete=len(weights) == len(every))
 
@@ -226,7 +226,7 @@ class ZeroEngine:
     def _pushed_weights(self) -> Sequence[PlainWeight]:
         """The weights that a push sends, always the same ones."""
         lm = self._engine.module.lm
-        return changed_weights(lm, plain_weights(lm))
+        return select_changed_weights(lm, list_plain_weights(lm))
 
     def begin_save(self, path: Path) -> None:
         """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on. Frozen
@@ -237,7 +237,7 @@ class ZeroEngine:
             self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
         tensors = {}
         for name, param in self._trained_parameters():
-            num_values = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+            num_values = compute_part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
