@@ -17,7 +17,7 @@ from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
 from opd.train.components import Component
-from opd.train.deepspeed import _policy_report, _scored_share
+from opd.train.deepspeed import _make_policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.policy import GradientComparison, make_policy_component
 from opd.train.rank import RankWork
@@ -170,11 +170,11 @@ def test_ranks_add_up() -> None:
         compared = GradientSums(divergence_sq=1.0, policy_sq=2.0, dot=dot)
         return RankPolicy(loss=loss, weight=weight, domains=domains, compared=compared)
 
-    found = _policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
+    found = _make_policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
     assert found == PolicyReport(
         loss=1.0, domains=trained_domains(0.75, 2), compared=GradientSums(divergence_sq=2.0, policy_sq=4.0, dot=-2.0)
     ), "what could not be scored is not in the mean"
-    assert _policy_report([]) is None
+    assert _make_policy_report([]) is None
 
 
 def trained_domains(loss: float, ranks: int = 1) -> dict[str, Any]:
