@@ -3,7 +3,7 @@
 In eager mode norms, rotations, gates and the softmax of attention each read and write all activations. Measured with SmolLM2
 in bfloat16 on one core: matrix products were 31 % of a forward and backward pass, torch's attention kernel 24 %.
 
-Each layer's `forward` is compiled by itself, and all layers of a class share the code, so a model compiles as fast as one layer.
+Each layer is compiled by itself, not the model as a whole, so a model compiles as fast as one layer.
 The hooks by which DeepSpeed gathers a layer's weights (`opd.train.gathered`) stay outside of the compiled code.
 """
 
