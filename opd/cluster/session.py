@@ -45,8 +45,8 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
 
     A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. Its files lie
     where no other user can read them, and are deleted at the end of the session; after a RunError, which Ray's logs may explain,
-    at the beginning of the next one. The session first ends the processes that earlier, killed drivers have left. None of its own
-    processes outlives it.
+    at the beginning of the next one. The session first ends the processes, and deletes the directories, that earlier, killed
+    drivers have left. None of its own processes outlives it.
     Raises: RunError if Ray would listen elsewhere; ConfigError if there is no cluster at the address, or no place for Ray's files.
     """
     global _watch
