@@ -15,9 +15,8 @@ class WorkerDied(RunError):
     """A worker's process, or Ray itself, is gone."""
 
     def __init__(self, message: str, worker: Worker[Any] | None = None, start_error: str = "") -> None:
-        super().__init__(
-            message
-        )  # with the message alone the error can be pickled; the handle is useful only in the driver
+        # With the message alone, so that the error can be pickled; the handle is of use only in the driver.
+        super().__init__(message)
         self.worker = worker
         """The worker that died; None if Ray itself did."""
         self.start_error = start_error

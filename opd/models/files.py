@@ -47,7 +47,7 @@ class ModelFiles:
         with ExitStack() as stack:
             for name, members in self._split.filename_to_tensors.items():
                 file = stack.enter_context((self.path / name).open("wb", buffering=0))
-                header, starts = make_file_header({member: self._tensors[member] for member in members}, METADATA)
+                header, starts = make_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
                 self._unwritten |= {member: (file, start) for member, start in starts.items()}
             self._stack = stack.pop_all()
@@ -125,7 +125,7 @@ def _make_index_error(location: str, problem: str) -> OpdError:
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write the file that safetensors' `save_file` would write, without its copy of all tensors. Raises: OSError."""
-    header, starts = make_file_header(tensors)
+    header, starts = make_header(tensors)
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for name in starts:
@@ -144,9 +144,7 @@ def _write_all(file: FileIO, data: memoryview) -> None:
         data = data[file.write(data) :]
 
 
-def make_file_header(
-    tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None
-) -> tuple[bytes, dict[str, int]]:
+def make_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """Return the header of a safetensors file, and name -> place of the tensor's first byte in the file, in the file's order.
 
     We have safetensors write the same tensors without values, because it decides on their order and on the names of types.

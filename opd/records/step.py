@@ -197,7 +197,7 @@ class StepRecord:
         data["episodes"] = {name: record.to_json() for name, record in self.episodes.items()}
         if self.reward is not None:
             data["reward"] = self.reward.to_json()
-        optional = (
+        seldom = (
             "reward",
             "looping_by_domain",
             "episodes",
@@ -207,7 +207,7 @@ class StepRecord:
             "checkpoint",
             "alarms",
         )
-        return {key: value for key, value in data.items() if value or key not in optional}
+        return {key: value for key, value in data.items() if value or key not in seldom}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:

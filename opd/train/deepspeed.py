@@ -29,7 +29,7 @@ from opd.train.policy import make_policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.train.totals import RankPolicy, compute_row_weights, mean_drift, mean_gap, refuse_gap, refuse_impossible_means
+from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, weigh_rows
 from opd.train.turns import count_earlier_turns
 
 
@@ -170,11 +170,11 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         critic_learns_alone = reward is not None and reward.waits
         has_policy_gradient = policy is not None and policy.factor > 0
         trains = not critic_learns_alone and (has_policy_gradient or self._objective.HAS_DIVERGENCE)
-        weights = compute_row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if trains else {}
+        weights = weigh_rows(rollouts, self._objective.weighting, self._spec.domain_weights) if trains else {}
         components = {DIVERGENCE: Component(weights=weights)} if weights else {}
         if policy and components:
             components[POLICY] = policy
-        tokens = Component(weights=compute_row_weights(rollouts, "token_mean", {}))
+        tokens = Component(weights=weigh_rows(rollouts, "token_mean", {}))
         return RankWork(
             step=step,
             lr=self._spec.rate.rate_at_step(step),

@@ -14,7 +14,7 @@ from opd.records.rewards import GradientSums, RewardStep
 from opd.records.types import Rollout
 from opd.train.batch import ADVANTAGE
 from opd.train.components import Component
-from opd.train.totals import compute_row_weights
+from opd.train.totals import weigh_rows
 
 
 def make_policy_component(
@@ -24,7 +24,7 @@ def make_policy_component(
     if reward is None:
         return None
     rewarded = [rollout for rollout in rollouts if rollout.sample_id in reward.advantages]
-    weights = compute_row_weights(rewarded, "token_mean", domain_weights)
+    weights = weigh_rows(rewarded, "token_mean", domain_weights)
     if not weights:
         return None
     advantages = {i: reward.advantages[i] for i in weights}

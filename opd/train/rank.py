@@ -363,12 +363,7 @@ def _load_student(options: RankOptions) -> Student:
 class _StepInput:
     """The step that is being trained on this rank: its work, the rows that came and are not trained yet, and the sums so far."""
 
-    def __init__(
-        self,
-        work: RankWork,
-        heads: Mapping[str, HeadSource],
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, work: RankWork, heads: Mapping[str, HeadSource], vocab_size: int) -> None:
         self.work = work
         self._vocab_size = vocab_size
         self.heads = heads

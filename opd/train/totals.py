@@ -27,9 +27,7 @@ LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
 Above the upper bound the teacher finds nearly every token of the student impossible."""
 
 
-def compute_row_weights(
-    rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]
-) -> dict[str, float]:
+def weigh_rows(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
     """Return sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
 
     `normalize` decides on the weight of a token of response i:

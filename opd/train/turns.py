@@ -1,7 +1,7 @@
 """Weights by turn: late turns of an episode, and turns after a drift, count less in the loss.
 
     w_n = max(floor, decay^t exp(-divergence D_t))      token n of turn t; D_t: mean of the objective before turn t
-    L   = sum_n v_n w_n f_n / sum_n v_n w_n             v_n: weight of the token's row, `opd.train.totals.compute_row_weights`
+    L   = sum_n v_n w_n f_n / sum_n v_n w_n             v_n: weight of the token's row, `opd.train.totals.weigh_rows`
 
 Both sums go over the whole step. The driver knows the lower one only after the last micro-batch, when it adds up the sums of all
 ranks. The optimiser then divides the gradients by it, as it would else divide them by the share of the weight that was scored. So

@@ -33,7 +33,7 @@ from opd.train.components import Component
 from opd.train.plan import measure_row_sizes, plan_micro_batches
 from opd.train.rank import RankWork, TrainerRank
 from opd.train.student import Student
-from opd.train.totals import compute_row_weights, token_weights
+from opd.train.totals import token_weights, weigh_rows
 from pipelines.specs import rank_options
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import TOKENIZER, encode, play, request
@@ -143,7 +143,7 @@ def test_the_step_has_all_that_an_episode_may_have() -> None:
 def moved(student: Kept, rollouts: Sequence[Rollout], layout: str) -> tuple[set[int], Packed]:
     """Flat positions whose hidden state has a gradient that is not exactly 0, and where the tokens lie."""
     batch = micro_batch([(row(r),) for r in rollouts], torch.float32, None, layout)
-    weights = compute_row_weights(rollouts, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(rollouts, "token_mean", DOMAIN_WEIGHTS)
     loss, _ = student(batch, HEADS, {"divergence": token_weights(batch, [weights[r.sample_id] for r in rollouts])})
     loss.backward()
     assert student.kept.grad is not None
@@ -213,7 +213,7 @@ ROWS = {r.sample_id: row(r) for r in STEP}
 def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, float, dict[str, Tensor]]:
     """Loss as it is optimised, loss as it is reported, and gradient by parameter, of one step in these parts."""
     student.zero_grad()
-    weights = compute_row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
     whole = RankWork(step=1, lr=0.1, micro_batches=(), components={"divergence": Component(weights=weights)})
     optimised = reported = 0.0
     for index, part in enumerate(cut):

@@ -22,7 +22,7 @@ from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.policy import GradientComparison, make_policy_component
 from opd.train.rank import RankWork
 from opd.train.student import Student
-from opd.train.totals import RankPolicy, compute_row_weights, token_weights
+from opd.train.totals import RankPolicy, token_weights, weigh_rows
 from tests.unit.opd.train.test_totals import DOMAIN_WEIGHTS, ROWS, STEP, heads
 
 REWARDED = ("b", "e", "f")
@@ -62,7 +62,7 @@ def test_without_such_tokens_there_is_no_policy_gradient() -> None:
 
 def test_a_rank_gets_what_belongs_to_its_samples() -> None:
     whole = RankWork(
-        step=1, lr=0.1, micro_batches=(), components=both(compute_row_weights(STEP, "token_mean", {})), stale=frozenset("be"),
+        step=1, lr=0.1, micro_batches=(), components=both(weigh_rows(STEP, "token_mean", {})), stale=frozenset("be"),
         compare=True, baselines=dict.fromkeys("abcdef", 1.0),
     )  # fmt: skip
     part = whole.select_micro_batches([["b", "a"], ["f"]])
@@ -91,7 +91,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], given: Component) -
     """All micro-batches one after the other, as ranks do, and the accumulated gradient of both streams."""
     student.zero_grad()
     totals = RankPolicy()
-    weights = compute_row_weights(STEP, "token_mean", {})
+    weights = weigh_rows(STEP, "token_mean", {})
     for ids in cuts:
         batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
         weight = given.token_weights(batch, ids)
@@ -231,7 +231,7 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     cuts = (tuple("ab"), tuple("fedc"))
     student.zero_grad()
     one = Rank(student)
-    weights = compute_row_weights(STEP, "token_mean", {})
+    weights = weigh_rows(STEP, "token_mean", {})
     whole = RankWork(step=1, lr=0.1, micro_batches=(), components=both(weights), compare=compare)
     one.begin_step(whole.select_micro_batches(cuts), heads())  # type: ignore[arg-type]
     part = np.frombuffer(write_stream(list(ROWS.values()), "float32"), dtype=np.uint8)
@@ -269,7 +269,7 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     left = [r for r in STEP if r.sample_id not in left_out]
 
     one = Rank(student)
-    weights = compute_row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
     asks = RankWork(step=1, lr=0.1, micro_batches=cuts, components=both(weights), compare=compare)
     one.begin_step(asks, heads())  # type: ignore[arg-type]
     rows = [row for i, row in ROWS.items() if i not in left_out]
@@ -289,7 +289,7 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
     ids = [r.sample_id for r in left]
     weight, columns = own.token_weights(batch, ids) * own.factor, own.token_columns(batch, ids)
-    divergence = token_weights(batch, [compute_row_weights(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
+    divergence = token_weights(batch, [weigh_rows(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
     loss, _ = student(batch, heads(), {"divergence": divergence, "policy": weight}, columns)
     loss.backward()
     (want,) = one.local_gradients()

@@ -22,7 +22,7 @@ from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.components import Component
 from opd.train.rank import RankWork
-from opd.train.totals import Totals, compute_row_weights, mean_gap
+from opd.train.totals import Totals, mean_gap, weigh_rows
 from opd.train.turns import TurnWeights, compute_drift_before, compute_turn_factors, count_earlier_turns
 from pipelines.specs import rank_options, trainer_spec
 from tests.rows import make_rollout, make_row
@@ -110,7 +110,7 @@ class Driven:
 
     def step(self, cut: Sequence[Sequence[Sequence[str]]]) -> tuple[float, torch.Tensor, float]:
         """[rank][micro-batch] -> samples. Loss, gradient divided by the share, and the share."""
-        weights = compute_row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+        weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
         ranks = [self.rank(index, part, weights) for index, part in enumerate(cut)]
         share = math.fsum(one.sum_weights() for one in ranks)
         loss = sum(one._step.totals.loss for one in ranks) / share
@@ -145,7 +145,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("weights", [{}, {"maze": BY_TURN}], ids=["no weights", "weights by turn"])
 def test_the_records_count_on_after_a_summary(weights: dict[str, TurnWeights], tiny_model_dir: Any) -> None:
-    driven, whole = Driven(tiny_model_dir, weights), compute_row_weights(STEP, "token_mean", {})
+    driven, whole = Driven(tiny_model_dir, weights), weigh_rows(STEP, "token_mean", {})
     for cut in ([[list(ROWS)]], [[["d+1", "a"], ["b"]], [["e", "d+2"], ["c", "d"]]]):
         ranks = [driven.rank(index, part, whole) for index, part in enumerate(cut)]
         found: Counter[tuple[str, int]] = Counter()
