@@ -82,9 +82,9 @@ def timed(phase: str, way: str, tokens: int, work: Callable[[], Any]) -> tuple[T
 
 
 def sizes(rollouts: Sequence[Any], way: str) -> list[Any]:
-    from opd.train.plan import row_sizes
+    from opd.train.plan import measure_row_sizes
 
-    return row_sizes(rollouts, share=way == SHARED)
+    return measure_row_sizes(rollouts, share=way == SHARED)
 
 
 class Rollouts:
@@ -168,13 +168,13 @@ class Passes:
         from opd.models.heads import Head
         from opd.train.batch import micro_batch
         from opd.train.plan import plan_micro_batches
-        from opd.train.totals import row_weights, token_weights
+        from opd.train.totals import token_weights, weigh_rows
 
         scorer = self._scorers[way]
         # An expert that differs: its head is ours from the last row to the first, so the loss has something to say.
         head = Head(scorer.head(self._teacher).flip(0), scorer.head_rule(self._teacher))
         heads = {scorer.head_key(self._teacher): head}
-        weights = row_weights(rollouts, "token_mean", {})
+        weights = weigh_rows(rollouts, "token_mean", {})
         total = 0.0
         (plan,) = plan_micro_batches(sizes(rollouts, way), 1, self._case.micro_batch_tokens)
         for ids in plan:

@@ -1,5 +1,5 @@
-"""Protocols of the parts of a merge: first the parts that the loop calls, then those that other parts use or are handed.
-`pipelines.build` chooses the classes behind them."""
+"""Protocols of the parts of a merge: first those that the loop calls, then those that other parts call. `pipelines.build` chooses the
+classes that implement them."""
 
 from __future__ import annotations
 
@@ -42,15 +42,19 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
 
 class PromptSource(Protocol):
     def take(self, step: int) -> Sequence[Prompt]:
-        """Return the step's prompts, with every domain among them; for several responses the same prompt several times, side by
-        side. They depend on (seed, step) and the records of earlier steps, and on nothing else, so a resume needs no cursor."""
+        """Return the step's prompts, from every domain. A prompt that gets several responses comes several times, side by side.
+
+        They depend only on (seed, step) and the records of earlier steps, so a resume needs no stored position.
+        """
         ...
 
 
 class RolloutEngine(Protocol):
     def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-        """Sample one response per prompt. Prompts that do not fit come back as quarantined. A schedule may call this in a thread,
-        and no other method until it has returned."""
+        """Sample one response to each prompt. Prompts that do not fit the context come back as quarantined.
+
+        A schedule may call this in a thread; no other method is called until it has returned.
+        """
         ...
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
@@ -64,14 +68,16 @@ class RolloutEngine(Protocol):
         restart_weights: Callable[[], AbstractContextManager[Path]] | None = None,
         base: Path | None = None,
     ) -> None:
-        """Load the weights of this Hugging Face directory into every worker, and reset caches. If the directory may go away,
-        `restart_weights` makes one with the same weights for a worker that died. With `base` the directory has only some weights; the
-        others are in `base`, a directory of the same model."""
+        """Load the weights of a Hugging Face directory into every worker, and reset caches.
+
+        If the directory may be deleted, `restart_weights` makes one with the same weights for a worker that died and restarts.
+        With `base`, `model_dir` has only some weights; the others are in `base`, a directory of the same model.
+        """
         ...
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
-        """Load weights that the trainer sends, like `load`. For a worker that died `send` is called a second time, and sends the
-        same weights."""
+        """Load the weights of the stream that `send` returns, like `load`. For a worker that died and restarts, `send` is called
+        again, and returns the same weights."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -80,17 +86,19 @@ class RolloutEngine(Protocol):
 
 
 class TokenEngine(Protocol):
-    """The policy, one turn at a time. Concurrent calls share a batch, which a later call joins while it runs."""
+    """Samples the policy's turns, one in each call. Calls that run at the same time share a batch, which later calls join."""
 
     async def generate(self, token_ids: Sequence[int], *, max_tokens: int, seed: int) -> SampledTurn:
-        """Sample at most `max_tokens` tokens that follow `token_ids`. A call that is cancelled leaves the batch. The engine has
-        all other sampling settings. Raises: RunError if the engine failed, after which all calls fail, or if there is no room."""
+        """Sample at most `max_tokens` tokens that follow `token_ids`. The engine has all other sampling settings.
+
+        A call that is cancelled leaves the batch. Raises: RunError if the context has no room, or if the engine failed; after a
+        failure all calls fail.
+        """
         ...
 
 
 class Environment(Protocol):
-    """The world that an episode acts on; one object for each episode. Plain code: it may block, since it is called in a thread
-    of its own.
+    """The world in which an episode acts; each episode has an object of its own. It may block, because it is called in a thread.
 
     A class may also have `set_step_timeout(seconds)`, which is called before `reset` with the deadline of each call.
     """
@@ -116,11 +124,12 @@ class Environment(Protocol):
 
 class TeacherPool(Protocol):
     layouts: dict[str, LayoutProof]
-    """Teacher's name -> layout in which its rows share a forward pass, for teachers that this pool computes itself; there once
-    the pool is ready."""
+    """Teacher's name -> layout in which its rows share a forward pass, for teachers that the pool computes itself; filled once the
+    pool is ready."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Have every rollout scored by the teachers of its domain; returns at once, and rows come as they are scored."""
+        """Have every rollout scored by the teachers of its domain. Returns at once; rows come through the stream as they are
+        scored."""
         ...
 
     def heads(self) -> Mapping[str, HeadSource]:
@@ -132,15 +141,17 @@ class TargetLog(Protocol):
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
     ) -> tuple[RolloutBatch, TargetStream] | None:
-        """Return what `record` stored of this step if it is whole, and for the same policy version and prompts; else None, and
-        the log drops the step and all later ones."""
+        """Return what `record` stored of this step, if it is whole and belongs to the same policy version and prompts.
+
+        Otherwise the log deletes the step and all later ones, and this returns None.
+        """
         ...
 
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Store a step's parts as they are taken, all or none: they are in the log once `targets.wait_for_sinks` returns. Taking
-        parts and waiting raise: StorageError."""
+        """Store a step's parts as they are taken from `targets`. They are in the log, all or none, once `targets.wait_for_sinks`
+        returns. Taking parts and waiting raise: StorageError."""
         ...
 
     def prune(self, step: int) -> None:
@@ -148,11 +159,12 @@ class TargetLog(Protocol):
         ...
 
     def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
-        """Store responses that `policy_version` wrote ahead of their step. Raises: StorageError."""
+        """Store the rollouts of a step that were written ahead with the weights of `policy_version`. Raises: StorageError."""
         ...
 
     def written(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
-        """Return what `keep_written` stored of this step if it is whole, and for the same policy version and prompts; else None."""
+        """Return what `keep_written` stored of this step, if it is whole and belongs to the same policy version and prompts; else
+        None."""
         ...
 
     def written_files(self, step: int) -> dict[str, bytes]:
@@ -160,22 +172,25 @@ class TargetLog(Protocol):
         ...
 
     def bring_back(self, step: int, directory: Path) -> None:
-        """Store the files of `written_files` back into the log, from a directory that may have them. Raises: StorageError."""
+        """Copy the files of `written_files` from a directory (a checkpoint's) back into the log, if they are there.
+
+        Raises: StorageError.
+        """
         ...
 
 
 class Schedule(Protocol):
     STEPS_AHEAD: ClassVar[int]
-    """Steps that prompts are taken ahead of the step that is trained."""
+    """How many steps before its training a step's prompts are taken."""
     max_staleness: int
-    """Pushes that may lie between the writing of a token and its training; the loop refuses rows that are older."""
+    """Most weight pushes between the writing of a token and its training; the loop refuses rows that are older."""
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Return the responses of this step; `policy_version` is the version of the weights that it trains."""
         ...
 
     def sleep_engines(self) -> None:
-        """Let engines sleep that do: this step is trained from the log, so that nothing is written for it."""
+        """Put engines to sleep, if they are of a kind that sleeps: this step comes from the log, and needs no engine."""
         ...
 
     def begin_next(self, step: int, policy_version: int) -> None:
@@ -207,14 +222,16 @@ class Trainer(Protocol):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """Take one optimiser step over the rows of all rollouts that are not quarantined. Before it steps, every part of
-        `targets` was taken, and their sinks are done. `stale`: samples that older weights wrote, so that log-probs may differ
-        from the engine's without a fault."""
+        """Take one optimiser step over the rows of all rollouts that are not quarantined.
+
+        Before the step, the trainer takes every part of `targets` and waits for the sinks. `stale`: samples that older weights
+        wrote, whose log-probs may differ from the engine's without anything being wrong. `reward`: the policy gradient's part.
+        """
         ...
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
-        """Begin to compute log-probs under the weights in training. Returns a function that waits for them, and returns them as
-        [sequence][token - 1] like `RolloutEngine.logprobs`."""
+        """Begin to compute log-probs under the trainer's weights. Returns a function that waits for them, and returns them as
+        [sequence][token - 1], like those of one worker in `RolloutEngine.logprobs`."""
         ...
 
     def export(self, path: Path) -> None:
@@ -222,13 +239,13 @@ class Trainer(Protocol):
         ...
 
     def export_changed(self, path: Path) -> Path | None:
-        """Write the weights that training changes, like `export`. Returns the directory that has the others; None if all were
-        written."""
+        """Write only the weights that training changes, else like `export`. Returns the directory that has the other weights; None
+        if all were written."""
         ...
 
     def stream_changed(self, nbytes: int) -> WeightStream:
-        """Stream the tensors of `export_changed` in buckets of at most `nbytes`, which are gathered as they are taken; until the
-        last one, no other method may be called."""
+        """Stream the tensors of `export_changed` in buckets of at most `nbytes` bytes. Each is gathered when it is taken; until the
+        last one was taken, no other method may be called."""
         ...
 
     def export_adapter(self, path: Path) -> None:
@@ -236,16 +253,18 @@ class Trainer(Protocol):
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Copy weights and optimiser state; they are written, without pickle, into an existing directory meanwhile."""
+        """Copy weights and optimiser state, and begin to write them, without pickle, into an existing directory."""
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """Return the files of the last `begin_save`, synced; None if they are not all written after `wait_s`. Raises:
-        StorageError."""
+        """Return the files of the last `begin_save` once they are synced; None if they are not after `wait_s` seconds.
+
+        Raises: StorageError.
+        """
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, by whatever number of ranks."""
+        """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
         ...
 
 
@@ -254,12 +273,14 @@ class WeightSync(Protocol):
         """Compare engine and trainer before the first step, when both hold the student's own weights. Raises: RunError."""
 
     def push(self, version: int) -> PushReport:
-        """Send the trainer's weights to every engine, and prove it on the probe tokens. Raises: RunError."""
+        """Send the trainer's weights to every engine, and prove on the probe tokens that they are there. Raises: RunError."""
         ...
 
     def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        """Have every engine load the model of a directory that it may not be able to read; `shape_of` is a model of the same shape
-        that it can read."""
+        """Have every engine load the model in `model_dir`, even if the engine cannot read that directory.
+
+        `shape_of`: a model of the same shape that the engine can read.
+        """
         ...
 
 
@@ -271,25 +292,33 @@ class Evaluator(Protocol):
 
 class Checkpoints(Protocol):
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes]) -> None:
-        """Begin a checkpoint of this step, once one that is under way has ended; `carried` are files that go into it.
-        Raises: as `committed`."""
+        """Begin a checkpoint of this step, after waiting for an earlier one that is still being written.
+
+        `carried`: name -> content of files that go into it. Raises: what `committed` raises.
+        """
         ...
 
     def committed(self, wait: bool) -> SavedCheckpoint | None:
-        """Return the newest checkpoint that was committed since the last call; with `wait`, wait for one that is under way.
-        Raises: StorageError; RunError past the deadline."""
+        """Return the newest checkpoint that was committed since the last call; None if there is none.
+
+        With `wait`, wait for one that is being written. Raises: StorageError; RunError past the deadline.
+        """
         ...
 
 
 class Monitors(Protocol):
     def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
-        """Read the records of the steps that are done; `expert` is the evaluation of the domains' experts. Raises: RunError if
-        the run was stopped after the last of them and nothing has changed."""
+        """Read the records of the steps that are done. `expert`: the evaluation of the domains' experts.
+
+        Raises: RunError if a monitor stopped the run after the last of these steps, and nothing has changed since.
+        """
         ...
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
-        """Return an alarm for each limit that the step's readings reach; the samples behind them are on disk. Raises:
-        StorageError."""
+        """Return an alarm for each limit that the step's readings reach, and write the samples behind them to disk.
+
+        Raises: StorageError.
+        """
         ...
 
     def end_error(self) -> RunError | None:
@@ -307,11 +336,11 @@ class Objective(Protocol):
     """One way to measure how far the student is from the teacher."""
 
     mixes: ClassVar[bool]
-    """True if a mixture's log-measure can stand for its teachers. So it is for a sum over teachers that is linear in log q, and
-    for an objective that is defined by their normalised product."""
+    """True if the objective can compute with a mixture's log-measure (`opd.payloads.hidden_states.MixtureBlock`) in place of its
+    teachers. That is so if it is linear in log q, or is defined by the teachers' normalised product."""
 
     def __call__(self, student: StudentChunk, teacher: Any) -> Slope:
-        """Return value and slope at each token; `teacher` is the `TeacherChunk` of a payload that the objective can use."""
+        """Return value and slope at each token. `teacher`: the `TeacherChunk` of a payload that the objective can use."""
         ...
 
 
@@ -319,9 +348,10 @@ class Scorer(Protocol):
     """One way to ask a teacher about tokens that the student wrote."""
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Yield target rows in batches. A response that cannot be scored gets no row but an entry in `broken`: id -> reason.
+        """Yield target rows in batches. A response that cannot be scored gets no row, but an entry in `broken`: id -> reason.
 
-        A scorer that reads ahead has loaded the teacher when this returns: `prefetch` may follow before the first batch.
+        A scorer that reads ahead has loaded the teacher when this returns, so that `prefetch` may be called before the first
+        batch is taken.
         """
         ...
 
@@ -334,8 +364,10 @@ class Scorer(Protocol):
         ...
 
     def head_key(self, teacher: Teacher) -> str:
-        """Return the content hash of head and logit rule, empty if there is no head. Every scorer tries the teacher out here.
-        Raises: RunError if it cannot be used."""
+        """Return the content hash of head and logit rule; empty if there is no head. Every scorer also tries the teacher here.
+
+        Raises: RunError if the teacher cannot be used.
+        """
         ...
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
@@ -347,7 +379,7 @@ class Scorer(Protocol):
         ...
 
     def layout(self, teacher: Teacher) -> LayoutProof | None:
-        """Return the layout in which several rows share a forward pass, proven; None if an engine that scores does that itself."""
+        """Return the proven layout in which several rows share a forward pass; None if a scoring engine sees to that itself."""
         ...
 
 
@@ -378,8 +410,8 @@ class Verifier(Protocol):
         ...
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
-        """Return the reason why a row with this answer and metadata cannot be judged, before a run computes anything; empty if
-        it can."""
+        """Return the reason why a row with this answer and metadata cannot be judged; empty if it can. It is asked before a run
+        computes anything."""
         ...
 
 

@@ -5,12 +5,14 @@
      in every step)              wrote it)   its domain's    per token)      divergence)       probe both sides)
                                              expert)             └──▶ target log ──▶ (a resume trains from it)
 
-The schedule decides at which time the student writes (`opd.schedules`). With `sync` every sample trains the very weights that
-wrote it. With `one_step_off` the next step's samples are written meanwhile, and teachers begin to score them while the weights
-are pushed. Scored rows stream to the trainer, which with `overlap` begins before the last teacher is done; without, these two take turns on the same cores. Either way it is the same arithmetic.
-Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of steps before. The
-only state of a run is the trainer's weights and optimiser, the step, the policy version, what was written ahead, and, with
-rewards, what a baseline has learned.
+The schedule decides when the student writes (`opd.schedules`). With `sync` every sample trains the weights that wrote it. With
+`one_step_off` the next step's samples are written while this step is scored and trained, and teachers begin to score them while the
+new weights are pushed. Scored rows stream to the trainer. With `overlap` it begins before the last teacher is done; otherwise
+teachers and trainer take turns on the same cores. The arithmetic is the same in all cases.
+
+Prompts and seeds are functions of (seed, step); with `balance`, prompts also depend on the records of earlier steps. The only state
+of a run is the trainer's weights and optimiser, the step, the policy version, the rollouts that were written ahead, and, with rewards,
+what a baseline has learned.
 
     each step:     take → generate (→ reward) → score → log (→ credit) → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """Everything that a merge is made of. `pipelines.build` puts it together; tests use fakes."""
+    """The parts that a merge is made of. `pipelines.build` makes them; tests use fakes."""
 
     prompts: PromptSource
     schedule: Schedule
@@ -65,7 +67,7 @@ class Components:
     checkpoints: Checkpoints
     reporter: Reporter
     rewards: Rewards | None = None
-    """Rewards, for the policy gradient beside the divergence; None without `objective.reward`."""
+    """Judges rollouts for the policy gradient beside the divergence; None without `objective.reward`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +77,13 @@ class Plan:
     first_step: int
     last_step: int
     policy_version: int
-    """Weight pushes that the engine has received before the first step."""
+    """Number of weight pushes that the engine has received before the first step."""
     checkpoint_every: int
+    """Steps between checkpoints; there is also one after the last step."""
     evaluate_every: int
     """Steps between evaluations; 0: none during the merge."""
     overlap: bool
-    """Train while teachers still score; for teachers and trainers that do not share cores."""
+    """True: train while teachers still score. Meant for teachers and trainers that do not share cores."""
 
     def evaluates_after(self, step: int) -> bool:
         """Return True if an evaluation follows the step."""
@@ -88,7 +91,10 @@ class Plan:
 
 
 def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False) -> int:
-    """Take the plan's steps; after each, `stop()` may ask to checkpoint and leave. Returns the last step taken."""
+    """Take the plan's steps, and return the number of the last one that was taken.
+
+    After each step `stop()` is called; if it returns True, the run saves a checkpoint and ends.
+    """
     version, clock = plan.policy_version, PhaseClock(parts.reporter.phase)
     saved: SavedCheckpoint | None = None
     following: _ScoredStep | None = None
@@ -123,7 +129,7 @@ def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False)
         parts.traces.keep(step, scored.batch, trained)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
-            # Commit after the record: a run that is killed in between resumes from the checkpoint before and rewinds the records.
+            # The record comes first: a run that is killed in between resumes from an older checkpoint, and drops later records.
             if leaving or step % plan.checkpoint_every == 0:
                 parts.checkpoints.save(step, version, parts.schedule.carried(step))
             saved = parts.checkpoints.committed(wait=leaving)
@@ -135,31 +141,31 @@ def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False)
 
 
 def _begins_ahead(parts: Components, plan: Plan, step: int) -> bool:
-    """Return True if teachers begin to score step `step` + 1 while the weights of `step` are pushed, which they do not need.
+    """Return True if teachers begin to score step `step` + 1 while the weights of `step` are pushed; they do not need the push.
 
-    Not if an evaluation follows: it would come between, and count as the teachers' work. Not with rewards, which are judged
-    and recorded one step at a time.
+    The rollouts of the next step have to be written ahead for that. If an evaluation follows, they do not: its seconds would be
+    counted as the teachers' work. With rewards they do not either, because rewards are judged and recorded one step at a time.
     """
-    written = parts.schedule.STEPS_AHEAD > 0 and step < plan.last_step
-    return written and parts.rewards is None and not plan.evaluates_after(step)
+    is_written_ahead = parts.schedule.STEPS_AHEAD > 0 and step < plan.last_step
+    return is_written_ahead and parts.rewards is None and not plan.evaluates_after(step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoredStep:
-    """A step's rollouts and their teachers' scores, which may still be coming."""
+    """A step's rollouts, and the stream of their teachers' scores, which may still be coming."""
 
     batch: RolloutBatch
     targets: TargetStream
     stale: frozenset[str]
-    """Samples that were written by older weights than those that are trained."""
+    """Samples with tokens that older weights wrote than those that the step trains."""
     replayed: bool
     """True if batch and targets come from the target log."""
 
 
 def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseClock) -> _ScoredStep:
-    """Take the step from the target log. If the log lacks it, the student writes, its teachers score, and the log records.
+    """Return the step from the target log. If the log lacks it, have the student write, teachers score, and the log record.
 
-    Raises: RunError for a row that is too old to be trained.
+    `version`: version of the weights that the step trains. Raises: RunError for a row that is too old to be trained.
     """
     with clock("rollout"):
         prompts = parts.prompts.take(step)
@@ -177,13 +183,13 @@ def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseCloc
 
 
 def _write_rollouts(parts: Components, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
-    """Have the student write the step's rollouts, and judge them if there are rewards."""
+    """Have the student write the step's rollouts; with rewards, have them judged too."""
     batch = parts.schedule.rollouts(step, version, prompts)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
 def _compute_reward_step(parts: Components, step: int, scored: _ScoredStep, clock: PhaseClock) -> RewardStep | None:
-    """Compute the advantages for the optimiser step from the rewards; None without rewards."""
+    """Compute the advantages of the optimiser step from the rollouts' rewards; None without rewards."""
     if parts.rewards is None:
         return None
     with clock("credit"):
@@ -191,7 +197,7 @@ def _compute_reward_step(parts: Components, step: int, scored: _ScoredStep, cloc
 
 
 def _make_record(parts: Components, scored: _ScoredStep, trained: StepReport, pushed: PushReport) -> StepRecord:
-    """Make the step's record, as far as it can be filled after the push."""
+    """Make the step's record; `run` adds what comes after the push: times, accuracy, alarms."""
     record = build_step_record(scored.batch, scored.targets, trained, pushed)
     if parts.rewards is None:
         return record
@@ -199,7 +205,7 @@ def _make_record(parts: Components, scored: _ScoredStep, trained: StepReport, pu
 
 
 def _evaluate_weights(parts: Components, step: int, clock: PhaseClock) -> dict[str, float]:
-    """Evaluate the weights after this step, and report that. Returns the accuracy by domain."""
+    """Evaluate the weights after this step, and report the result. Returns domain -> accuracy, 0..1."""
     with clock("evaluate"):
         evaluation = replace(parts.evaluator.evaluate(model=f"step {step}"), step=step)
     parts.reporter.evaluation(step_name(step), evaluation)

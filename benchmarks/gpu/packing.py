@@ -13,7 +13,13 @@ from torch import Tensor
 
 from benchmarks.gpu.check import Check, is_here
 from opd.machine.devices import to_device
-from opd.models.layouts import ALONE_TOLERANCE, NEIGHBOUR_TOLERANCE, Packed, candidate_layouts, layout_differences
+from opd.models.layouts import (
+    ALONE_TOLERANCE,
+    NEIGHBOUR_TOLERANCE,
+    Packed,
+    list_candidate_layouts,
+    measure_layout_differences,
+)
 from tests.models.families import FAMILIES, Family, build_config
 
 QUICK = ("Llama", "Qwen3-Next", "LFM2")
@@ -61,9 +67,9 @@ def _layouts(family: Family, dtype: torch.dtype, kernel: str, device: str) -> di
         return model.base_model(**to_device(laid_out, device).inputs()).last_hidden_state.flatten(0, 1)
 
     found: dict[str, Any] = {}
-    for layout in candidate_layouts(share=False):
+    for layout in list_candidate_layouts(share=False):
         try:
-            alone, neighbour = layout_differences(body, layout, config.vocab_size)
+            alone, neighbour = measure_layout_differences(body, layout, config.vocab_size)
             found |= {layout: alone, f"{layout}, other neighbours": neighbour}
             passes = alone <= ALONE_TOLERANCE[dtype] and neighbour <= NEIGHBOUR_TOLERANCE
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:

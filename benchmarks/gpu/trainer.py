@@ -22,7 +22,7 @@ from opd.stream.schema import TargetRow, write_stream
 from opd.train.components import Component
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.rank import RankResult, RankWork, TrainerRank
-from opd.train.totals import row_weights
+from opd.train.totals import weigh_rows
 from pipelines.specs import rank_options
 from teachers.scorers.transformers import TransformersScorer
 
@@ -91,7 +91,7 @@ class Task:
         """All of a step but the optimiser; returns the number of micro-batches."""
         sizes = [RowSize(r.sample_id, r.domain, num_tokens([r])) for r in self.rollouts]
         (plan,) = plan_micro_batches(sizes, 1, micro_batch_tokens)
-        weights = row_weights(self.rollouts, "token_mean", {})
+        weights = weigh_rows(self.rollouts, "token_mean", {})
         components = {"divergence": Component(weights=weights)}
         work = RankWork(step=step, lr=lr, micro_batches=tuple(map(tuple, plan)), components=components)
         rank.begin_step(work, self.heads)

@@ -1,16 +1,17 @@
 """Ray: starting it, putting workers into processes, and calling them with a deadline. The one package that imports ray.
 
-environment   variables of a worker's process
-session       starting Ray, and stopping it with all that it started
+environment   the environment variables of a worker's process
+session       starts Ray, and stops it with all that it started
 search_path   where workers look for modules
 daemons       whether Ray's own processes live
-workers       the handle to a worker, whose methods are called by reference
+workers       the handle to a worker, through which its methods are called
 pulse         how a worker says that it lives
-placement     on which node each worker goes, reserved before any starts
-watching      listening to all workers, and ending those that fell silent
-waiting       waiting for answers, and finding out what a failure meant
-objects       values in Ray's store, and answers that are made when somebody fetches them
-background    work in a thread of the driver
+placement     on which node each worker goes; reserved before any worker starts
+watching      listens to all workers, and kills those that fell silent
+waiting       waits for answers, and finds out what a failure means
+objects       values in Ray's object store, and calls that are made when somebody fetches the answer
+background    calls in a thread of the driver
+errors        our errors for a worker or a value that is gone, made from Ray's
 """
 
 from opd.cluster.background import BackgroundCall

@@ -1,4 +1,4 @@
-"""Work in a thread beside the driver's own. It ends with the session, whatever becomes of the driver."""
+"""Calls that run in a thread of the driver beside its main thread. They end with the session, whatever error ends it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 GRACE_S = 10.0
-"""How long a session waits for a thread whose workers it has ended."""
+"""Seconds that a session waits for each thread, after it has killed the workers for which the thread may be waiting."""
 
 _running: set[threading.Thread] = set()
 
@@ -27,7 +27,7 @@ class BackgroundCall(Generic[R]):
     """A call that runs in a thread from now on."""
 
     def __init__(self, work: Callable[[], R], name: str) -> None:
-        """`name` is what errors call it."""
+        """Start the thread; `name` is the name of the call in errors."""
         self._name = name
         self._future: Future[R] = Future()
 
@@ -54,14 +54,13 @@ class BackgroundCall(Generic[R]):
 
 
 def end_background(workers: Sequence[Worker[Any]]) -> None:
-    """End the threads that are left when a session ends.
+    """End the threads that still run when a session ends, by killing its workers: calls that wait for these then raise.
 
-    Their calls end because the session's workers are killed. It must be over before Ray shuts down: a thread that asks Ray
-    afterwards would start a new one.
+    This comes before Ray shuts down, because a thread that called Ray afterwards would start a new Ray.
     """
     if not _running:
         return
-    with contextlib.suppress(WorkerDied):  # if Ray is gone the threads find that out themselves
+    with contextlib.suppress(WorkerDied):  # if Ray is gone, the threads notice that themselves
         refuse_dead_ray()
         for worker in workers:
             worker.kill()

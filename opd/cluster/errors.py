@@ -1,4 +1,4 @@
-"""Our errors for a worker or a value that is gone, and the reading of Ray's."""
+"""Our errors for a worker or a value that is gone, and functions that read Ray's errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ class WorkerDied(RunError):
     """A worker's process, or Ray itself, is gone."""
 
     def __init__(self, message: str, worker: Worker[Any] | None = None, start_error: str = "") -> None:
-        super().__init__(message)  # alone, so that it can be pickled; a handle is of use in the driver only
+        # With the message alone, so that the error can be pickled; the handle is of use only in the driver.
+        super().__init__(message)
         self.worker = worker
         """The worker that died; None if Ray itself did."""
         self.start_error = start_error
@@ -23,14 +24,15 @@ class WorkerDied(RunError):
 
 
 class LostValue(WorkerDied):
-    """A value cannot be read any more: the only node that had it is gone. A call that was given it did not begin."""
+    """A value cannot be read any more, because the only node that had it is gone. If it was an argument of a call, the call did not
+    begin."""
 
 
 def parse_start_error(error: Any) -> str:
-    """Return type and text of the exception that a worker's constructor raised, from Ray's `RayActorError`; empty if it raised none.
+    """Return type and text of the exception that a worker's constructor raised; empty if it raised none. `error`: a `RayActorError`.
 
-    Ray has it only as text: a line about the actor, a traceback, the exception. Without the numbers before it, two starts that fail
-    alike have equal ones.
+    Ray has the exception only as text: a line about the actor, a traceback, and last the exception. The text before the exception
+    has numbers that differ from start to start; without it, two starts that fail alike have equal texts.
     """
     if not error.actor_init_failed:
         return ""
@@ -39,8 +41,8 @@ def parse_start_error(error: Any) -> str:
 
 
 def unwrap_task_error(error: Any) -> Exception:
-    """Return the exception that a worker raised, from Ray's `RayTaskError`.
+    """Return the exception that a worker raised, given Ray's `RayTaskError`.
 
-    An error that we worded ourselves comes back as it is; Ray would wrap the worker's traceback around it.
+    Our own errors are returned as they are; around others Ray wraps the worker's traceback.
     """
     return error.cause if isinstance(error.cause, OpdError | RunError) else error.as_instanceof_cause()

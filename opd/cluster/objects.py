@@ -1,4 +1,4 @@
-"""Values in Ray's object store, and calls that are made when somebody fetches the answer."""
+"""Values in Ray's object store, and calls that are only made when somebody fetches their answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def put_object(value: Any) -> Any:
-    """Return a handle to a value that came from outside the cluster. Raises: WorkerDied if Ray is gone."""
+    """Put a value of this process into the object store, and return a handle to it. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -23,7 +23,7 @@ def put_object(value: Any) -> Any:
 
 
 def fetch_object(handle: Any) -> Any:
-    """Return the value behind a handle, read without a copy where it is an array. Raises: WorkerDied if Ray is gone."""
+    """Return the value behind a handle; an array is not copied. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -31,11 +31,11 @@ def fetch_object(handle: Any) -> Any:
 
 
 def copy_on(node: str, handle: Any) -> Any:
-    """Return a handle to a copy of a value, which a node fetches into its object store and has for others; returns at once.
+    """Have the node with id `node` copy a value into its object store. Returns a handle to the copy at once.
 
-    It is another value than the first, because Ray would fetch that one from any node that has it. A process that Ray keeps on the
-    node for such work makes the copy, while the workers do theirs. Whoever is given a copy that cannot be made gets the error
-    of a value that is lost. `node`: its id. Raises: WorkerDied if Ray is gone.
+    Whoever fetches through this handle gets the value from that node; through the original handle Ray would fetch it from any node
+    that has it. A process that Ray keeps on the node for such tasks makes the copy, beside the workers. If the copy cannot be made,
+    a call that is given the handle fails with the error of a lost value. Raises: WorkerDied if Ray is gone.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -46,7 +46,7 @@ def copy_on(node: str, handle: Any) -> Any:
 
 @cache
 def _copy_task() -> Any:
-    """Return the call that makes a copy. There is one, because Ray tells all nodes of each that is made."""
+    """Return Ray's remote function that copies. It is made once, because Ray announces every remote function to all nodes."""
     import ray
 
     return ray.remote(_return_value)
@@ -58,18 +58,18 @@ def _return_value(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """A value that `put_object` took; may travel to workers."""
+    """A handle of `put_object`, for code that knows nothing of Ray; it may be sent to workers."""
 
     handle: Any
 
     def fetch(self) -> Any:
-        """Return the value, for code that knows nothing of Ray. Raises: WorkerDied if Ray is gone."""
+        """Return the value. Raises: WorkerDied if Ray is gone."""
         return fetch_object(self.handle)
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteCall(Generic[R]):
-    """A call that a worker gets whenever somebody fetches the answer; may travel to other workers.
+    """A call of a worker's method that is made every time somebody fetches its answer; it may be sent to other workers.
 
     `Worker.on_demand` makes it.
     """
@@ -82,7 +82,7 @@ class RemoteCall(Generic[R]):
     timeout_s: float
 
     def fetch(self) -> R:
-        """Return the answer, for code that knows nothing of Ray.
+        """Call the worker, and return its answer.
 
         Raises: RunError if the worker is dead or misses its deadline; the worker's own OpdError or RunError.
         """

@@ -1,7 +1,7 @@
-"""Places for workers on the nodes of a cluster: what each asks for, and reserving it with Ray's placement groups.
+"""Places for workers on the nodes of a cluster: what each worker needs, and how that is reserved with Ray's placement groups.
 
-A group is all workers of a role. Ray reserves a group as a whole, and a worker that is started again gets the place that it had,
-or, if that node is gone, another one that its group allows.
+All workers of a role make a group, which Ray reserves as a whole. A worker that is started again gets the place that it had or, if
+that node is gone, another one that the strategy of its group allows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from opd.cluster.errors import WorkerDied
 from opd.errors import RunError
 
 NODE = "ray.io/node-id"
-"""The label that Ray gives every node: its id."""
+"""Label that Ray gives every node; its value is the node's id."""
 LOOK_S = 1.0
+"""Seconds between two looks at what we wait for."""
 SETTLE_S = 60.0
-"""How long to wait for Ray to call a node dead that does not answer; it takes half a minute."""
+"""Seconds that we wait for Ray to declare a node dead that does not answer; Ray takes about half a minute."""
 ANSWER_S = 3.0
-"""Deadline for a node to take a connection."""
+"""Seconds in which a node that lives has to accept a connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +34,14 @@ class Seat:
     worker: str
     """The worker's name, as `spawn_worker` gets it."""
     asks: Mapping[str, float]
-    """Resource, as Ray calls it (CPU, GPU, custom ones) -> how much."""
+    """Ray's name of a resource (CPU, GPU, custom ones) -> amount."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Label -> what the node must have there, as Ray's label selectors say it."""
+    """Label -> selector for its value on the node, in the language of Ray's label selectors."""
     threads: int | None = None
-    """Threads that each process of the worker computes with; None: as it is started."""
+    """Threads with which each process of the worker computes; None: what the worker's environment says."""
 
     def fits_node(self, node: Node) -> bool:
-        """Return True if the node, with nothing on it, has room for this worker."""
+        """Return True if `node.has` is enough for this worker, and the node's labels are right."""
         enough = all(node.has.get(name, 0) >= amount for name, amount in self.asks.items())
         return enough and all(matches_selector(node.labels.get(key), selector) for key, selector in self.labels.items())
 
@@ -53,7 +54,7 @@ class WorkerGroup:
     """The workers of a role."""
 
     key: str
-    """The pipeline's key that says where they go."""
+    """Key of the pipeline that says where these workers go, for errors."""
     strategy: str
     """Ray's strategy: PACK, SPREAD, STRICT_PACK or STRICT_SPREAD."""
     seats: tuple[Seat, ...]
@@ -68,7 +69,7 @@ class Node:
     is_local: bool
     """Whether this process is on it."""
     has: Mapping[str, float]
-    """Resource -> how much of it the node has in all, whoever uses it now."""
+    """Resource -> amount that the node has in all; from `_list_free_nodes`, the amount that is free."""
     labels: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -78,16 +79,16 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class ReservedSeat:
-    """A reserved seat."""
+    """A seat with the place that Ray has reserved for it."""
 
     seat: Seat
     group: Any
     """Ray's placement group."""
     index: int
-    """Which bundle of the group it is."""
+    """Index of the seat's bundle in the placement group."""
 
     def build_actor_options(self) -> dict[str, Any]:
-        """Return the options of an actor that goes there."""
+        """Return Ray's options for an actor that is started in this place."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         custom = {name: amount for name, amount in self.seat.asks.items() if name not in ("CPU", "GPU")}
@@ -98,14 +99,14 @@ class ReservedSeat:
         }
 
     def build_env(self) -> dict[str, str]:
-        """Return the variables that its seat adds to the worker's environment."""
+        """Return the variables that the seat adds to the worker's environment."""
         return {} if self.seat.threads is None else {"OMP_NUM_THREADS": str(self.seat.threads)}
 
     def wait_for_node(self) -> None:
-        """Return once the node of this place takes connections, or Ray knows that it is gone, at the latest after `SETTLE_S`.
+        """Wait until the node of this place accepts connections, or Ray knows that it is gone; for `SETTLE_S` at most.
 
-        Until Ray knows, it would start a worker on the dead node, and then call that one dead too. Raises: WorkerDied if Ray is
-        gone.
+        As long as Ray does not know that a node is dead, it would start a worker there, which would be dead too. Raises:
+        WorkerDied if Ray is gone.
         """
         deadline = time.monotonic() + SETTLE_S
         while (
@@ -116,12 +117,12 @@ class ReservedSeat:
             time.sleep(LOOK_S)
 
     def describe_problem(self) -> str:
-        """Describe why Ray has no node for it now; empty if it has one."""
+        """Describe why Ray has no node for this seat now; empty if it has one."""
         return "" if _read_bundle_nodes(self.group).get(self.index) else _describe_shortage(self.seat)
 
 
 def matches_selector(value: str | None, selector: str) -> bool:
-    """Return True if a node's label (None: it has none) is what a selector wants, by the rules of Ray."""
+    """Return True if the value of a node's label fits a selector: `x`, `!x`, `in(x, y)` or `!in(x, y)`. `value`: None without label."""
     negated, plain = selector.startswith("!"), selector.removeprefix("!")
     match = re.fullmatch(r"in\((.*)\)", plain)
     values = [value_text.strip() for value_text in match[1].split(",")] if match else [plain]
@@ -135,7 +136,7 @@ def format_resources(resources: Mapping[str, float], labels: Mapping[str, str]) 
 
 
 def list_nodes() -> list[Node]:
-    """Return the nodes of the cluster that live, this process's first. Raises: WorkerDied if Ray is gone."""
+    """Return the living nodes of the cluster, first the one on which this process runs. Raises: WorkerDied if Ray is gone."""
     import ray
 
     with convert_ray_errors():
@@ -155,29 +156,30 @@ def list_nodes() -> list[Node]:
 
 
 def reserve_seats(groups: Sequence[WorkerGroup], *, timeout_s: float) -> dict[str, str]:
-    """Reserve a place for every worker of this session. Returns worker -> address of its node.
+    """Reserve a place for every worker of this session. Returns worker's name -> address of its node.
 
-    From now on `spawn_worker` puts each there, also when it is started again. Raises: RunError past the deadline, which says who has no
-    place, and what the nodes have; WorkerDied if Ray is gone.
+    From now on `spawn_worker` starts each worker in its place, also when it is started again. Raises: RunError past the deadline,
+    which says which worker has no place and what the nodes have; WorkerDied if Ray is gone.
     """
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    from opd.cluster.session import current_watch
+    from opd.cluster.session import get_current_watch
 
-    watch, deadline = current_watch(), time.monotonic() + timeout_s
+    watch, deadline = get_current_watch(), time.monotonic() + timeout_s
     reservations = []
     with convert_ray_errors():
         for group in groups:
             bundles = [dict(seat.asks) for seat in group.seats]
-            # Ray takes `in(a, b)`, and then looks for the label ` b`.
+            # Ray does not strip the values of `in(a, b)`: it would look for a label ` b`, with the space.
             selectors = [{key: value.replace(" ", "") for key, value in seat.labels.items()} for seat in group.seats]
             reservations.append((group, placement_group(bundles, group.strategy, bundle_label_selector=selectors)))
     try:
         for group, reserved in reservations:
             _wait_for_group(group, reserved, deadline, timeout_s)
     except RunError as error:
-        for _, reserved in () if isinstance(error, WorkerDied) else reservations:
-            remove_placement_group(reserved)
+        if not isinstance(error, WorkerDied):  # if Ray is gone there is nothing to remove
+            for _, reserved in reservations:
+                remove_placement_group(reserved)
         raise
     watch.seats |= {
         seat.worker: ReservedSeat(seat, reserved, index)
@@ -211,14 +213,14 @@ def _wait_for_group(group: WorkerGroup, reserved: Any, deadline: float, timeout_
 
 
 def _describe_shortage(seat: Seat) -> str:
-    """Describe what a worker asks for, and what nodes have and have free."""
+    """Describe what a worker asks for, and what every node has in all and has free."""
     free = {node.id: _drop_internal_resources(node.has) for node in _list_free_nodes()}
     node_texts = [f"{node}, free: {format_resources(free.get(node.id, {}), {}) or 'nothing'}" for node in list_nodes()]
     return f"{seat.worker} asks for {seat}; nodes: {'; '.join(node_texts)}"
 
 
 def _list_free_nodes() -> list[Node]:
-    """Return the nodes with what they have free now."""
+    """Return the living nodes, where `has` is what each has free now."""
     from ray._private.state import available_resources_per_node
 
     with convert_ray_errors():
@@ -227,7 +229,7 @@ def _list_free_nodes() -> list[Node]:
 
 
 def _read_bundle_nodes(reserved: Any) -> dict[int, str]:
-    """Return bundle -> id of its node; empty while Ray has none for it."""
+    """Return index of a bundle -> id of its node, for a placement group. A bundle without a node is missing or has an empty id."""
     from ray.util.placement_group import placement_group_table
 
     with convert_ray_errors():
@@ -236,7 +238,7 @@ def _read_bundle_nodes(reserved: Any) -> dict[int, str]:
 
 
 def _accepts_connections(node_id: str) -> bool:
-    """Return True if Ray's process on a node takes a connection."""
+    """Return True if Ray's process on a node accepts a connection; False if Ray knows that the node is dead."""
     import ray
 
     with convert_ray_errors():
@@ -251,6 +253,6 @@ def _accepts_connections(node_id: str) -> bool:
 
 
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
-    """Return the resources without those that Ray counts for itself: a node's own name and memory, and what groups have taken."""
+    """Return the resources without those that Ray adds itself: a node's name, its memory, and entries of placement groups."""
     own = ("memory", "object_store_memory")
     return {name: n for name, n in resources.items() if name not in own and ":" not in name and "_group_" not in name}

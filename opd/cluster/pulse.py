@@ -1,4 +1,4 @@
-"""A worker's pulse: every `LOOK_S` it writes a count into Ray's key-value store, and whoever waits reads it there."""
+"""The pulse of a worker: every `LOOK_S` seconds it writes a count into Ray's key-value store, where the driver reads it while it waits."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 from opd.machine.compiler import keep_compiled_code_private
 
 LOOK_S = 2.0
-"""How often a worker says that it lives, and how often whoever waits looks."""
+"""Seconds between two beats of a worker's pulse, and between two looks of the driver."""
 SILENT_S = 40.0
-"""A worker that has not said so for this long is hung, whatever it was doing: it is killed."""
+"""A worker without a beat for so many seconds counts as hung, whatever it is doing, and is killed."""
 NAMESPACE = "opd"
-"""Where in the key-value store the pulses are."""
+"""Namespace of the pulses in the key-value store."""
 
 
 class PulsingWorker:
-    """The first base of a worker's class: a thread of its own says that the process lives."""
+    """First base class of every worker's class: it starts a thread that writes the pulse."""
 
     def __init__(self, key: bytes, *args: Any) -> None:
         keep_compiled_code_private()
@@ -30,7 +30,7 @@ class PulsingWorker:
         super().__init__(*args)
 
     def node_address(self) -> str:
-        """Return the address at which the cluster's other machines reach the one that this worker runs on."""
+        """Return the address at which other machines of the cluster reach this worker's machine."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -56,22 +56,22 @@ def _write_pulse(key: bytes) -> None:
 
 @dataclass
 class Pulse:
-    """A worker as the driver hears it."""
+    """What the driver knows of one worker's pulse."""
 
     key: bytes
-    """Key under which the store has what it says."""
+    """Key of the worker in the key-value store."""
     last: bytes = b""
-    """What it said last: a count, its pid and its machine."""
+    """The last message that was read: count, process id and address of the machine. Empty before the first one."""
     silent_s: float = 0.0
-    """How long the driver has listened and heard nothing new."""
+    """Seconds for which the driver has listened without a new message."""
     looked_at: float = 0.0
     """When the driver looked last, by the monotonic clock."""
     ended: str = ""
-    """The reason, if the worker was killed because it fell silent, for whoever waits for it; else empty."""
+    """Why the worker was killed, if it was killed because it fell silent; else empty. Errors show it."""
 
     @property
     def is_local(self) -> bool:
-        """True if the worker is on this machine. Needs its first pulse: `last` must not be empty."""
+        """True if the worker is on this machine. Its first message must have come: `last` must not be empty."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
@@ -79,20 +79,21 @@ class Pulse:
 
     @property
     def pid(self) -> str:
-        """Number of the worker's process, once it has spoken."""
+        """Id of the worker's process. Its first message must have come: `last` must not be empty."""
         return self.last.decode().split()[1]
 
     def record_message(self, message: bytes, now: float) -> None:
-        """Take what the store has now, at the time `now` by the monotonic clock."""
+        """Note the message that the store has at the time `now`, by the monotonic clock."""
         if message != self.last:
             self.last, self.silent_s = message, 0.0
         else:
-            # Only while the driver listened: all processes may have slept, after Ctrl-Z or in a container that was paused.
+            # At most two intervals count at a time: if the driver did not look for longer, all processes may have been suspended,
+            # by Ctrl-Z or in a paused container.
             self.silent_s += min(now - self.looked_at, 2 * LOOK_S)
         self.looked_at = now
 
     def kill_process(self) -> None:
-        """Send SIGKILL if the worker runs on this machine: a process that is stopped does not hear Ray."""
+        """Send SIGKILL if the worker runs on this machine: a suspended process does not react to Ray."""
         if self.is_local:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(self.pid), signal.SIGKILL)

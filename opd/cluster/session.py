@@ -1,4 +1,4 @@
-"""Starting Ray, and stopping it with all that it started."""
+"""The session of Ray: starting it or connecting to it, and stopping it with all that it started."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from opd.machine import leftovers
 from opd.machine.address import LOOPBACK
 
 RAY_DIRECTORY = "r"
-"""Name of Ray's temporary directory in ours; the path of a socket is short."""
+"""Name of Ray's temporary directory in ours. It is short because the paths of sockets have a limit."""
 LOCAL = "local"
-"""The address that means Ray on this machine, started and stopped by us."""
+"""Value of `cluster.address` for a Ray on this machine that we start and stop."""
 
 _failed_directories: list[Path] = []
-"""Directories of sessions of this process that ended with a RunError, whose logs may be of use until the next session."""
+"""Directories of this process's sessions that ended with a RunError. Their logs may explain it, so they stay until the next session."""
 _watch: WorkerWatch | None = None
-"""The watch of the session under way. It is a global because a process has one Ray, and so one session at a time."""
+"""The watch of the running session. It is a global, because a process has one Ray and so one session at a time."""
 
 
-def current_watch() -> WorkerWatch:
-    """Return the watch of the session under way. Raises: WorkerDied outside of a session."""
+def get_current_watch() -> WorkerWatch:
+    """Return the watch of the running session. Raises: WorkerDied outside of a session."""
     if _watch is None:
         raise WorkerDied("Ray itself is gone: its session has ended, or was not begun")
     return _watch
@@ -43,9 +43,10 @@ def current_watch() -> WorkerWatch:
 def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
     """Connect to the cluster, or start Ray on this machine; stop it on exit.
 
-    A local Ray listens on loopback only, has no dashboard, asks for a token that lives as long as this process, and has its files
-    where no other user gets. They go with the session, but after a RunError, which Ray's logs may explain, with the next one. The
-    session first clears what earlier drivers left when they were killed, and none of its own processes outlives it.
+    A local Ray listens on loopback only, has no dashboard, and asks for a token that lives as long as this process. Its files lie
+    where no other user can read them, and are deleted at the end of the session; after a RunError, which Ray's logs may explain,
+    at the beginning of the next one. The session first ends the processes, and deletes the directories, that earlier, killed
+    drivers have left. None of its own processes outlives it.
     Raises: RunError if Ray would listen elsewhere; ConfigError if there is no cluster at the address, or no place for Ray's files.
     """
     global _watch
@@ -67,22 +68,23 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
             if directory is not None:
                 _failed_directories.append(directory)
             if isinstance(error, WorkerDied) and error.worker is None:
-                leftovers.end_own_processes()  # before Ray shuts down, which would wait for processes that do not answer
+                # Ray does not answer. Its processes end now, because `ray.shutdown` would wait for them.
+                leftovers.end_own_processes()
             raise
         finally:
-            _watch = None  # no thread spawns a worker from here on
+            _watch = None  # from here on no thread can spawn a worker
             end_background(watch.workers)
             watch.stop_watching_all()
             ray.shutdown()
-            leftovers.end_own_processes()  # a process that is stopped or hung does not end by itself
+            leftovers.end_own_processes()  # suspended or hung processes do not end by themselves
             if directory is not None and directory not in _failed_directories:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
 def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | None) -> None:
-    """Start Ray here with its files in `directory`, or without one go to the cluster that there is.
+    """Start a local Ray with its files in `directory`; with None, connect to the cluster at `config.address`.
 
-    Raises: ConfigError if there is none; RunError if ours would listen beyond this machine.
+    Raises: ConfigError if there is no such cluster; RunError if the local Ray listens beyond this machine.
     """
     import ray
 
@@ -99,7 +101,7 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
                 fix="start it with `ray start --head`, and `ray start --address` on its other machines, or leave the key out",
             ) from None
         return
-    # CPUs are counted in workers, not cores: the phases take turns on the same cores.
+    # For Ray we count one CPU for each worker, whatever cores there are: the roles take turns on the same cores.
     ray.init(
         address=LOCAL,  # without it Ray would join a cluster that this machine is part of
         num_cpus=num_workers,
@@ -109,30 +111,33 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
         configure_logging=True,
         _temp_dir=str(
             directory / RAY_DIRECTORY
-        ),  # Ray opens the directory itself to everybody, but not the one above it
+        ),  # Ray opens this directory to every user, but not `directory` above it
         job_config=search_path.job_config(),
-        # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
+        # By default Ray first starts `num_cpus` processes, without the environment that our workers need, and waits for them.
         _system_config={"prestart_worker_first_driver": False},
     )
     _refuse_open_ports(ray.util.get_node_ip_address())
 
 
 def max_socket_directory_bytes() -> int:
-    """Return the most bytes that a temporary directory's path may have: a socket's has at most 107, and Ray's session lies between."""
+    """Return the most bytes that the path of the temporary directory may have.
+
+    The path of a socket has at most 107 bytes, and Ray puts the names of its session's directories between the two.
+    """
     session = f"session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store"
     return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAY_DIRECTORY}/{session}")
 
 
 def find_long_ray_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the variable that names Ray's temporary directory, if Ray's sockets have no room there."""
+    """Return the environment variable that names Ray's temporary directory, if that path is too long for Ray's sockets; else None."""
     name = next((name for name in leftovers.RAY_VARIABLES if environ.get(name)), None)
     return name if name is not None and len(os.fsencode(environ[name])) > max_socket_directory_bytes() else None
 
 
 def _make_own_directory() -> Path:
-    """Make the directory that a session of Ray's lies in, of mode 0700: Ray opens its own, and its sockets, to every user of the machine.
+    """Make the directory, of mode 0700, in which Ray's temporary directory lies: Ray opens its own, and its sockets, to every user.
 
-    Raises: ConfigError for a temporary directory in which it cannot be, or in which Ray's sockets cannot lie.
+    Raises: ConfigError if it cannot be made in the temporary directory, or if its path is too long for Ray's sockets.
     """
     name = find_long_ray_variable(os.environ)
     if name is not None:
@@ -156,10 +161,10 @@ def _make_own_directory() -> Path:
 
 
 def _restrict_ray_to_loopback() -> None:
-    """Set the variables that Ray reads when it is imported.
+    """Set environment variables by which Ray listens on loopback only, and asks for a token. Ray reads them when it is imported.
 
-    On Linux Ray turns 127.0.0.1 into the machine's outer address and listens there, unless it is told that there are no
-    clusters. The token is ours, because Ray's own lies in a file that other users may be able to read.
+    On Linux Ray replaces 127.0.0.1 by the machine's outer address and listens there, unless it is told that there are no clusters.
+    The token is made here, because Ray's own is in a file that other users may be able to read.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     if "RAY_AUTH_TOKEN_PATH" not in os.environ:
@@ -168,7 +173,7 @@ def _restrict_ray_to_loopback() -> None:
 
 @contextmanager
 def _keep_sigterm_handler() -> Iterator[None]:
-    """Keep SIGTERM as it was: Ray takes it when it starts, and would end the driver in the middle of a step."""
+    """Restore the handler of SIGTERM at the end: Ray sets its own when it starts, which would end the driver within a step."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -178,6 +183,7 @@ def _keep_sigterm_handler() -> Iterator[None]:
 
 
 def _refuse_open_ports(node_address: str) -> None:
+    """Refuse a local Ray that does not listen on loopback. Raises: RunError."""
     if node_address not in LOOPBACK:
         raise RunError(
             f"Ray listens on {node_address}, beyond this machine: something in this process imported ray before "

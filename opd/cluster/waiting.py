@@ -1,4 +1,4 @@
-"""Waiting for workers' answers, with a deadline, and finding out what a failure meant."""
+"""Functions that wait for workers' answers, with a deadline, and find out what a failure means."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 EXPLAIN_S = 10.0
-"""After one worker of a group failed, how long to wait for the death of another that may explain it."""
+"""Seconds that we wait, after a worker failed, for the death of another one that may explain the failure."""
 
 
 def wait_for_all(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
     """Wait for all answers, and return them in order.
 
-    Raises: a worker's own OpdError or RunError; WorkerDied if one died or Ray is gone, LostValue among these if one could not
-    begin because what it was given is lost; RunError with the workers' names past the deadline.
+    Raises: a worker's own OpdError or RunError; WorkerDied if a worker died or Ray is gone; its subclass LostValue if a call could
+    not begin, because an argument of it is lost; RunError with the workers' names past the deadline.
     """
     open_calls, deadline = list(pending), time.monotonic() + timeout_s
     while open_calls:
-        # One at a time: when a rank fails, the others wait for it in a collective, and its error explains theirs.
+        # Answers are read as they come: when a rank fails, the others wait for it in a collective operation. Its error comes
+        # first, and explains theirs.
         ready = _wait_next(pending, open_calls, deadline, timeout_s)
         open_calls.remove(ready)
         try:
@@ -43,7 +44,7 @@ def wait_for_all(pending: Sequence[Pending[R]], *, timeout_s: float) -> list[R]:
 
 
 def wait_first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: float | None = None) -> int:
-    """Wait until one answer has come, and return its index. The deadline counts from `since` (`time.monotonic`), else from now.
+    """Wait until one answer has come, and return its index. The deadline counts from `since` (by `time.monotonic`), or from now.
 
     Raises: what `wait_for_all` raises.
     """
@@ -56,7 +57,7 @@ def wait_first(pending: Sequence[Pending[Any]], *, timeout_s: float, since: floa
 def _wait_next(
     calls: Sequence[Pending[R]], open_calls: Sequence[Pending[R]], deadline: float, timeout_s: float
 ) -> Pending[R]:
-    """Wait until one of `open_calls` has its answer, and return it; `calls` are all that were made together.
+    """Wait until one of `open_calls` has its answer, and return that call. `calls`: all calls that were made together, for errors.
 
     Raises: RunError past the deadline, WorkerDied if Ray is gone.
     """
@@ -67,7 +68,7 @@ def _wait_next(
         left_s = deadline - time.monotonic()
         handles = [call.handle for call in open_calls]
         with convert_ray_errors():
-            # Not fetched: an answer may be meant for another worker, and large.
+            # The answer is not fetched here, because it may be large and meant for another worker.
             ready, _ = ray.wait(handles, num_returns=1, timeout=max(0.0, min(LOOK_S, left_s)), fetch_local=False)
         if ready:
             return open_calls[handles.index(ready[0])]
@@ -94,20 +95,23 @@ def _read_answer(pending: Pending[R]) -> R:
             raise LostValue(f"{pending.worker.name}: `{pending.method}` was {lost}") from None
         raise unwrap_task_error(error) from None
     except LostValue as error:
-        pending.worker.kill()  # it may live, and another one is about to take its place
+        pending.worker.kill()  # it may still live, but the caller will replace it
         raise WorkerDied(f"{pending.worker.name}: {error} (the answer to `{pending.method}`)", pending.worker) from None
     except ray.exceptions.RayActorError as error:
         raise _build_death_error(pending, error) from None
 
 
 def _describe_lost_argument(error: Any) -> str:
-    """Describe the argument that a method could not be given, so that it did not begin; empty if an error is the method's own."""
+    """Describe the lost argument because of which a method did not begin; empty if the method itself raised `error`.
+
+    The text completes "the method was ...".
+    """
     import ray
 
     exceptions = ray.exceptions
     if isinstance(error, exceptions.RayActorError):
         return f"to get the answer of a worker that died: {error}"
-    # What it was given lay on a node that died, or was to be copied by a process that is gone.
+    # The argument lay on a node that died, or a process that is gone was to copy it.
     node_errors = (
         exceptions.WorkerCrashedError,
         exceptions.NodeDiedError,
@@ -118,7 +122,7 @@ def _describe_lost_argument(error: Any) -> str:
 
 
 def _build_death_error(pending: Pending[Any], error: Any) -> WorkerDied:
-    """Return the error that says which worker died during which method, and why, as far as we know."""
+    """Build the error that says which worker died, during which method and, as far as we know, why."""
     worker = pending.worker
     last_words = read_log_tail(worker.pulse) if worker.watch.stop_watching(worker) else ""
     reason = worker.pulse.ended or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"
@@ -126,9 +130,9 @@ def _build_death_error(pending: Pending[Any], error: Any) -> WorkerDied:
 
 
 def _raise_partner_death(pending: Sequence[Pending[Any]]) -> None:
-    """Look for a worker's death behind another one's failure. Raises: WorkerDied if one of the pending calls ends so soon.
+    """Wait up to `EXPLAIN_S` for the death of another worker, after one has failed. Raises: WorkerDied if one of `pending` died.
 
-    A worker that lost its partner fails too, and often first; the partner's death is then the better explanation.
+    If a worker dies, its partners fail too, and often their errors come first. The death is then the better explanation.
     """
     import ray
 
@@ -142,4 +146,4 @@ def _raise_partner_death(pending: Sequence[Pending[Any]]) -> None:
             except ray.exceptions.RayActorError as error:
                 raise _build_death_error(call, error) from None
             except ray.exceptions.RayTaskError:
-                continue  # it lost its partner too
+                continue  # this worker failed as well, but did not die

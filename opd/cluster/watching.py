@@ -1,4 +1,4 @@
-"""Listening to the workers of a session."""
+"""The watch over a session's workers: it listens to their pulses, and kills those that fell silent."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ LOG_LINES = 20
 
 
 class WorkerWatch:
-    """The workers of a session, from their start until they are killed or found dead."""
+    """Knows the workers of a session, each from its start until it is killed or found dead."""
 
     def __init__(self, start_timeout_s: float = math.inf) -> None:
-        """`start_timeout_s` is the deadline for a worker to be heard for the first time."""
+        """Begin with no workers. `start_timeout_s`: seconds in which a new worker's first beat has to come."""
         self._workers: dict[bytes, Worker[Any]] = {}
-        """Key of its pulse -> worker. Ray ends a worker that nobody holds: this holds all of them."""
+        """Key of a worker's pulse -> worker. Ray ends a worker to which no handle exists, so this keeps all handles."""
         self._start_timeout_s = start_timeout_s
         self.seats: dict[str, ReservedSeat] = {}
         """Name of a worker -> the place that is reserved for it."""
 
     @property
     def workers(self) -> list[Worker[Any]]:
+        """The workers that are watched now."""
         return list(self._workers.values())
 
     def add(self, worker: Worker[Any]) -> None:
@@ -40,20 +41,19 @@ class WorkerWatch:
         self._workers[worker.pulse.key] = worker
 
     def stop_watching(self, worker: Worker[Any]) -> bool:
-        """Stop listening to it. Returns False if it was not listened to."""
+        """Stop listening to a worker. Returns True if it was watched until now."""
         return self._workers.pop(worker.pulse.key, None) is not None
 
     def stop_watching_all(self) -> None:
-        """Forget all workers."""
+        """Stop listening to all workers."""
         self._workers.clear()
 
     def end_silent(self, method: str) -> None:
-        """Listen to every worker, and kill those that have been silent for `SILENT_S`, or have never been heard past their
-        deadline, because Ray has no place for them; `method` is what is waited for.
+        """Read the pulse of every worker, and kill those that have been silent for `SILENT_S`. A worker whose first beat did not
+        come in time is killed too, for example because Ray has no place for it. `method`: what the caller waits for.
 
-        It listens to all of them because the worker that is waited for may be stuck behind a silent one: once that one is
-        killed, Ray lets the other go on. Calls of a worker that was killed end with WorkerDied. Raises: WorkerDied if Ray
-        is gone.
+        All workers are read, not only the one for which the caller waits: that one may itself wait for a silent one, and goes
+        on once that is killed. Calls of a killed worker end with WorkerDied. Raises: WorkerDied if Ray is gone.
         """
         if not self._workers:
             return
@@ -73,7 +73,7 @@ class WorkerWatch:
                 worker.kill()
 
     def _describe_failed_start(self, worker: Worker[Any]) -> str:
-        """Describe why a worker that was never heard is given up."""
+        """Describe why a worker that never had a beat is given up."""
         seat = self.seats.get(worker.name)
         problem = seat.describe_problem() if seat else ""
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
@@ -82,22 +82,26 @@ class WorkerWatch:
 
 
 def _read_pulse(client: Any, key: bytes) -> bytes:
-    """Read a worker's pulse from Ray's store; empty if there is none yet. Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`."""
+    """Read a worker's pulse from Ray's store; empty if there is none yet.
+
+    Raises: WorkerDied if Ray is gone, or its store does not answer for `SILENT_S`.
+    """
     deadline = time.monotonic() + SILENT_S
     while True:
         try:
-            # In short calls: of a store that ends meanwhile Ray says nothing for a minute, and then ends the driver.
+            # Each call has a short timeout: if the store ends during a call, Ray reports nothing for a minute, and then ends the
+            # driver.
             with convert_ray_errors():
                 return client.internal_kv_get(key, NAMESPACE.encode(), timeout=LOOK_S) or b""
         except WorkerDied:
             refuse_dead_ray()
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)  # it may be on its way out and refuse at once
+            time.sleep(0.1)  # a store that is ending may refuse at once, and this loop must not spin
 
 
 def read_log_tail(pulse: Pulse) -> str:
-    """Return the last lines that a worker of this machine wrote, and where they are; empty if they are on another machine."""
+    """Return the last lines of the log of a worker on this machine, and where the log is; empty for a worker on another machine."""
     import ray
 
     node = ray._private.worker._global_node

@@ -1,4 +1,4 @@
-"""Workers: objects in processes of their own, and the handles through which they are called."""
+"""Workers, which are objects in processes of their own, and the handles through which their methods are called."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from opd.cluster.daemons import convert_ray_errors, refuse_dead_ray
 from opd.cluster.objects import RemoteCall
 from opd.cluster.pulse import Pulse, PulsingWorker
-from opd.cluster.session import current_watch
+from opd.cluster.session import get_current_watch
 from opd.cluster.waiting import wait_for_all
 from opd.cluster.watching import WorkerWatch
 
@@ -20,49 +20,52 @@ R = TypeVar("R")
 
 
 class Worker(Generic[T]):
-    """A handle to an object of class T that lives in a process of its own; `spawn_worker` makes it.
+    """A handle to an object of class T in a process of its own; `spawn_worker` makes it.
 
-    Its methods are called by reference: `worker.submit(TrainerRank.export, path)`. So a type checker sees whose method it
-    is, what it takes and what comes back.
+    A method is called by passing the function: `worker.submit(TrainerRank.export, path)`. So a type checker knows its arguments
+    and its result.
     """
 
     def __init__(self, actor: Any, name: str, pulse: Pulse, watch: WorkerWatch) -> None:
         self.name = name
-        """What errors call it, such as `trainer rank 0`."""
+        """The worker's name in errors, such as `trainer rank 0`."""
         self.pulse = pulse
-        """What the driver heard from it."""
+        """What the driver knows of the worker's pulse."""
         self.watch = watch
-        """The watch of its session, which listens to it."""
+        """The watch of its session."""
         self._actor = actor
 
     def submit(self, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Call a method; returns at once. A worker does what it is asked in order, one after the other.
+        """Call a method, and return at once. A worker carries out its calls one after the other, in order.
 
-        An argument that is a handle (`put_object`, `Pending.handle`) reaches the method as its value. Raises: WorkerDied if Ray is
-        gone.
+        If an argument is a handle (from `put_object`, or `Pending.handle`), the method gets the value behind it. Raises:
+        WorkerDied if Ray is gone.
         """
         return self._submit(method.__name__, *args, **kwargs)
 
     def on_demand(
         self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> RemoteCall[R]:
-        """Return a call that is made when somebody fetches its answer, here or in another worker, and then has this deadline."""
+        """Return a call that is made when somebody fetches its answer, here or in another worker; it then has `timeout_s` seconds."""
         return RemoteCall(self._actor, method.__name__, args, kwargs, timeout_s)
 
     def node_address(self, *, timeout_s: float) -> str:
-        """Return the address at which the cluster's other machines reach the one that it runs on. Raises: what
-        `wait_for_all` raises."""
+        """Return the address at which other machines of the cluster reach the worker's machine.
+
+        Raises: what `wait_for_all` raises.
+        """
         address: str = self._submit(PulsingWorker.node_address.__name__).wait_for_result(timeout_s=timeout_s)
         return address
 
     def node_id(self) -> Pending[str]:
-        """Ask for Ray's id of the node that it runs on, whose object store it shares with all workers there."""
+        """Ask for Ray's id of the node on which the worker runs; all workers of a node share its object store."""
         return self._submit(PulsingWorker.node_id.__name__)
 
     def kill(self) -> None:
-        """End it at once; whoever waits for one of its calls gets the error of a worker that died.
+        """End the worker at once. Whoever waits for one of its calls gets WorkerDied.
 
-        A worker that has not been heard yet learns it from Ray a moment later, and may answer until then.
+        If its first beat has not come yet, its process id is not known. Then only Ray ends it, a moment later, and it may answer
+        until then.
         """
         import ray
 
@@ -79,12 +82,12 @@ class Worker(Generic[T]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending(Generic[R]):
-    """An answer that a worker is making."""
+    """A call that was submitted, with the answer to come."""
 
     worker: Worker[Any]
     method: str
     handle: Any
-    """Leads to the answer, as a handle from `put_object` leads to a value."""
+    """Handle to the answer, like one from `put_object`."""
 
     def wait_for_result(self, *, timeout_s: float) -> R:
         """Wait for the answer. Raises: what `wait_for_all` raises."""
@@ -93,19 +96,18 @@ class Pending(Generic[R]):
 
 
 def spawn_worker(cls: type[T], *args: Any, name: str, env: Mapping[str, str], gpus: float = 0) -> Worker[T]:
-    """Start `cls(*args)` in its own process; returns at once, the first call waits for it.
+    """Start `cls(*args)` in a process of its own. Returns without waiting for the constructor; the first call waits for it.
 
-    It goes to the place that `reserve_seats` has for its name, and waits for one there if the node that had it has just died; without
-    a place Ray looks for a node that has room.
-    Raises: WorkerDied if Ray is gone.
+    The worker goes to the place that `reserve_seats` has reserved for its name. If the node there has just died, this first waits
+    until Ray knows that. Without a reserved place Ray chooses a node with room. Raises: WorkerDied if Ray is gone.
     """
     import ray
 
-    watch = current_watch()
+    watch = get_current_watch()
     refuse_dead_ray()
     pulse = Pulse(f"pulse {secrets.token_hex(8)}".encode())
     beating = type(cls.__name__, (PulsingWorker, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
-    # No restart by Ray, which knows nothing of the weights that a worker has to get back.
+    # Ray must not restart the worker itself, because it could not give the weights back to it.
     options: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus, "max_restarts": 0}
     seat = watch.seats.get(name)
     if seat is not None:

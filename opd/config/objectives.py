@@ -61,7 +61,7 @@ class ObjectiveConfig(Strict):
 
     @property
     def weighting(self) -> str:
-        """Name of the weighting of tokens in the mean; `opd.train.totals.row_weights` has the formulas."""
+        """Name of the weighting of tokens in the mean; `opd.train.totals.weigh_rows` has the formulas."""
         return "leave_one_out" if self.IS_ESTIMATE else self.normalize
 
     @property

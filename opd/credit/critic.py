@@ -25,7 +25,7 @@ from opd.credit.state import read_state, write_state
 from opd.errors import RunError
 from opd.records.types import Rollout, WrittenFile
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
-from opd.train.turns import first_turns
+from opd.train.turns import count_earlier_turns
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
@@ -159,7 +159,7 @@ def _summarise_critic(
     explained = explained_variance(value_N, return_N)
     if explained is not None:
         readings["explained_variance"] = explained
-    turns_before = first_turns(segments)
+    turns_before = count_earlier_turns(segments)
     turn_N = np.array([turns_before.get(s.sample_id, 0) + turn for s in segments for turn in s.turns])
     error_N = value_N.astype(np.float64) - return_N
     turns = [turn for turn in np.unique(turn_N) if turn < SHOWN_TURNS]

@@ -1,1 +1,2 @@
-"""Objectives: one small file each, with its section of the pipeline and what computes it, behind `opd.config.objectives.OBJECTIVES`."""
+"""Objectives. Each has a small file with the class that computes it and its section of the pipeline; `opd.config.objectives.OBJECTIVES`
+maps names to these files. The other files compute what all objectives share."""

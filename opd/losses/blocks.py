@@ -1,6 +1,7 @@
-"""The teachers' scores of consecutive tokens on their way to an objective.
+"""The steps by which the teachers' answers about consecutive tokens become what an objective reads.
 
-    block of N tokens  --select_chunk-->  C tokens, products with heads done  --view_chunk-->  `TeacherChunk`
+    `Block` of N tokens  --select_chunk-->  `BlockChunk` of C tokens  --view_chunk-->  `TeacherChunk`
+                                            (multiplied with the teachers' output heads, if there are any)
 
 Every payload has its own classes for these steps, in its file in `opd/payloads/`.
 """
@@ -20,35 +21,35 @@ if TYPE_CHECKING:
 
 
 class BlockChunk(ABC):
-    """A chunk of a block after its matrix products; everything that is left to compute is elementwise."""
+    """Some tokens of a block, after the products with output heads. What is left to compute is elementwise."""
 
     __slots__ = ()
 
     compiles: ClassVar[bool] = False
-    """True if the elementwise part may be compiled, for which `pad_rows` is needed."""
+    """True if torch.compile may compile the elementwise part. Such a class needs `pad_rows`."""
 
     @abstractmethod
     def select_rows(self, rows: slice) -> BlockChunk:
-        """Return the part that belongs to these rows of the chunk."""
+        """Return the part of the chunk with these rows; a row is a token."""
 
     def pad_rows(self, rows: int) -> BlockChunk:
-        """Return the chunk with that many rows more, of any content: their results are cut off."""
+        """Return the chunk with `rows` more rows. These may hold anything, because their results are cut off."""
         raise NotImplementedError
 
     @abstractmethod
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TeacherChunk:
-        """Return the chunk as the objective sees it; `token_C` are the sampled ids, `dtype` is the loss's type."""
+        """Return the chunk as the objective sees it. `token_C`: sampled ids; `dtype`: type in which the loss is computed."""
 
 
 class Block(ABC):
-    """Consecutive response tokens of a micro-batch that are computed in one way."""
+    """Teachers' answers about consecutive tokens of a micro-batch that are computed alike, such as those of the same teachers."""
 
     __slots__ = ()
 
     says_something: ClassVar[bool] = True
-    """False if no teacher has seen its tokens, so that no divergence can be computed."""
+    """False if no teacher has scored these tokens, so that no divergence can be computed."""
     is_mixture: ClassVar[bool] = False
-    """True if only objectives that mix teachers (`Objective.mixes`) can use it."""
+    """True if only objectives with `Objective.mixes` can use the block."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -59,13 +60,13 @@ class Block(ABC):
         return ()
 
     def with_heads(self, heads: Mapping[str, Head]) -> Block:
-        """Return the block with its heads, which are on this device; it can be computed then."""
+        """Return the block with its heads filled in; only then can `select_chunk` be called. `heads`: content hash -> head."""
         return self
 
     def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Return pairs of hidden states and the output head that they are multiplied with: their widths have to agree."""
+        """Return pairs of hidden states and output head that will be multiplied, so that a caller can check their widths."""
         return ()
 
     def select_chunk(self, part: slice, vocab_size: int) -> BlockChunk:
-        """Multiply some of the tokens with the heads, each cut to `vocab_size` rows."""
+        """Return the tokens `part` of the block, multiplied with the heads; each head is cut to `vocab_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} has no heads yet")

@@ -1,13 +1,13 @@
-"""The computation that all objectives share: logits of a few tokens at a time, gradients formed in the forward pass.
+"""The computation that all objectives share: it makes the logits of a few tokens at a time, and computes gradients in the forward pass.
 
-Every objective is a function of the student's distribution p at fixed states, L = sum_n w_n f(p_n). With the
-vocabulary-wise derivative f'_v = df/dp_v an objective only has to give its value and p * f'; the softmax does the rest:
+Every objective is a function f of the student's distribution p at fixed states: L = sum_n w_n f(p_n). An objective returns its
+value, and p_v f'_v with f'_v = df/dp_v for every vocabulary id v. From these the gradient by the logits z follows by the softmax:
 
     dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
 
-Only [chunk, V] logits exist at a time, and of the float32 quantities made from them only a few rows, which fit a CPU's
-cache; the gradient by the logits takes the logits' place. Because the gradients are ready when the forward pass ends,
-the backward pass needs no head: under ZeRO-3 the student's head is gathered once. Teacher quantities carry no gradient.
+Only [chunk, V] logits exist at a time. The float32 numbers made from them exist for a few rows at a time, which fit a CPU's cache.
+The gradient by the logits overwrites the logits. The gradients are ready when the forward pass ends, so the backward pass needs no
+head, and under ZeRO-3 the student's head is gathered only once. What comes from teachers has no gradient.
 
 Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's width, V vocabulary rows, K of a top-k.
 """
@@ -33,18 +33,18 @@ from opd.models.heads import OWN_HEAD, Head
 from opd.models.logit_rule import IDENTITY, LogitRule
 
 SLICE_VALUES = 1 << 18
-"""Values of a [rows, V] slice that the elementwise part works on at a time on a CPU; a GPU takes the whole chunk."""
+"""Numbers in a [rows, V] slice, on which a CPU does the elementwise part at a time; a GPU takes the whole chunk."""
 TILE_VALUES = 1 << 20
-"""Values of the head's gradient that one matrix product adds at a time: a product for all of it would be its size again."""
+"""Numbers of the head's gradient that one matrix product makes at a time: a product for all of it would need its size again."""
 
 
 Columns = tuple[Tensor, ...]
-"""token_C, behaviour_C and weight_C; with a reward also advantage_C and the policy gradient's weight_C, in this order."""
+"""The tensors token_C, behaviour_C, weight_C; with a reward also advantage_C and the policy gradient's weight_C. In this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Numbers for each response token, [N], detached, float32 (or float64); NaN where the payload does not give one."""
+    """Numbers for each trained token, detached, float32 (or float64); NaN where payload and objective do not give one."""
 
     kl_N: Tensor
     """The objective's value, nats; KL(student || teacher) for `reverse_kl`."""
@@ -55,7 +55,7 @@ class TokenStats:
     teacher_entropy_N: Tensor
     """Nats; for a mixture that of its normalised product prod_k q_k^w_k."""
     agree_N: Tensor
-    """1 where both rank the same token first."""
+    """1 where student and teacher rank the same token first, else 0."""
     teacher_top1_N: Tensor
     """1 where the sampled token is the teacher's first."""
     clipped_N: Tensor
@@ -68,28 +68,28 @@ class TokenStats:
 
 @dataclass(frozen=True, slots=True)
 class RewardedStats(TokenStats):
-    """The same numbers with those of the policy gradient, for tokens that have advantages."""
+    """The numbers of a micro-batch in which tokens have advantages. The policy gradient's come last: `_sum_totals` needs that."""
 
     policy_N: Tensor
     """-f(r) A log p, see `opd.losses.policy_gradient`."""
     masked_N: Tensor
-    """1 where the ratio is outside of the band."""
+    """1 where the ratio is outside of the band, so that the token has no gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tensors of N response tokens that do not come from teachers."""
+    """What the loss needs to know of N trained tokens beside the teachers' answers."""
 
     token_N: Tensor
     """Sampled ids."""
     weight_N: Tensor
-    """0 where a token carries no loss; whatever the teacher says there, NaN included, has no effect."""
+    """Weight in the divergence. Where it is 0, the teacher's answer has no effect, even if it is NaN."""
     behaviour_N: Tensor
     """Log-prob of the sampled ids when they were sampled."""
     advantage_N: Tensor | None = None
     """Advantage of the sampled ids; None without a reward."""
     policy_weight_N: Tensor | None = None
-    """Weight in the policy gradient; 0 where a token has no advantage."""
+    """Weight in the policy gradient; 0 where a token has no advantage. None without a reward."""
 
     def select_tokens(self, rows: slice, dtype: torch.dtype) -> Columns:
         """Return the columns of some tokens, with log-probs and weights in the type that the loss computes in."""
@@ -101,31 +101,31 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """An objective, and how it is computed."""
+    """An objective with all settings of its computation."""
 
     objective: Objective
     chunk: int
     """Tokens whose logits exist at one time."""
     vocab_size: int
-    """Both vocabularies are cut to so many rows: rows beyond the tokenizer are padding and have no probability."""
+    """Rows to which the heads of student and teachers are cut. Rows beyond the tokenizer's ids are padding without probability."""
     rule: LogitRule = IDENTITY
     """The student's logit rule."""
     policy: PolicyGradient | None = None
-    """Policy gradient of the tokens with an advantage; None without a reward."""
+    """Policy gradient for tokens with an advantage; None without a reward."""
     compiled: bool = False
-    """Fuse the elementwise part with torch.compile; it needs a C++ compiler when it first runs."""
+    """Fuse the elementwise part with torch.compile, which needs a C++ compiler at the first call."""
     temperature: float = 1.0
-    """Temperature that the tokens were sampled at. Only log-probs that are compared with `Tokens.behaviour_N` use it, to measure
-    how far the policy moved since; objectives are about the student at temperature 1."""
+    """Temperature at which the tokens were sampled. It applies only to log-probs that are compared with `Tokens.behaviour_N`, to
+    measure how far the policy moved since then. Objectives are about the student at temperature 1."""
 
     def __post_init__(self) -> None:
         assert self.chunk > 0
 
 
 class LossHead(nn.Module):
-    """Owns an output head, and computes the objective or plain log-probs from the hidden states before it.
+    """Owns an output head, and computes from the hidden states before it the loss, or plain log-probs.
 
-    A module of its own, because under ZeRO-3 a weight is whole only while the module runs that owns it.
+    It is a module of its own, because under ZeRO-3 a weight is whole only while the module that owns it runs.
     """
 
     def __init__(self, weight_V_D: Tensor, loss: Loss) -> None:
@@ -141,12 +141,15 @@ class LossHead(nn.Module):
         heads: Mapping[str, Head] | None = None,
         show_logits: Callable[[slice, Tensor], None] | None = None,
     ) -> Any:
-        """Return the loss, a scalar with gradients for hidden states and head, and the `TokenStats`.
+        """Return the loss (a scalar, with gradients by hidden states and head) and the `TokenStats`; or log-probs, see `tokens`.
 
-        The loss is sum_n weight_n f(p_n), plus the policy gradient's sum if tokens have advantages; the divergence is 0 if no
-        block has an answer. `teachers` cover the N tokens in order. `heads` are the output heads that they still need, without
-        the student's own. `show_logits` gets the student's logits [C, v] of some tokens at a time. With ids in place of `Tokens`, returns their log-probs [N]. Computes in float32, in float64 if the
-        student's hidden states are float64. Raises: ValueError if hidden states and head differ in width.
+        The loss is sum_n weight_n f(p_n), plus the policy gradient's sum if tokens have advantages. If no block has an answer of
+        a teacher, the divergence is 0. It is computed in float32, or in float64 if the student's hidden states are float64.
+
+        `tokens`: if these are ids instead of `Tokens`, only their log-probs [N] are returned. `teachers`: blocks that cover the
+        N tokens in order. `heads`: content hash -> output head that the blocks need, except for the student's own.
+        `show_logits` is called with the place of C tokens among the N, and their logits [C, v] under the student.
+        Raises: ValueError if hidden states and their head differ in width.
         """
         loss, head_v_D = self._choose_loss(teachers), self._cut_padding()
         if isinstance(tokens, Tensor):
@@ -166,38 +169,38 @@ class LossHead(nn.Module):
                 if show_logits is not None:
                     show_logits(span, loss.rule.apply(raw_C_V))
                 block_chunk, values_of = _prepare_elementwise(loss, block, part)
-                for rows in _column_slices(raw_C_V, loss.chunk):
+                for rows in _iterate_row_slices(raw_C_V, loss.chunk):
                     token_rows = slice(span.start + rows.start, span.start + rows.stop)
-                    # The gradient by the student's raw products takes their place.
+                    # The gradient by the student's raw products overwrites the products themselves.
                     values, raw_C_V[rows] = values_of(
                         loss, raw_C_V[rows], block_chunk.select_rows(rows), tokens.select_tokens(token_rows, acc)
                     )
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:
                             column[token_rows] = value.to(acc)
-                del block_chunk  # the teacher's logits make room for what the products need
+                del block_chunk  # frees the teacher's logits, because the products below need memory
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
-                del raw_C_V  # before the next chunk's are made
+                del raw_C_V  # frees it before the next chunk's products are made
             value = _sum_totals(stats, tokens)
         return _PrecomputedGradients.apply(hidden_N_D, self.weight, value, gradients), stats_class(*stats)
 
     def _choose_loss(self, teachers: Sequence[Block]) -> Loss:
-        """Return the loss, without its divergence if no block has an answer of a teacher."""
+        """Return the loss's settings; if no block has an answer of a teacher, with `NoDivergence` as objective."""
         has_answers = any(block.says_something for block in teachers)
         return self._loss if has_answers else replace(self._loss, objective=NoDivergence())
 
     def _cut_padding(self) -> Tensor:
-        """Return [v, D] the rows of the head that have a probability; those beyond are padding."""
+        """Return [v, D] the rows of the head that stand for tokens; those beyond are padding."""
         return self.weight[: self._loss.vocab_size]
 
     def _with_heads(self, teachers: Sequence[Block], heads: Mapping[str, Head]) -> list[Block]:
-        """Return the blocks with these heads and the student's own, which under ZeRO-3 is whole only in this module's forward."""
+        """Return the blocks with these heads and the student's own filled in; the latter is whole only in this module's forward."""
         all_heads = {**heads, OWN_HEAD: Head(self.weight.detach(), self._loss.rule)}
         return [block.with_heads(all_heads) for block in teachers]
 
 
 def _prepare_elementwise(loss: Loss, block: Block, part: slice) -> tuple[BlockChunk, Any]:
-    """Select a chunk of a block, and the function, eager or compiled, that computes its values and gradients."""
+    """Return a chunk of a block, and the function that computes its values and gradients: `_compute_chunk_loss` or a compiled one."""
     block_chunk = block.select_chunk(part, loss.vocab_size)
     compiled = loss.compiled and block_chunk.compiles and can_compile("objective.compile", "the loss runs")
     return block_chunk, _run_compiled if compiled else _compute_chunk_loss
@@ -213,12 +216,12 @@ def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
 
 
 def _weighted_sum(value_N: Tensor, weight_N: Tensor) -> Tensor:
-    # Not a plain product: 0 * NaN is NaN, and values of tokens without weight may be NaN.
+    # A plain product would be NaN where a token without weight has the value NaN.
     return torch.where(weight_N != 0, value_N * weight_N.to(value_N.dtype), 0).sum()
 
 
 def _check_shapes(loss: Loss, hidden_N_D: Tensor, head_V_D: Tensor, teachers: Sequence[Block], tokens: Tokens) -> None:
-    """Raises: ValueError if hidden states and head differ in width."""
+    """Check that all arguments fit together. Raises: ValueError if hidden states and their head differ in width."""
     assert loss.objective.mixes or not any(block.is_mixture for block in teachers)
     assert sum(map(len, teachers)) == len(hidden_N_D) == len(tokens.weight_N) == len(tokens.token_N)
     pairs = [(hidden_N_D, head_V_D, "student")]
@@ -241,7 +244,7 @@ def _chunk_spans(teachers: Sequence[Block], chunk: int) -> Iterator[tuple[Block,
 
 
 class _GradientSums:
-    """The loss's gradients by hidden states and head, to which chunks add; None where autograd needs none."""
+    """The loss's gradients by hidden states and by the head, to which chunks add. A gradient that autograd does not need is None."""
 
     def __init__(self, hidden_N_D: Tensor, head_V_D: Tensor, acc: torch.dtype) -> None:
         enabled = torch.is_grad_enabled()
@@ -249,7 +252,7 @@ class _GradientSums:
         self.head_V_D = torch.zeros_like(head_V_D, dtype=acc) if enabled and head_V_D.requires_grad else None
 
     def add(self, span: slice, grad_C_V: Tensor, h_C_D: Tensor, head_v_D: Tensor) -> None:
-        """Add a chunk's part, from the gradient by its raw products."""
+        """Add what a chunk contributes. `span`: its place among the N tokens; `grad_C_V`: gradient by h W^T, before the logit rule."""
         if self.hidden_N_D is not None:
             self.hidden_N_D[span] = grad_C_V @ head_v_D
         if self.head_V_D is not None:
@@ -257,11 +260,11 @@ class _GradientSums:
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """A value whose gradients were computed in its forward pass."""
+    """Hands autograd a value whose gradients are computed already."""
 
     @staticmethod
     def forward(ctx: Any, hidden_N_D: Tensor, head_V_D: Tensor, value: Tensor, gradients: _GradientSums) -> Tensor:
-        # Not saved tensors: the backward pass, of which there is one, turns them into its results in place.
+        # They are not stored by `save_for_backward`, because the backward pass, which runs once, changes them in place.
         ctx.gradients = (gradients.hidden_N_D, gradients.head_V_D)
         ctx.head_dtype = head_V_D.dtype
         return value.clone()
@@ -274,16 +277,17 @@ class _PrecomputedGradients(torch.autograd.Function):
             hidden_N_D.mul_(grad_loss.to(hidden_N_D.dtype))
         if head_V_D is not None:
             head_V_D = _round_in_place(head_V_D.mul_(grad_loss), ctx.head_dtype)
-        # One for each input of `forward`: the value and the sums themselves have none.
+        # One gradient for each input of `forward`; `value` and `gradients` have none.
         return hidden_N_D, head_V_D, None, None
 
 
 def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
-    """Return the rows that the elementwise part takes at a time: few enough for a CPU's cache, the whole chunk on a GPU."""
+    """Return how many rows the elementwise part takes at a time: few enough for a CPU's cache, or the whole chunk on a GPU."""
     return chunk if raw_C_V.is_cuda else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
 
 
-def _column_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
+def _iterate_row_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
+    """Yield the rows of a chunk, a slice of `_slice_rows` at a time."""
     num, step = len(raw_C_V), _slice_rows(raw_C_V, chunk)
     return (slice(start, min(start + step, num)) for start in range(0, num, step))
 
@@ -293,7 +297,7 @@ def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> Non
     step = max(1, TILE_VALUES // h_C_D.shape[1])
     for start in range(0, grad_C_V.shape[1], step):
         tile = slice(start, min(start + step, grad_C_V.shape[1]))
-        # addmm_ takes one type alone; a bfloat16 product is added to a float32 sum by +=.
+        # `addmm_` wants one type for all three tensors; `+=` can add a bfloat16 product to a float32 sum.
         if grad_C_V.dtype == grad_V_D.dtype:
             grad_V_D[tile].addmm_(grad_C_V[:, tile].T, h_C_D)
         else:
@@ -301,14 +305,14 @@ def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> Non
 
 
 def _round_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert the gradient to the head's type in its own memory: a copy would be the largest tensor of the whole step."""
+    """Convert the gradient to the head's type within its own memory: a copy would be the largest tensor of the whole step."""
     if grad_V_D.dtype == dtype:
         return grad_V_D
     assert dtype.itemsize < grad_V_D.dtype.itemsize
     rounded_V_D = grad_V_D.view(-1).view(dtype)[: grad_V_D.numel()].view(grad_V_D.shape)
     step = max(1, TILE_VALUES // grad_V_D.shape[1])
     for start in range(0, len(grad_V_D), step):
-        # What is written ends before what is still to be read: the new values are smaller.
+        # The new values are smaller, so writing never reaches values that are still to be read.
         rounded_V_D[start : start + step] = grad_V_D[start : start + step].to(dtype)
     return rounded_V_D
 
@@ -316,9 +320,9 @@ def _round_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
 def _run_compiled(
     loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Run `_compute_chunk_loss` compiled.
+    """Run the compiled `_compute_chunk_loss`.
 
-    A last slice with fewer rows is padded: one shape for each (chunk, V, dtype) means one compilation.
+    A last slice with fewer rows is padded, so that every (chunk, V, dtype) has one shape and is compiled once.
     """
     num = len(raw_C_V)
     num_padding = _slice_rows(raw_C_V, loss.chunk) - num
@@ -337,13 +341,16 @@ def _compiled_elementwise() -> Any:
 def _compute_chunk_loss(
     loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Return the numbers of each token, and the gradient by the student's raw products, in the type of these."""
+    """Return the numbers of each token in the order of `TokenStats` or `RewardedStats`, and the gradient by the raw products.
+
+    The raw products are h W^T, before the logit rule. The gradient has their type.
+    """
     token_C, behaviour_C, weight_C, *rewarded = columns
     rule = loss.rule
     logits_C_V = upcast_for_loss(rule.apply(raw_C_V))
     logp_C_V = logits_C_V.log_softmax(-1)
     if rule.softcap is None:
-        logits_C_V = raw_C_V  # only a cap's derivative looks at the logits again
+        logits_C_V = raw_C_V  # frees the logits: `pull_back` below reads them only if there is a cap
     logp_C = logp_C_V.gather(1, token_C[:, None])[:, 0]
     sampling_C = _scale_by_temperature(logp_C_V, logp_C, loss.temperature)
     student = StudentChunk(logp_C_V, logp_C_V.exp(), token_C, logp_C, sampling_C, behaviour_C)
@@ -353,7 +360,7 @@ def _compute_chunk_loss(
     # In place from here on: [chunk, V] temporaries are what the loss costs in memory.
     grad_C_V = slope.p_slope_C_V
     grad_C_V.addcmul_(student.p_C_V, grad_C_V.sum(-1, keepdim=True), value=-1.0).mul_(weight_C[:, None])
-    # filled, not multiplied: 0 * NaN is NaN, and what a teacher says on an untrained token must not matter
+    # A token without weight may have a NaN from the teacher, and 0 * NaN is NaN; so its gradient is set to 0.
     grad_C_V.masked_fill_((weight_C == 0)[:, None], 0.0)
     if rewarded:
         assert loss.policy is not None
@@ -370,7 +377,7 @@ def _scale_by_temperature(logp_C_V: Tensor, logp_C: Tensor, temperature: float) 
 
 
 def _token_stats(student: StudentChunk, teacher: TeacherChunk, slope: Slope) -> tuple[Tensor | None, ...]:
-    """Return the numbers in the order of `TokenStats`."""
+    """Return each token's numbers in the order of `TokenStats`; None for those that payload or objective do not give."""
     first_C = teacher.first_C()
     return (
         slope.value_C,

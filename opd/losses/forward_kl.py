@@ -2,7 +2,7 @@
 
     f(p) = KL(q || p) = sum_v q_v (log q_v - log p_v),     p_v f'_v = -q_v
 
-Mode-covering: the student keeps some probability wherever the teacher has any. With it dL/dz = p - q, the gradient of
+It covers modes: the student keeps some probability wherever the teacher has any. Its gradient is dL/dz = p - q, that of the
 cross-entropy against the teacher (Hinton et al., arXiv 1503.02531).
 """
 

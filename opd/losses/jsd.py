@@ -3,7 +3,8 @@
     m = beta q + (1 - beta) p
     f(p) = beta KL(q || m) + (1 - beta) KL(p || m),     f'_v = (1 - beta)(log p_v - log m_v)
 
-Bounded, between the two KLs. The limits 0 and 1 would be 0 everywhere; as in TRL, 0 means forward and 1 reverse KL.
+It is bounded, and lies between the two KLs. With beta 0 or 1 the formula would be 0 everywhere; as in TRL, 0 means forward KL and 1
+reverse KL.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class JSD:
 
     def __call__(self, student: StudentChunk, teacher: WholeChunk) -> Slope:
         if self.beta in (0.0, 1.0):
-            return (ReverseKL() if self.beta else ForwardKL())(student, teacher)
+            limit = ReverseKL() if self.beta == 1.0 else ForwardKL()
+            return limit(student, teacher)
         logp_C_V, logq_C_V = student.logp_C_V, teacher.logq_C_V
-        # As logarithms, because p and q of unlikely ids underflow.
+        # In logarithms, because the probabilities of unlikely ids underflow to 0.
         logm_C_V = (logq_C_V + math.log(self.beta)).logaddexp(logp_C_V + math.log1p(-self.beta))
         p_slope_C_V = (1 - self.beta) * student.p_C_V * (logp_C_V - logm_C_V)
         value_C = self.beta * (logq_C_V.exp() * (logq_C_V - logm_C_V)).sum(-1) + p_slope_C_V.sum(-1)

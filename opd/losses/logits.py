@@ -1,4 +1,4 @@
-"""Small pieces that work on logits and what they are made of.
+"""Small functions on logits, and on the tensors that logits are made from.
 
 Shapes: N tokens, D hidden width, V vocabulary rows.
 """
@@ -12,12 +12,12 @@ from opd.models.logit_rule import LogitRule
 
 
 def upcast_for_loss(values: Tensor) -> Tensor:
-    """Convert to the type that the loss computes in: float32, or float64 as it is."""
+    """Convert to the type in which the loss is computed: float64 stays, everything else becomes float32."""
     return values if values.dtype == torch.float64 else values.float()
 
 
 def pad_rows(values: Tensor, rows: int) -> Tensor:
-    """Append that many rows of zeros."""
+    """Append `rows` rows of zeros."""
     return values if rows == 0 else torch.cat([values, values.new_zeros(rows, *values.shape[1:])])
 
 

@@ -1,4 +1,4 @@
-"""No divergence: nothing is asked of a teacher, and the student learns from `objective.reward` alone."""
+"""No divergence: no teacher is asked, and the student learns from `objective.reward` alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opd.losses.objective import Slope, StudentChunk, TeacherChunk
 
 @dataclass(frozen=True, slots=True)
 class NoDivergence:
-    """0 for every token, with no slope."""
+    """The value 0 and the slope 0 at every token."""
 
     mixes: ClassVar[bool] = False
 

@@ -1,4 +1,4 @@
-"""The interface of objectives: functions of the student's distribution at fixed states, and their slope.
+"""What objectives get and return: the student's distribution and the teacher's answer at C tokens, and value and slope at each.
 
 Shapes: C tokens, V vocabulary rows.
 """
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def token_entropy(p_C_V: Tensor, logp_C_V: Tensor) -> Tensor:
-    """Return [C] entropies, nats. `torch.special.entr` computes the logarithms a second time: nine times as long on a CPU."""
+    """Return [C] entropies, nats. `torch.special.entr` would compute the logarithms again, and take nine times as long on a CPU."""
     return -(p_C_V * logp_C_V).sum(-1)
 
 
 def likeliest_token(values_C_V: Tensor) -> Tensor:
-    """Return [C] the index of the largest value, the same as `argmax`, in a third of its time on a CPU."""
+    """Return [C] the index of each row's largest value. It is that of `argmax`, in a third of the time on a CPU."""
     return values_C_V.max(-1).indices
 
 
@@ -33,9 +33,10 @@ class StudentChunk:
     logp_C: Tensor
     """Log-prob of the sampled ids."""
     sampling_C: Tensor
-    """Log-prob of the sampled ids at the temperature at which they were sampled: `behaviour_C` where no step came between."""
+    """Log-prob of the sampled ids at the temperature of sampling, under the student as it is now."""
     behaviour_C: Tensor
-    """Log-prob of the sampled ids when they were sampled."""
+    """Log-prob of the sampled ids at that temperature when the engine sampled them. If no optimiser step came between, it equals
+    `sampling_C` but for rounding."""
 
 
 class TeacherChunk:
@@ -54,10 +55,12 @@ class TeacherChunk:
 
 @dataclass(frozen=True, slots=True)
 class Slope:
-    """An objective's result on C tokens: f(p), p * df/dp, and statistics of each token that only some objectives have."""
+    """An objective's result at C tokens, with statistics that only some objectives have."""
 
     value_C: Tensor
+    """f(p), nats."""
     p_slope_C_V: Tensor
+    """p_v df/dp_v for every vocabulary id v. A constant times p may be missing: the softmax's gradient removes it."""
     clipped_C: Tensor | None = None
     """True where a clip was active."""
     student_mass_C: Tensor | None = None

@@ -2,8 +2,8 @@
 
     f(p) = KL(p || q) = sum_v p_v (log p_v - log q_v),     f'_v = log p_v - log q_v + 1
 
-Mode-seeking: the student gives up what the teacher would not say. Taken at fixed states, as in DeepSeek-V4 (arXiv
-2606.19348, section 5.1.2). The constant 1 in f' is dropped: softmax's projection removes it.
+It seeks modes: the student gives up what the teacher would not say. It is taken at fixed states, as in DeepSeek-V4 (arXiv
+2606.19348, section 5.1.2). The constant 1 of f' is left out: the gradient of the softmax removes it.
 """
 
 from __future__ import annotations

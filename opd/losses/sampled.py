@@ -3,13 +3,16 @@
     A_n = clip(log q(y_n) - log p(y_n)) - b,     w_n = p(y_n) / p_T(y_n) * clip(p_T(y_n) / mu(y_n))
     gradient = -w_n A_n d log p(y_n),            A, b and w without gradient
 
-p_T is the student at the temperature of sampling, so p_T / mu is 1 for what it has just written. Without clips w is p / mu, and
-the expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
-(Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out. It holds as long as
-neither the token's weight in the loss nor b depends on the response (see `opd.train.totals.row_weights`).
-The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on p_T / mu (stale samples),
-`advantage_clip` on the log-ratio (Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which
-is why its rate is reported.
+p is the student, p_T the student at the temperature of sampling, mu(y) the probability with which y was sampled, q the teacher. For
+what the student has just written p_T / mu is 1.
+
+Without clips w is p / mu, and the expectation of the estimate over y ~ mu is the gradient of exact reverse KL at the same state,
+whatever policy mu sampled (Thinking Machines, "On-Policy Distillation", 2025). This holds as long as neither b nor the token's weight
+in the loss depends on the response (see `opd.train.totals.weigh_rows`). Differentiating log p - log q itself would not do,
+because the teacher would drop out. The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`).
+
+There are two clips: `ratio_clip` bounds p_T / mu, for stale samples, and `advantage_clip` bounds the log-ratio (Kimi K3, arXiv
+2607.24653). Where a clip is active the estimate is biased, so the share of clipped tokens is reported.
 """
 
 from __future__ import annotations
@@ -47,12 +50,13 @@ class SampledKL:
         if self.ratio_clip is not None:
             aged_C = (student.sampling_C - student.behaviour_C).exp()
             within_C = aged_C <= self.ratio_clip
-            # p / p_T stays as it is: the bound is on p_T / mu alone.
+            # w = p / p_T * p_T / mu. The bound is on p_T / mu alone, so p / p_T stays as it is.
             w_C = w_C.where(within_C, (student.logp_C - student.sampling_C).exp() * self.ratio_clip)
             clipped_C |= ~within_C
         if teacher.baseline_C is not None:
             advantage_C = advantage_C - teacher.baseline_C
         p_slope_C_V = student.logp_C_V.new_zeros(student.logp_C_V.shape)
+        # All ids but the sampled one have slope 0: through the softmax this gives -w A d log p(y).
         p_slope_C_V.scatter_(1, student.token_C[:, None], (-w_C * advantage_C)[:, None])
         return Slope(k1_C, p_slope_C_V, clipped_C)
 

@@ -34,7 +34,7 @@ class Skew:
         logp_C_V = student.logp_C_V
         logm_C_V = (teacher.logq_C_V + math.log1p(-self.alpha)).logaddexp(logp_C_V + math.log(self.alpha))
         p_C_V, ratio_C_V = student.p_C_V, logp_C_V - logm_C_V
-        # Without the constant 1 of f', which softmax's projection removes.
+        # The constant 1 of f' is left out: the gradient of the softmax removes it.
         return Slope((p_C_V * ratio_C_V).sum(-1), p_C_V * (ratio_C_V - self.alpha * ratio_C_V.exp()))
 
 

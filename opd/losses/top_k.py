@@ -1,14 +1,14 @@
-"""Reverse KL on the teacher's K likeliest tokens, with the rest accounted for.
+"""Reverse KL on the teacher's K likeliest tokens, with a term for all other tokens.
 
-Bare truncation, sum over the K of p log(p/q), is unstable: moving student mass off the K tokens lowers it (verl PR
-5041). Two forms that cannot be cheated, S the K tokens, P = sum_S p, Q = sum_S q:
+The plain sum of p log(p/q) over the K tokens is unstable: a student can lower it by moving probability to other tokens (verl PR
+5041). Two forms do not allow that. S are the K tokens, P = sum_S p, Q = sum_S q:
 
     bucket:        f(p) = sum_S p_v log(p_v / q_v) + (1 - P) log((1 - P) / (1 - Q))
                    f'_v = log(p_v / q_v) in S, log((1 - P) / (1 - Q)) outside (the constant 1 dropped)
     unnormalised:  f(p) = sum_S p_v log(p_v / q_v) - p_v + q_v,   f'_v = log(p_v / q_v) in S, 0 outside
                    (generalised KL, arXiv 2606.30406, equation 5)
 
-Both are lower bounds of the exact value and zero only where p = q on S (bucket: and the tails weigh the same).
+Both are lower bounds of the exact value. They are zero only where p = q on S, and with `bucket` also 1 - P = 1 - Q.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from opd.payloads.top_k import TopKChunk
 
 TINY = 1e-6
-"""Smallest tail mass: below it, 1 minus a float32 sum of K probabilities is rounding noise, and may be negative. A
-teacher's tail taken as heavier than it is can only lower the value, so that it stays a lower bound."""
+"""Least probability that a tail, 1 - P or 1 - Q, is taken to have. Below it, 1 minus a float32 sum of K probabilities is rounding
+noise, and may be negative. Taking the teacher's tail as larger than it is can only lower the value, which stays a lower bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class TopK:
         tail_p_C, tail_q_C = (1 - mass_p_C).clamp(min=TINY), (1 - mass_q_C).clamp(min=TINY)
         tail_ratio_C = tail_p_C.log() - tail_q_C.log()
         p_slope_C_V = student.p_C_V * tail_ratio_C[:, None]
-        # Puts the K tokens' own slopes over the tail's, which is that of all other ids.
+        # All ids have the tail's slope; the K tokens' own slopes overwrite it.
         p_slope_C_V.scatter_(1, ids_C_K, p_C_K * ratio_C_K)
         value_C = inside_C + tail_p_C * tail_ratio_C
         return Slope(value_C, p_slope_C_V, student_mass_C=mass_p_C, teacher_mass_C=mass_q_C)

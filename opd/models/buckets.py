@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-"""Most that a bucket holds, unless the largest tensor needs more: then as much as that."""
+"""Most bytes of a bucket, unless a single tensor is larger."""
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes, which suits every type."""
+"""In a bucket every tensor begins at a multiple of this many bytes, so that it is aligned whatever its type is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,25 +23,27 @@ class BucketSlot:
     """Position and type of a tensor in a bucket."""
 
     name: str
-    """Its name in a model's files."""
+    """Name of the tensor in the model's files."""
     dtype: str
-    """torch's name of the type."""
+    """torch's name of the type, such as `bfloat16`."""
     shape: tuple[int, ...]
     start: int
-    """Its first byte."""
+    """Index of the tensor's first byte in `Bucket.data`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors of a model, by value."""
+    """Some tensors of a model with their values."""
 
     slots: tuple[BucketSlot, ...]
     data: np.ndarray
-    """uint8 [bytes]"""
+    """uint8 [bytes] the values of all tensors, each at its slot's `start`."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of each tensor, in order. Each is a copy: the bucket's bytes are read-only, and a view that is kept
-        would keep the whole bucket in memory."""
+        """Yield name and value of each tensor, in order.
+
+        Each is a copy: the bucket's bytes are read-only, and whoever kept a view would keep the whole bucket in memory.
+        """
         import torch
 
         for slot in self.slots:
@@ -54,7 +56,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class BucketWriter:
-    """A bucket of this many bytes while it is filled."""
+    """Fills a bucket of `nbytes` bytes."""
 
     nbytes: int
     _slots: list[BucketSlot] = field(default_factory=list)
@@ -65,7 +67,7 @@ class BucketWriter:
         self._data = np.empty(self.nbytes, np.uint8)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy these tensors' values."""
+        """Copy the values of these tensors into the bucket, behind those that are there."""
         import torch
 
         raw = torch.from_numpy(self._data)
@@ -75,35 +77,35 @@ class BucketWriter:
             if tensor.numel():
                 part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
                 part.view(tensor.dtype).view(shape).copy_(tensor)
-            self._end += padded_bytes(tensor)
+            self._end += count_padded_bytes(tensor)
 
     def finish_bucket(self) -> Bucket:
-        """Return the bucket, which must be full."""
+        """Return the bucket; all of its bytes must be filled."""
         assert self._end == self.nbytes, (self._end, self.nbytes)
         return Bucket(tuple(self._slots), self._data)
 
 
-def padded_bytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a bucket; it may be one without values."""
+def count_padded_bytes(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes in a bucket, with its padding. The tensor may be on the meta device."""
     return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStream:
-    """New weights that the trainer gathers as they are taken."""
+    """New weights in buckets, each of which is made when its handle is taken from `buckets`."""
 
     model_dir: Path
-    """Directory of a model of this shape, with the weights that are not in the stream."""
+    """Directory of a model of the same shape; it has the weights that are not in the stream."""
     whole: bool
     """True if all weights are in the stream."""
     buckets: Iterable[Any]
-    """Handles that reach a worker's method as `Bucket`s. Each is made when it is taken from here."""
+    """Handles of Ray's object store: given to a worker's method, each arrives as a `Bucket`."""
     node: str | None = None
-    """Ray's id of the node whose object store has the buckets when they are made; None if that is not known."""
+    """Ray's id of the node whose object store gets the buckets as they are made; None if it is not known."""
 
 
 class KeptHandles:
-    """Handles that can be iterated several times: the first time they come from `source`, and all are kept."""
+    """Handles that can be iterated again and again: each is taken from `source` once, and kept."""
 
     def __init__(self, source: Iterable[Any]) -> None:
         self._source = iter(source)

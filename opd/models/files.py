@@ -1,8 +1,8 @@
-"""Weight files of a model: finding them in a directory, and writing them tensor by tensor, so that no process has to hold more
-than one tensor.
+"""Weight files of a model: functions that find them in a directory, and a class that writes them tensor by tensor, so that no process
+has to hold more than one tensor.
 
-The files written are those that huggingface_hub and safetensors write for the same tensors, byte for byte: one `model.safetensors`,
-or shards of up to 5 GB and an index.
+Its files are the same, byte for byte, as those that huggingface_hub and safetensors write for these tensors: one
+`model.safetensors`, or shards of up to 5 GB and an index.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD = "5GB"
-"""Largest shard, unless a single tensor is larger."""
+"""Most bytes of a shard, unless a single tensor is larger."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = {"format": "pt"}
 
@@ -30,21 +30,24 @@ class ModelFiles:
     """The weight files of a directory while they are being written."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
-        """Plan the files: `tensors` are all that will be written, without values; their order decides which shard a tensor is in. `shard`: bytes of the
-        largest one; default: `SHARD`."""
+        """Plan the files in the directory `path`.
+
+        `tensors`: name -> every tensor that will be written; their values are not read, and their order decides which shard a
+        tensor is in. `shard`: most bytes of a shard; None: `SHARD`.
+        """
         from huggingface_hub import split_torch_state_dict_into_shards
 
         self.path = path
         self._tensors = dict(tensors)
         self._split = split_torch_state_dict_into_shards(self._tensors, max_shard_size=shard or SHARD)
         self._unwritten: dict[str, tuple[FileIO, int]] = {}
-        """Name -> file and first byte of a tensor that has not come yet."""
+        """Name of a tensor that is not written yet -> its file, and the place of its first byte there."""
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, members in self._split.filename_to_tensors.items():
                 file = stack.enter_context((self.path / name).open("wb", buffering=0))
-                header, starts = file_header({member: self._tensors[member] for member in members}, METADATA)
+                header, starts = make_header({member: self._tensors[member] for member in members}, METADATA)
                 _write_all(file, memoryview(header))
                 self._unwritten |= {member: (file, start) for member, start in starts.items()}
             self._stack = stack.pop_all()
@@ -54,7 +57,7 @@ class ModelFiles:
         self._stack.close()
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the values of some tensors, each once. Raises: OSError."""
+        """Write the values of some tensors; each is written once, in any order. Raises: OSError."""
         for name, tensor in tensors.items():
             planned, (file, start) = self._tensors[name], self._unwritten.pop(name)
             assert (tensor.shape, tensor.dtype) == (planned.shape, planned.dtype), name
@@ -62,7 +65,7 @@ class ModelFiles:
             _write_all(file, _tensor_bytes(tensor))
 
     def finish(self) -> None:
-        """Write the index, if there are several shards, when all tensors were written. Raises: OSError."""
+        """Write the index if there are several shards. All tensors must have been written. Raises: OSError."""
         assert not self._unwritten, f"never written: {sorted(self._unwritten)[:3]}"
         if self._split.is_sharded:
             index = {"metadata": self._split.metadata, "weight_map": self._split.tensor_to_filename}
@@ -70,11 +73,12 @@ class ModelFiles:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that hold a model, or an adapter, as transformers and vLLM choose them: one file, or those that the
-    index names. Others may lie beside them: shards of an earlier save, or `consolidated.safetensors`, the same weights under other names.
+    """Return the safetensors files that hold a model, or an adapter, by the choice of transformers and vLLM.
 
-    Without such a file or index it is all of them, as for vLLM. `experts.weight_files` checks that loaders agree and that the files are
-    there. Raises: OSError; ModelError for an index that is none.
+    That is one file of the usual name, or the files that the index names. Other files may lie beside these: shards of an earlier
+    save, or `consolidated.safetensors`, which has the same weights under other names. Without such a file or index, all
+    safetensors files count, as for vLLM. `experts.weight_files` checks that loaders agree and that the files exist.
+    Raises: OSError; ModelError for a damaged index.
     """
     if (directory / ADAPTER_CONFIG).is_file():
         names = {ADAPTER_WEIGHTS}
@@ -88,7 +92,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def read_index(index: Path) -> list[str]:
-    """Return the file of each tensor that an index names. Raises: OSError; ModelError if it names none, or is no index."""
+    """Return, for each tensor in an index, the name of its file. Raises: OSError; ModelError if the index is damaged or empty."""
     try:
         data = json.loads(index.read_bytes())
     except ValueError as error:
@@ -120,8 +124,8 @@ def _make_index_error(location: str, problem: str) -> OpdError:
 
 
 def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one file as safetensors' `save_file` does, which would first copy all tensors. Raises: OSError."""
-    header, starts = file_header(tensors)
+    """Write the file that safetensors' `save_file` would write, without its copy of all tensors. Raises: OSError."""
+    header, starts = make_header(tensors)
     with path.open("wb", buffering=0) as file:
         _write_all(file, memoryview(header))
         for name in starts:
@@ -135,15 +139,15 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _write_all(file: FileIO, data: memoryview) -> None:
-    """Write all of it: the system takes no more than 2 GiB at once."""
+    """Write all of `data`, in several calls if needed: the system takes at most 2 GiB at once."""
     while data:
         data = data[file.write(data) :]
 
 
-def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Return the beginning of a safetensors file, up to the first tensor's bytes, and name -> first byte of each tensor, in order.
+def make_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
+    """Return the header of a safetensors file, and name -> place of the tensor's first byte in the file, in the file's order.
 
-    safetensors itself decides on the order and on the types' names: it writes the same tensors without values.
+    We have safetensors write the same tensors without values, because it decides on their order and on the names of types.
     """
     import torch
     from safetensors.torch import save
@@ -157,6 +161,6 @@ def file_header(tensors: Mapping[str, Tensor], metadata: dict[str, str] | None =
             end += tensor.numel() * tensor.dtype.itemsize
             entry |= {"shape": list(tensor.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    # safetensors fills its header up to 8 bytes, so that the first tensor lies aligned.
+    # safetensors fills its header up to a multiple of 8 bytes, so that the first tensor is aligned.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, {name: 8 + len(text) + start for name, start in starts.items()}

@@ -1,6 +1,6 @@
-"""Output heads: a `HeadSource` describes a head that may have to be fetched, and reading it gives the matrix of a `Head`.
+"""Output heads of models. A `HeadSource` says where a head can be read; a `Head` has the matrix.
 
-On the wire a head is a numpy array, so that the object store shares it without a copy.
+Between processes a head travels as a numpy array, because Ray's object store shares arrays without a copy.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 
 OWN_HEAD = "own"
-"""In place of a content hash: the student's own output head, which the trainer has."""
+"""Stands in place of a content hash for the student's own output head, which the trainer has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """An output head and what its architecture does to the logits."""
+    """An output head, and the scale and cap that its architecture puts on the logits."""
 
     weight_V_D: Tensor
     rule: LogitRule
@@ -36,15 +36,16 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """Location of an output head on disk: a process that has the directory need not ask a worker, which may be busy or dead."""
+    """Where an output head is on disk. A process that can read the directory need not ask a worker, which may be busy or dead."""
 
     model_dir: Path
     names: tuple[str, ...]
-    """Names that the tensor may have; the first that is in the files counts."""
+    """Names that the tensor may have; the first of them that the files have is read."""
     dtype: str
+    """torch's name of the type to which the head is converted."""
 
     def read(self) -> Tensor | None:
-        """Read [V, D], memory-mapped if it has the wanted type already; None if this machine has no such file."""
+        """Read the head [V, D]; None if this machine has no such file. It is memory-mapped if the files have it in `dtype`."""
         paths: dict[str, Path] = {}
         for path in weight_files(self.model_dir) if self.model_dir.is_dir() else []:
             with safe_open(path, framework="pt") as file:
@@ -61,15 +62,15 @@ class HeadSource:
     """Reference to a teacher's output head: a few hundred bytes, without the matrix."""
 
     key: str
-    """`head_key` of the matrix and its rule; empty if there is no head."""
+    """Content hash by `head_key`; empty if there is no head."""
     rule: LogitRule
     file: HeadFile | None = None
-    """File that may have the matrix on this machine; it is tried first."""
+    """File that may hold the matrix on this machine; it is tried first."""
     handle: HeadHandle | None = None
-    """Handle to the matrix; None as long as only the teacher's own worker has it."""
+    """Handle to the matrix. None as long as the teacher's pool has not added one; a pool adds one before it hands the source on."""
 
     def read(self) -> Tensor:
-        """Read [V, D] to the CPU: from the teacher's files if they are on this machine and unchanged, else through the handle."""
+        """Read the head [V, D] to the CPU: from the teacher's files if this machine has them unchanged, else through the handle."""
         head_V_D = self.file.read() if self.file is not None else None
         if head_V_D is not None and head_key(head_V_D, self.rule) == self.key:
             return head_V_D
@@ -78,21 +79,21 @@ class HeadSource:
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """Return the logit rule of a transformers config: Gemma's cap, Cohere's factor, Granite's divisor."""
-    config = config.get_text_config(decoder=True)  # of a model that also sees or hears, the part that writes
+    """Return the logit rule of a transformers config: Gemma caps the logits, Cohere multiplies them, Granite divides them."""
+    config = config.get_text_config(decoder=True)  # a model that also sees or hears has several configs
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
 def head_key(head_V_D: Tensor, rule: LogitRule) -> str:
-    """Return BLAKE3 of a head's type, shape, logit rule and bytes: equal heads have one key."""
+    """Return the content hash of a head: BLAKE3 of its type, shape, logit rule and bytes. Equal heads have equal keys."""
     digest = blake3(str((head_V_D.dtype, tuple(head_V_D.shape), rule)).encode())
     digest.update(head_V_D.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def head_tensor(raw: np.ndarray) -> Tensor:
-    """Convert a head that travelled as numpy back to a tensor; int16 stands for bfloat16, which numpy lacks."""
+    """Convert an array of `head_array` back to a tensor; int16 stands for bfloat16, which numpy lacks."""
     tensor = torch.from_numpy(raw.copy())
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.int16 else tensor
 

@@ -1,19 +1,20 @@
-"""Token sequences laid out for one forward pass, and the proof that they cannot see each other.
+"""Layouts: ways to put several token sequences into one forward pass, and the proof that the sequences do not see each other.
 
-    shared           packed, but sequences that begin alike are a tree: a prompt once, then the responses to it; a mask of
-                     four dimensions lets each token see its own way to the root. For several responses a prompt
-    packed           side by side in rows of one width; position ids that begin again at 0 tell them apart
-    packed_indexed   all of them in one row; also told apart by sequence indices and cumulative lengths
-    padded           one sequence a row, padding on its right, an attention mask
+    shared           like packed, but sequences that begin alike are a tree: their prompt once, then the responses to it. A mask
+                     of four dimensions lets each token see its own way to the root. Used for several responses to a prompt
+    packed           sequences side by side in rows of one width; position ids begin again at 0 with each sequence
+    packed_indexed   all sequences in one row; sequence indices and cumulative lengths also tell them apart
+    padded           one sequence in each row, padding on its right, and an attention mask
 
-Packing is the fastest (padding costs 1.9x on mixed lengths), but it is right only where a model builds its mask from the
-position ids. Recurrent layers, short convolutions, ALiBi and learned positions let a neighbour in, by 0.002 to 0.89 of the
-hidden states' size, and nothing else notices. So every model is asked before it trains or scores: three sequences laid
-out together must give what each gives alone, and another neighbour must change nothing. The first layout that passes is
-taken. Padding on the right cannot reach back in a causal model, so the last one is always worth a try.
+Packing is the fastest (padding costs 1.9x on mixed lengths), but it is right only if a model builds its mask from the position
+ids. With recurrent layers, short convolutions, ALiBi and learned positions a sequence changes its neighbour's hidden states by
+0.002 to 0.89 of their size, and no error tells. So every model is tried before it trains or scores: three sequences laid out
+together must give the states that each gives alone, and other neighbours must change nothing. The first layout that passes is
+taken. In a causal model padding on the right cannot reach back, so `padded` is tried last and fails for few models.
 
-A tree also needs layers that attend to whatever the mask lets them (`opd.models.weights.obeys_masks`): a window is longer than
-what is tried here. The gradient of a shared prompt is the sum over its responses, which attention adds up by itself.
+A tree also needs layers that attend to everything that the mask allows (`opd.models.weights.obeys_masks`). The trial cannot show
+that, because a layer's window may be longer than the sequences of the trial. The gradient of a shared prompt is the sum over its
+responses; attention's backward pass adds it up.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from opd.models.packing import SHARED, build_trees, pack_into_rows
 from opd.records.types import LayoutProof, Rollout
 
 PROBE_LENGTHS = (37, 29, 43)
-"""Lengths of the sequences that are tried: longer than a short convolution, short enough to share a row."""
+"""Tokens of the sequences of the trial: longer than a short convolution, short enough to share a row."""
 ALONE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
-"""Largest difference from each sequence alone, relative to the largest hidden state, that rounding explains. Measured: 2e-6
-in float32 and 0.01 in bfloat16 on tiny models, 5e-5 in float32 on thirty layers; positions that go on where they should
-begin again show 0.4 and more. Small leaks are for the bound below to find."""
+"""Largest difference between a sequence among others and the same alone that rounding explains, relative to the largest hidden
+state. Measured: 2e-6 in float32 and 0.01 in bfloat16 on tiny models, 5e-5 in float32 with thirty layers. Positions that go on
+where they should begin again show 0.4 and more. The bound below finds smaller leaks."""
 NEIGHBOUR_TOLERANCE = 1e-4
-"""Largest change, relative in the same way, when only the neighbours' tokens change. Shapes stay the same, so a model that
-keeps its sequences apart shows 0 in every type; the smallest leak that is known shows 2e-3."""
+"""Largest change that is allowed when only the neighbours' tokens change, relative in the same way. The shapes stay the same, so a
+model that keeps its sequences apart shows 0 in every type. The smallest leak that we know shows 2e-3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +49,14 @@ class Packed:
 
     input_ids_B_T: Tensor
     position_ids_B_T: Tensor | None
-    """Restarts at 0 with each sequence; None leaves positions to the model."""
+    """Position of each token in its sequence, from 0; None: the model counts positions itself."""
     offsets: tuple[int, ...]
     """Flat index (row * T + column) of each sequence's first token."""
     paths: Sequence[tuple[int, ...]] = ()
-    """Flat index of every token of each sequence; empty where a sequence's tokens lie side by side."""
+    """For each sequence, the flat index of every token. Empty if each sequence's tokens lie side by side, as in all layouts but
+    trees."""
     ends_B_T: Tensor | None = None
-    """First column to the right of each one that does not see it; None leaves the mask to the model."""
+    """Of a tree: for each column, the first column to its right that does not see it. None: the model makes its own mask."""
     mask_B_T: Tensor | None = None
     """1 on tokens, 0 on padding; None where there is no padding."""
     seq_idx_B_T: Tensor | None = None
@@ -67,8 +69,8 @@ class Packed:
     def inputs(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return keyword arguments for the body of a transformers model.
 
-        A tree's mask is additive in `dtype`, that of the model: from a boolean mask torch would make an additive one for every
-        layer, and keep all of them for the backward pass.
+        The mask of a tree is additive, in the model's type `dtype`. With a boolean mask torch would make an additive one in every
+        layer, and keep all of these for the backward pass. With None the mask stays boolean.
         """
         arguments: dict[str, Any] = {"input_ids": self.input_ids_B_T, "use_cache": False}
         if self.position_ids_B_T is not None:
@@ -93,35 +95,38 @@ class Packed:
 
 
 def _tree_mask(ends_B_T: Tensor) -> Tensor:
-    """Return [B, 1, T, T] True where a column (third axis) sees another: one to its left, on its way to the root."""
+    """Return [B, 1, T, T] True where a column (third axis) sees another one (fourth axis): itself, and those to its left that are
+    on its way to the root."""
     column_T = torch.arange(ends_B_T.shape[1], device=ends_B_T.device)
     return ((column_T <= column_T[:, None]) & (column_T[:, None] < ends_B_T[:, None, :]))[:, None]
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where the mask is True, and minus infinity elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
 def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
-    """Lay out trees side by side in rows, each depth first; a column after the last tree of a row sees itself alone."""
+    """Lay out trees side by side in rows, each depth first. A column after the last tree of a row sees only itself."""
     trees = build_trees(sequences)
     packing = pack_into_rows([tree.size for tree in trees])
     ids_N = torch.zeros(packing.num_rows * packing.width, dtype=torch.long)
     positions_N = torch.zeros_like(ids_N)
-    # At first each column ends behind itself. Padding stays so, and sees itself alone.
+    # At first no later column sees any column. For padding this stays so.
     ends_N = torch.arange(1, packing.width + 1).repeat(packing.num_rows)
     paths: list[tuple[int, ...]] = [()] * len(sequences)
     for slot in packing.slots:
         tree = trees[slot.index]
         start = slot.row * packing.width
-        # A flat index, like the paths; `ends_N` counts columns within the row, so `start` is taken off there.
+        # `free` is the next free flat index, as in `paths`. `ends_N` counts columns within the row, so `start` is subtracted there.
         free = start + slot.start
         path: tuple[int, ...] = ()
         ends_N[free : free + tree.size] = slot.start + tree.size
         for index, common in zip(tree.members, tree.shared, strict=True):
             new = sequences[index][common:]
             if path:
-                ends_N[torch.tensor(path[common:], dtype=torch.long)] = free - start  # no later member is behind them
+                # The member before shares only its first `common` tokens; no column from here on sees the others.
+                ends_N[torch.tensor(path[common:], dtype=torch.long)] = free - start
             ids_N[free : free + len(new)] = torch.tensor(new, dtype=torch.long)
             positions_N[free : free + len(new)] = torch.arange(common, len(sequences[index]))
             path = paths[index] = (*path[:common], *range(free, free + len(new)))
@@ -131,7 +136,7 @@ def lay_out_trees(sequences: Sequence[Sequence[int]]) -> Packed:
         input_ids_B_T=ids_N.view(shape),
         position_ids_B_T=positions_N.view(shape),
         offsets=tuple(path[0] for path in paths),
-        paths=paths,  # a list: `to_device` does not look through its numbers
+        paths=paths,  # a list, because `to_device` would go through every number of a tuple
         ends_B_T=ends_N.view(shape),
     )
 
@@ -141,7 +146,7 @@ def lay_out_packed(sequences: Sequence[Sequence[int]]) -> Packed:
     packing = pack_into_rows([len(s) for s in sequences])
     size = packing.num_rows * packing.width
     ids, positions, offsets = [0] * size, [0] * size, [0] * len(sequences)
-    for slot in packing.slots:  # in lists: a tensor's slice costs as much as a hundred tokens
+    for slot in packing.slots:  # into lists, because one slice of a tensor costs as much time as a hundred tokens here
         sequence = sequences[slot.index]
         start = offsets[slot.index] = slot.row * packing.width + slot.start
         ids[start : start + len(sequence)] = sequence
@@ -155,7 +160,7 @@ def lay_out_packed(sequences: Sequence[Sequence[int]]) -> Packed:
 
 
 def lay_out_packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
-    """Lay all sequences in one row without a gap, with everything by which transformers tells sequences of a row apart."""
+    """Lay all sequences in one row without a gap, with all arguments by which transformers can tell the sequences of a row apart."""
     lengths = [len(s) for s in sequences]
     ends = [0, *accumulate(lengths)]
     number_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -188,27 +193,27 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
     "packed_indexed": lay_out_packed_indexed,
     "padded": lay_out_padded,
 }
-"""Name -> function, in the order in which they are tried: the fastest first."""
+"""Name of a layout -> function that makes it, in the order in which layouts are tried: the fastest first."""
 
 
-def candidate_layouts(share: bool) -> tuple[str, ...]:
-    """Return the layouts to try; `share` if several responses to a prompt are in a step."""
+def list_candidate_layouts(share: bool) -> tuple[str, ...]:
+    """Return the names of the layouts to try, in order. `share`: include trees, because a step has several responses to a prompt."""
     return tuple(name for name in LAYOUTS if share or name != SHARED)
 
 
 def lay_out_single(sequence: Sequence[int]) -> Packed:
-    """Lay out one sequence alone, as plain transformers takes it: every layout has to give the same states."""
+    """Lay out one sequence alone, with ids only. Every layout has to give the same states as this."""
     return Packed(input_ids_B_T=torch.tensor([list(sequence)]), position_ids_B_T=None, offsets=(0,))
 
 
-def predict_positions(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return flat positions that predict tokens [start, stop) of each sequence: one to the left of each token."""
+def find_positions_before(laid_out: Packed, spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the flat indices of the positions that predict tokens `start` to `stop` - 1 of each sequence: those before each token."""
     positions = [laid_out.flat_index(i, t - 1) for i, (start, stop) in enumerate(spans) for t in range(start, stop)]
     return torch.tensor(positions, dtype=torch.long)
 
 
-def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
-    """Return [N] flat positions that predict the trained tokens of these rollouts, the sequences that were laid out."""
+def find_positions_before_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+    """Return [N] the flat indices of the positions that predict the trained tokens; the rollouts are the sequences of `laid_out`."""
     positions = [
         laid_out.flat_index(i, len(r.prompt_ids) - 1 + index)
         for i, r in enumerate(rollouts)
@@ -218,26 +223,27 @@ def predict_trained(laid_out: Packed, rollouts: Sequence[Rollout]) -> Tensor:
 
 
 Body = Callable[[Packed], Tensor]
-"""Function that returns [B*T, D] the last hidden states of sequences that are laid out."""
+"""A model's forward pass without its output head: returns [B*T, D] the last hidden states."""
 
 
 def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *, masks_decide: bool = True) -> float:
-    """Measure the error of a layout for this model: at most 1 passes.
+    """Measure the error of a layout for a model; a layout with an error of at most 1 passes.
 
-    Two differences are measured relative to the largest hidden state: sequences laid out together against each alone, and
-    with these neighbours against with others. Each is divided by its bound, and the larger ratio is the result. NaN where
-    the model's states are not finite. Infinite for trees if `masks_decide` is false: see `opd.models.weights.obeys_masks`.
+    Two differences of hidden states are measured: a sequence among others against the same alone, and among some neighbours
+    against among others. Each is divided by its bound, and the larger quotient is the error. It is NaN if the model's states
+    are not finite, and infinite for trees if `masks_decide` is False: see `opd.models.weights.obeys_masks`.
     """
     if layout == SHARED and not masks_decide:
         return math.inf
-    alone, neighbour = layout_differences(body, layout, vocab_size)
-    # torch's `max` is NaN if one of the two is; Python's may lose it.
+    alone, neighbour = measure_layout_differences(body, layout, vocab_size)
+    # torch's `max` is NaN if one of the two is NaN; Python's `max` may lose the NaN.
     worst = torch.tensor([alone / ALONE_TOLERANCE[dtype], neighbour / NEIGHBOUR_TOLERANCE]).max()
     return float(worst)
 
 
-def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
-    """Return two differences, relative to the largest hidden state: together against alone, other neighbours against these."""
+def measure_layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float, float]:
+    """Return two differences, relative to the largest hidden state: of sequences among others from the same alone, and of sequences
+    among some neighbours from the same among others."""
     probes, other_probes = _make_probes(layout, vocab_size)
     with torch.no_grad():
         together = _hidden_states(body, LAYOUTS[layout](probes), probes)
@@ -260,17 +266,17 @@ def layout_differences(body: Body, layout: str, vocab_size: int) -> tuple[float,
 
 
 def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Make sequences, and others in their places: random tokens, for trees behind prefixes that the two have in common."""
+    """Make sequences of random tokens, and others of the same lengths for their places. For trees both have the same prefixes."""
     gen = torch.Generator().manual_seed(0)
     drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
     if layout != SHARED:
         return [pair[0] for pair in drawn], [pair[1] for pair in drawn]
     stem, fork, apart = (torch.randint(0, vocab_size, (n,), generator=gen).tolist() for n in (16, 8, 40))
-    # Unlike each of the tokens 0 to 3 that stand behind a prefix below.
+    # The tree must fork here: below, a token from 0 to 3 follows each prefix, and this one must differ from it.
     fork[0] = vocab_size - 1
     starts = [stem, [*stem, *fork], [*stem, *fork]]
-    # The first token behind a prefix says whose it is, so that the tree has one shape, whoever takes which place: other
-    # shapes round otherwise. The fourth sequence is a tree of its own beside it.
+    # The token behind a prefix tells the sequences apart, so that the tree has the same shape, whichever sequences are in it:
+    # another shape would round differently. A fourth sequence is a tree of its own beside the first tree.
     kinds = [
         [[*start, kind + 2 * (i == 2), *pair[kind]] for i, (start, pair) in enumerate(zip(starts, drawn, strict=True))]
         for kind in (0, 1)
@@ -286,13 +292,13 @@ def _hidden_states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[in
 
 
 def prove_layout(error: Callable[[str], float], label: str, *, share: bool = False) -> LayoutProof:
-    """Return the first layout whose `error`, a `layout_error`, is at most 1; trees are tried only with `share`.
+    """Return the first layout with an error of at most 1. `error` measures a layout's `layout_error`; trees need `share`.
 
-    A model whose states are not finite proves nothing. It gets the padded layout, which is safe by construction; whoever
-    uses the states later judges them row by row. Raises: RunError if no layout is right.
+    If a model's states are not finite, nothing can be proven. It gets the padded layout, in which causal sequences cannot see each
+    other; code that uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
-    for layout in candidate_layouts(share):
+    for layout in list_candidate_layouts(share):
         tried[layout] = error(layout)
         if math.isnan(tried[layout]):
             return LayoutProof(layout="padded", tried=tried)

@@ -1,4 +1,4 @@
-"""Scale and cap that an architecture puts on the product of output head and hidden state. Needs no torch until it is applied.
+"""The scale and the cap that an architecture puts on the product of output head and hidden state. Importing this needs no torch.
 
 Shapes: C tokens, V vocabulary rows.
 """
@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LogitRule:
-    """An architecture's function of head times hidden state: Cohere and Granite scale it, Gemma caps it."""
+    """The function by which an architecture makes logits from head times hidden state: Cohere and Granite scale, Gemma caps."""
 
     scale: float = 1.0
+    """Factor of the product."""
     softcap: float | None = None
+    """Bound of a logit's absolute value, reached smoothly; None: no bound."""
 
     def apply(self, raw_C_V: Tensor) -> Tensor:
         """Return softcap * tanh(scale * raw / softcap), or scale * raw without a cap."""
@@ -26,7 +28,7 @@ class LogitRule:
         return raw_C_V if self.softcap is None else (raw_C_V / self.softcap).tanh() * self.softcap
 
     def pull_back(self, grad_C_V: Tensor, logits_C_V: Tensor) -> Tensor:
-        """Return the gradient by the raw products, from the gradient by the logits."""
+        """Return the gradient by the raw products, given the gradient by the logits; `logits_C_V` is read only with a cap."""
         if self.softcap is not None:
             grad_C_V = grad_C_V * (1 - (logits_C_V / self.softcap).square())
         return grad_C_V if self.scale == 1.0 else grad_C_V * self.scale

@@ -38,8 +38,9 @@ class LoraConfig(BaseModel):
     lora_alpha: _Alpha
     use_rslora: bool = False
     rank_pattern: dict[str, Annotated[int, Field(ge=1)]] | None = None
-    """Regular expressions, each for the end of a module's name; the first that fits decides."""
+    """Regular expression for the end of a module's name -> rank; the first that fits decides."""
     alpha_pattern: dict[str, _Alpha] | None = None
+    """The same for `lora_alpha`."""
 
     def rank(self, module: str) -> int:
         """Return the rank of a module by its full name. Raises: re.error if a pattern is no regular expression."""
@@ -53,25 +54,25 @@ class LoraConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """The change that an adapter makes to one linear module; K is its rank, I and O the module's inputs and outputs."""
+    """What an adapter adds to one linear module: scaling * B A. K is the rank, I and O are the module's inputs and outputs."""
 
     a_K_I: Tensor
     b_O_K: Tensor
     scaling: float
 
     def to(self, device: torch.device) -> Update:
-        """Move the update to a device."""
+        """Return the update with its matrices on a device."""
         return replace(self, a_K_I=self.a_K_I.to(device), b_O_K=self.b_O_K.to(device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSize:
-    """Numbers of a student that LoRA trains, and that a push sends."""
+    """How many numbers of a LoRA student are trained, and how many a push sends."""
 
     trained: int
-    """Numbers of the adapters."""
+    """Count of the numbers in the adapters."""
     pushed: int
-    """Numbers of the weights that a push has."""
+    """Count of the numbers in the weights that a push sends."""
 
 
 def split_name(tensor: str) -> tuple[str, str] | None:
@@ -100,14 +101,14 @@ def read_updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def merge_update(weight_O_I: Tensor, update: Update) -> Tensor:
-    """Return the weight of a module with its update: added in float32, then converted to the weight's own type."""
+    """Return a module's weight plus its update: added in float32, then converted to the weight's type."""
     added_O_I = update.b_O_K.float() @ update.a_K_I.float()
     # In place: the weight may be the largest of its model.
     return added_O_I.mul_(update.scaling).add_(weight_O_I.float()).to(weight_O_I.dtype)
 
 
 def find_nonlinear_modules(model: nn.Module, changes: Mapping[str, Update]) -> list[str]:
-    """Return the modules of an adapter that are no `nn.Linear` of the model, so that no update can be added to them."""
+    """Return the names in `changes` of modules that the model lacks or that are no `nn.Linear`: no update can be added to them."""
     from torch import nn
 
     modules = dict(model.named_modules())
@@ -115,7 +116,7 @@ def find_nonlinear_modules(model: nn.Module, changes: Mapping[str, Update]) -> l
 
 
 def attach_updates(model: nn.Module, changes: Mapping[str, Update]) -> list[RemovableHandle]:
-    """Let the model compute with the adapter until the handles are removed; its weights stay as they are.
+    """Let the model compute with the adapter until the returned handles are removed; its weights stay as they are.
 
     The caller has checked with `find_nonlinear_modules` that all modules are linear. The updates have the model's type and device.
     """
@@ -136,4 +137,5 @@ def _make_adding_hook(update: Update) -> Callable[[nn.Module, tuple[Tensor, ...]
 
 
 def _by_pattern(patterns: Mapping[str, T] | None, module: str, default: T) -> T:
+    """Return the value of the first pattern that fits the end of a module's name, else the default; PEFT's rule."""
     return next((v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", module)), default)

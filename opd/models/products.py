@@ -1,12 +1,12 @@
-"""Float32 linear layers by oneDNN, where MKL computes them at half the speed.
+"""Float32 linear layers computed by oneDNN, on processors where MKL has half its speed.
 
-On a CPU torch has MKL compute products of float32. One core of an AMD EPYC (Zen 5) computed 105 GFLOP/s with MKL and 230 with oneDNN
-(1,627 rows of 128 numbers by 344 columns). torch asks oneDNN only where it is told that products may be rounded to bfloat16. Those cores have
-no AMX, and no product was rounded: 300 of many shapes were as exact as MKL's. So it is told, and each process first looks at a product: one that is
-rounded leaves all to MKL. Intel's processors were not measured, and keep MKL.
+On a CPU torch computes float32 products with MKL. One core of an AMD EPYC (Zen 5) computed 105 GFLOP/s with MKL and 230 with oneDNN
+(1,627 rows of 128 numbers times 344 columns). But torch uses oneDNN only under a setting that allows it to round to bfloat16. Cores
+without AMX do not round: on that EPYC, 300 products of many shapes were as exact as MKL's. So we make the setting, after each process
+has measured the error of a product; if that was rounded, MKL computes everything. Intel's processors were not measured, and keep MKL.
 
-It is told around linear layers alone. With it in attention, which has many products of a few rows each, the backward pass of attention took
-five times as long.
+The setting is made around linear layers only. Attention has many products of a few rows each, and its backward pass took five times
+as long with oneDNN.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from opd.machine.processor import read_vendor
 T = TypeVar("T")
 INTEL = "GenuineIntel"
 ONEDNN_PRECISION = "medium"
-"""torch's name for products by oneDNN, which may be rounded."""
+"""torch's float32 matmul precision under which it uses oneDNN, and allows products to be rounded."""
 MAX_PRODUCT_ERROR = 1e-5
-"""Error of a float32 product, as a part of the sum of its terms without their signs. It is about 4e-7; that of bfloat16 is 4e-3."""
+"""Largest error of a product that counts as exact, relative to the sum of the absolute values of its terms. Float32 has an error of
+about 4e-7, bfloat16 of 4e-3."""
 
 
 def use_quick_products(model: nn.Module, device: torch.device, *, sharded: bool = False) -> bool:
-    """Have the float32 linear layers of `model` computed by oneDNN if `device` is a CPU, MKL is slow on it, and no digit is lost.
+    """Have oneDNN compute the float32 linear layers of `model`, if `device` is a CPU on which it is faster and as exact.
 
-    With `sharded` the layers multiply by DeepSpeed's function, which knows where their weights are. Returns whether it is so now.
+    With `sharded` the layers use DeepSpeed's function for ZeRO-3, which is wrapped for the whole process. Returns True if oneDNN
+    computes them now.
     """
     if device.type != "cpu" or not is_onednn_faster():
         return False
@@ -54,11 +56,11 @@ def is_onednn_faster() -> bool:
     if read_vendor() in ("", INTEL) or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     with _ONEDNN:
-        return product_error() < MAX_PRODUCT_ERROR
+        return measure_product_error() < MAX_PRODUCT_ERROR
 
 
-def product_error() -> float:
-    """Return the largest error of a float32 product under torch's present settings, measured like `MAX_PRODUCT_ERROR`."""
+def measure_product_error() -> float:
+    """Return the largest error of a float32 product under torch's present settings, relative as in `MAX_PRODUCT_ERROR`."""
     random = torch.Generator().manual_seed(0)
     a_M_K, b_N_K = (torch.randn(rows, 512, generator=random) for rows in (96, 128))
     wanted_M_N = a_M_K.double() @ b_N_K.double().T
@@ -78,8 +80,11 @@ def with_onednn_products(function: Callable[..., T]) -> Callable[..., T]:
 
 
 class _OneDNN:
-    """Products by oneDNN as long as at least one thread is in it. The setting is the whole process's: the first thread in makes it, the
-    last one out takes it back, and other threads' products are under it meanwhile."""
+    """A context in which oneDNN computes products; several threads may be in it at once.
+
+    torch's setting holds for the whole process. The first thread that enters makes it, and the last one that leaves takes it back.
+    Meanwhile it holds for the products of all other threads too.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -109,13 +114,13 @@ def _linear_forward(module: nn.Linear, x_Z_I: Tensor) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """A linear layer without its bias; Z are any leading dimensions, I inputs, O outputs."""
+    """The product of a linear layer, without its bias. Z stands for any leading dimensions, I for inputs, O for outputs."""
 
     @staticmethod
     @with_onednn_products
     def forward(ctx: Any, x_Z_I: Tensor, weight_O_I: Tensor) -> Tensor:
         wants_x, wants_weight = ctx.needs_input_grad
-        # A frozen layer, as below an adapter, keeps no inputs: they are for the gradient of its weight alone.
+        # Inputs are needed only for the weight's gradient. A frozen layer, such as one below an adapter, does not keep them.
         ctx.save_for_backward(x_Z_I if wants_weight else None, weight_O_I if wants_x else None)
         return x_Z_I @ weight_O_I.T
 

@@ -1,7 +1,7 @@
-"""A model's tensors under two sets of names: those of its files, and those of its modules.
+"""Loading a model, and converting its tensors between two sets of names: those of its files, and those of its modules.
 
-For some architectures transformers' modules have other tensors than the files: it fuses the experts of a mixture into one
-tensor, splits tensors or renames them. This module uses transformers' own conversion in both directions.
+For some architectures the modules of transformers have other tensors than the files: it fuses the experts of a mixture into one
+tensor, splits tensors or renames them. This file uses transformers' own conversion in both directions.
 
     files ──→ Naming.from_files ──→ modules ──→ to_files ──→ files
 """
@@ -26,16 +26,17 @@ State = dict[str, Tensor]
 
 
 def whole_shape(param: Any) -> torch.Size:
-    """Return the shape of a parameter, also of one that ZeRO-3 cut among its ranks, of which `param.shape` is that of an empty
-    tensor."""
+    """Return the shape of a parameter. One that ZeRO-3 has cut among its ranks is an empty tensor, but keeps its whole shape as
+    `ds_shape`."""
     shape: torch.Size = getattr(param, "ds_shape", param.shape)
     return shape
 
 
-def fastest_attention(config: Any) -> str:
-    """Return the fastest attention that transformers has for an architecture without more packages, whatever its files name.
+def choose_attention(config: Any) -> str:
+    """Return the fastest attention that transformers has for an architecture without further packages, `sdpa` or `eager`.
 
-    Gemma 2 bounds attention scores. torch's kernel cannot do that, and transformers would silently leave the bound out.
+    What the model's files name does not count. Gemma 2 bounds attention scores, which torch's kernel cannot do: with `sdpa`
+    transformers would silently leave the bound out.
     """
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         return "eager"
@@ -44,24 +45,27 @@ def fastest_attention(config: Any) -> str:
 
 
 def obeys_masks(lm: Any) -> bool:
-    """Return True if every layer attends to exactly the tokens that a given mask allows, near or far.
+    """Return True if every layer attends to exactly the tokens that a given mask of four dimensions allows.
 
-    Windows, chunks and recurrent states go by columns or by distance, whatever a mask of four dimensions says.
+    Windows, chunks and recurrent states depend on columns or on distance, whatever such a mask says.
     """
     config = lm.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        far = set(kinds) == {"full_attention"}
+        has_full_attention = set(kinds) == {"full_attention"}
     else:
-        far = not any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size", "window_size"))
-    # What torch's kernel can do is the same where its scores are written out.
-    kernel = config._attn_implementation in ("sdpa", "eager") and lm._supports_sdpa
-    return far and kernel and lm.is_backend_compatible() and not lm._is_stateful
+        windows = ("sliding_window", "attention_chunk_size", "window_size")
+        has_full_attention = not any(getattr(config, key, None) for key in windows)
+    # `eager` obeys a mask where `sdpa` does, so support of `sdpa` is asked for in both cases.
+    kernel_takes_masks = config._attn_implementation in ("sdpa", "eager") and lm._supports_sdpa
+    return has_full_attention and kernel_takes_masks and lm.is_backend_compatible() and not lm._is_stateful
 
 
 def load_config(model_dir: Path) -> Any:
-    """Load transformers' config of a model directory; no code from it is run. Raises: ModelError if transformers does not know it,
-    or its keys contradict each other."""
+    """Load transformers' config of a model directory, without running code from it.
+
+    Raises: ModelError if transformers does not know the architecture, or the config's keys contradict each other.
+    """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -84,8 +88,10 @@ def find_causal_lm_class(config: Any) -> Any:
 
 
 def causal_lm_class(model_dir: Path) -> tuple[Any, Any]:
-    """Return the config of a directory, and transformers' class of causal language models for it. Raises: ModelError without a
-    class."""
+    """Return the config of a directory, and transformers' class of causal language models for it.
+
+    Raises: ModelError if there is no such class; what `load_config` raises.
+    """
     config = load_config(model_dir)
     model_class = find_causal_lm_class(config)
     if model_class is None:
@@ -122,10 +128,10 @@ def _make_unusable_config_error(model_dir: Path, error: Exception) -> ModelError
 
 
 def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
-    """Load transformers' causal language model of a directory, from safetensors alone; no code from it is run.
+    """Load the causal language model of a directory, from safetensors only and without running code from it.
 
-    Raises: ModelError if transformers has none for its config, or if the files lack a tensor or have one of another shape:
-    transformers would go on with random numbers.
+    Raises: ModelError if transformers has no such model for the config; also if the files lack a tensor or have it in another
+    shape, where transformers would go on with random numbers.
     """
     from transformers import AutoModelForCausalLM
 
@@ -134,7 +140,7 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             model_dir,
             dtype=dtype,
-            attn_implementation=fastest_attention(config),
+            attn_implementation=choose_attention(config),
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # they are refused below, by name
@@ -145,8 +151,10 @@ def load_causal_lm(model_dir: Path, dtype: torch.dtype) -> Any:
 
 
 def _refuse_random_weights(model_dir: Path, loaded: Mapping[str, Any]) -> None:
-    """Refuse a model with tensors that transformers initialised at random, by its loading info `loaded`. Raises: ModelError if
-    the files lack a tensor or have another shape of it."""
+    """Refuse a model with tensors that transformers initialised at random, because the files lack them or have other shapes.
+
+    `loaded`: transformers' report about the loading. Raises: ModelError.
+    """
     odd = [
         f"{name} of shape {' x '.join(map(str, file_shape))}, config.json calls for {' x '.join(map(str, config_shape))}"
         for name, file_shape, config_shape in sorted(loaded["mismatched_keys"])
@@ -162,9 +170,9 @@ def _refuse_random_weights(model_dir: Path, loaded: Mapping[str, Any]) -> None:
 
 
 class Naming:
-    """An architecture without its numbers: which tensors of the files make which tensors of the modules.
+    """Knows which tensors of the files make which tensors of the modules, for one architecture.
 
-    Make it in the main thread, because transformers changes torch's default type while it does so; any thread may use it.
+    Create it in the main thread, because transformers changes torch's default type meanwhile. Any thread may use it.
     """
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
@@ -173,7 +181,7 @@ class Naming:
 
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
+                config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=False
             )
         self._dtype = dtype
         self._names = set(self._model.state_dict())
@@ -186,13 +194,15 @@ class Naming:
         return self._model
 
     def is_plain(self, names: Collection[str]) -> bool:
-        """Return True if tensors of these names are the modules' own, so that no conversion is needed."""
+        """Return True if tensors with these names need no conversion: the modules have the same names, and no type changes."""
         return self._names.issuperset(names) and not self._plan
 
     def from_files(self, tensors: Mapping[str, Tensor]) -> tuple[State, str]:
-        """Convert the tensors to the modules' names and shapes. Returns them, and a description of those that do not fit.
+        """Convert tensors of the files to the modules' names and shapes.
 
-        Tensors that need no conversion and have the right type stay mapped; the others are copied. A tied weight may be missing.
+        Returns the converted tensors, and a description of those that do not fit; empty if all fit. A tied weight may be
+        missing. Tensors that need no conversion and have the right type stay as they are, for example memory-mapped; the
+        others are copied.
         """
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
@@ -205,11 +215,14 @@ class Naming:
                 state = {n: t.detach() for n, t in self._model.state_dict().items() if n not in absent}
                 return state, self._describe_problem(loading_info)
             finally:
-                # The conversion puts the tensors into the model itself; `state` keeps them, the model must not.
+                # The conversion has put the tensors into the model. `state` keeps them; the model must let go of them.
                 to_meta(self._model)
 
     def head_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of a file's tensors that hold the output head unchanged; the embedding that it is tied to comes first."""
+        """Return those of the files' tensor `names` that are the output head, unchanged by conversion.
+
+        If the head is tied to the embedding, the embedding's name comes first.
+        """
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -225,6 +238,7 @@ class Naming:
             n: rename_source_key(n, renamings, converters, self._model.base_model_prefix, model_tensors) for n in names
         }
         unchanged_names = {n: {n, target} for n, (target, pattern) in targets_by_name.items() if pattern is None}
+        # The embeddings that a head is tied to come first, then the names of the head itself.
         return tuple(n for group in (tied, heads - tied) for n, aliases in unchanged_names.items() if aliases & group)
 
     def _load_config(self, tensors: Mapping[str, Tensor]) -> Any:
@@ -240,7 +254,7 @@ class Naming:
         )
 
     def _describe_problem(self, loading_info: Any) -> str:
-        """Describe the tensors that do not fit. transformers would only warn, and leave such weights at random values."""
+        """Describe the tensors that do not fit, empty if all do. transformers would only warn, and use random values for them."""
         self._model._adjust_missing_and_unexpected_keys(loading_info)
         missing = sorted(loading_info.missing_keys - set(self._model.all_tied_weights_keys))
         parts = {
@@ -267,25 +281,25 @@ def _hide_progress_bars() -> Iterator[None]:
 
 
 def to_meta(model: nn.Module) -> None:
-    """Move the model to the meta device, except for buffers that no file holds."""
+    """Move the model's parameters and persistent buffers to the meta device; buffers that no file holds stay."""
     model.load_state_dict({name: value.to("meta") for name, value in model.state_dict().items()}, assign=True)
 
 
 @dataclass(frozen=True, slots=True)
 class FileGroup:
-    """Tensors of a model's modules that become tensors of its files together, mostly one of each."""
+    """Tensors of a model's modules that are converted to tensors of its files together. Mostly one becomes one."""
 
     names: tuple[str, ...]
-    """Their names in the modules."""
+    """Names of the tensors in the modules."""
     target: str
-    """Name in the files, of the first tensor if there are several."""
+    """Name of the tensor in the files; of the first one, if there are several."""
     conversion: Any = None
-    """transformers' conversion to the files; None if the tensor stays as it is."""
+    """transformers' object that converts to the files; None if the tensor stays as it is."""
     patterns: tuple[str, ...] = ()
-    """The pattern of the conversion that each name fits."""
+    """For each name, the pattern of the conversion that it fits; empty without a conversion."""
 
     def to_files(self, model: Any, tensors: Mapping[str, Tensor]) -> State:
-        """Convert to the tensors of the files, which may be views of `tensors`; these have the names of the modules."""
+        """Return the tensors of the files, which may be views of `tensors`. `tensors`: name in the modules -> tensor."""
         if self.conversion is None:
             return {self.target: tensors[self.names[0]]}
         for name, pattern in zip(self.names, self.patterns, strict=True):
@@ -294,12 +308,11 @@ class FileGroup:
         return {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in file_tensors.items()}
 
 
-def file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
-    """Return the groups of module tensors that become tensors of the files, in the order of the files.
+def make_file_groups(model: Any, names: Iterable[str]) -> list[FileGroup]:
+    """Divide module tensors with these names into the groups that become tensors of the files, in the order of the files.
 
-    The conversions are those that the model was loaded with, if it was loaded from files.
-
-    This is `revert_weight_conversion` of transformers, which wants all tensors at once, group by group.
+    Its result lets a caller convert group by group; `revert_weight_conversion` of transformers needs all tensors at once. The
+    conversions are those with which the model was loaded, or its architecture's if it was not loaded from files.
     """
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -333,7 +346,7 @@ def _list_conversions(model: Any) -> list[Any] | None:
     used: list[Any] | None = getattr(model, "_weight_conversions", None)
     if used is not None:
         return used
-    # Nobody knows whether the files of a model that was not loaded would have the prefix.
+    # Some architectures' files have a prefix before all names, others not. Without files we take none.
     every = get_model_conversion_mapping(model, add_legacy=False)
     return [entry for entry in every if not isinstance(entry, PrefixChange)] or None
 
@@ -344,15 +357,18 @@ def to_files(model: Any, state: Mapping[str, Tensor]) -> State:
     Each tensor owns its bytes, because safetensors refuses a tensor that is a part of another one.
     """
     files: State = {}
-    for group in file_groups(model, state):
+    for group in make_file_groups(model, state):
         for name, tensor in group.to_files(model, {part: state[part] for part in group.names}).items():
             owns_bytes = tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous()
             files[name] = tensor if owns_bytes else tensor.clone(memory_format=torch.contiguous_format)
     return files
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model's files that are no parameters, such as the bias of a router. Training leaves them as they are."""
+def iterate_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of the buffers that a model's files have beside its parameters, such as the bias of a router.
+
+    Training does not change them.
+    """
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,7 +1,7 @@
 """Payloads: one file for each kind of answer that a teacher gives, behind one dictionary from `teachers.payload` to its class.
 
-A file says everything about its payload: the columns of the stream, the check of a row, its bytes, how a scorer makes an
-answer, the block that rows of a micro-batch become, and what of it an objective sees.
+A file has everything about its payload: the columns of the stream, the check of a row, its size in bytes, how a scorer makes an
+answer, the block that the loss makes of a micro-batch's rows, and what an objective sees.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 
 
 def answer_class(payload: str) -> type[Answer]:
-    """Return the class of a payload's answers. Raises: KeyError for a name that is no payload."""
+    """Return the class of a payload's answers; `payload` is a value of `teachers.payload`. Raises: KeyError for another name."""
     answers: type[Answer] = import_object(PAYLOADS[payload])
     return answers

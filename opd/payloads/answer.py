@@ -1,7 +1,7 @@
-"""Base class of all payloads. A payload is a class of answers; an answer holds a teacher's scores of the trained tokens of one
-response. Tokens that are not trained are neither scored nor sent.
+"""The base class of all answers. Each payload is a class of answers. An answer holds what one teacher says of the trained tokens of
+one response; tokens that are not trained are neither scored nor sent.
 
-Nothing here imports torch before it is called: whoever checks a stream, or counts bytes, needs pyarrow alone.
+Importing this file needs no torch: code that checks a stream or counts bytes needs only pyarrow.
 Shapes: N trained tokens of a response, D a teacher's hidden width, V vocabulary ids, K of a top-k.
 """
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from opd.models.heads import Head
 
 Columns = tuple[tuple[str, pa.DataType], ...]
-"""Name and Arrow type; every name is also a field of the answer."""
+"""Name and Arrow type of each column; every name is also a field of the answer."""
 Position = Mapping[int, float]
-"""Token -> log-prob at one position of a sequence: the token that is there, and on request the likeliest ones."""
+"""Token id -> log-prob at one position of a sequence: of the token that stands there and, on request, of the likeliest tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,28 +33,28 @@ class TeacherStates:
     """A teacher's forward pass over the trained tokens of one response, from which any payload makes its answer."""
 
     token_ids: Sequence[int]
-    """[N]"""
+    """[N] the trained tokens."""
     hidden_N_D: Tensor
-    """The last hidden state after the final norm, at the position before each token; on the CPU."""
+    """The teacher's last hidden state after the final norm, at the position before each token; on the CPU."""
     head: str
     """Content hash of the teacher's output head."""
     logprobs: Callable[[], Tensor]
-    """Computes the [N, V] log-probs, float32 on the CPU."""
+    """Function that computes [N, V] the log-probs, float32 on the CPU."""
     top_k: int
-    """`objective.k`."""
+    """The pipeline's `objective.k`: how many of the likeliest tokens an answer may need."""
 
 
 class Answer(ABC):
-    """Base of every payload's answers."""
+    """One teacher's answer about the trained tokens of one response."""
 
     __slots__ = ()
 
     GROUP: ClassVar[Columns] = ()
-    """Columns that are equal in all rows of a teacher in a domain."""
+    """Columns whose value is the same in all rows of a teacher in a domain."""
     ROW: ClassVar[Columns] = ()
-    """Columns with a value of its own in each row."""
+    """Columns whose value differs from row to row."""
     TOKEN_IDS: ClassVar[tuple[str, ...]] = ()
-    """The columns that hold token ids, which have to lie in the vocabulary."""
+    """Names of the columns that hold token ids; a reader checks that these are in the vocabulary."""
     SENDS_HEADS: ClassVar[bool] = False
     """True if the trainer needs the teacher's output head beside the answers."""
 
@@ -66,24 +66,27 @@ class Answer(ABC):
     @property
     @abstractmethod
     def size(self) -> str:
-        """Length of the answer, for an error message."""
+        """Length of the answer as text, for an error message."""
 
     @abstractmethod
     def fits(self, num: int, itemsize: int) -> bool:
-        """Return True if this can be the answer about `num` trained tokens; `itemsize` belongs to the stream's dtype."""
+        """Return True if the lengths are right for `num` trained tokens; `itemsize`: bytes of a number in the stream's dtype."""
 
     def width(self, num: int) -> int | None:
-        """Return the number that has to be equal in all rows of a stream, such as K; None if there is none, or `num` is 0."""
+        """Return the number of values per token if that must be equal in all rows of a stream, such as K; else None.
+
+        `num`: trained tokens; if it is 0, the width is not known and the result is None.
+        """
         return None
 
     def head_key(self) -> str:
-        """Return the content hash of the output head that belongs to the answer; empty if heads are not sent."""
+        """Return the content hash of the output head that the answer's hidden states need; empty if heads are not sent."""
         return ""
 
     @classmethod
     @abstractmethod
     def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
-        """Return the bytes of the answer about one token."""
+        """Return the bytes that an answer takes for each trained token."""
 
     @classmethod
     @abstractmethod
@@ -92,13 +95,15 @@ class Answer(ABC):
 
     @classmethod
     def named_by_engine(cls, top_k: int) -> int | None:
-        """Return the number of likeliest tokens that an engine has to return at each position, beside the token that is there;
-        None if no answer can be made of an engine's log-probs."""
+        """Return how many of the likeliest tokens an engine must name at each position, beside the token that stands there.
+
+        None if no answer can be made from an engine's log-probs.
+        """
         return None
 
     @classmethod
     def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> Answer:
-        """Make the answer from an engine's log-probs at each trained token, [N]; they are finite."""
+        """Make the answer from an engine's log-probs, which are finite; `positions` [N] has those at each trained token."""
         raise NotImplementedError(f"{cls.__name__} needs more than an engine's log-probs")
 
     @classmethod
@@ -106,17 +111,26 @@ class Answer(ABC):
     def blocks(
         cls, samples: Sequence[Sequence[ScoredRow]], dtype: torch.dtype, baselines: Mapping[str, float] | None
     ) -> tuple[Block, ...]:
-        """Build the loss's blocks for the trained tokens of these samples, in order; each sample has a row from each of its
-        teachers. `dtype` is the stream's, `baselines` maps sample ids to numbers."""
+        """Build the loss's blocks for the trained tokens of these samples, in order.
+
+        `samples`: for each sample, one row from each of its teachers. `dtype`: that of the stream. `baselines`: sample id ->
+        number that the objective subtracts from the sample's advantages; None without a baseline.
+        """
 
     def gap(self, reference: Answer, num: int, dtype: torch.dtype) -> float:
-        """Measure the difference from another engine's answer about the same `num` tokens: for log-probs the mean in nats, for
-        hidden states relative to their norm."""
+        """Measure the difference from another engine's answer about the same `num` tokens.
+
+        For log-probs it is the mean difference in nats; for hidden states, the norm of the difference relative to the norm of
+        the reference.
+        """
         raise NotImplementedError(f"{type(self).__name__} of two engines cannot be compared")
 
     def differences(
         self, token_ids: Sequence[int], logprobs: Sequence[float], dtype: torch.dtype, head: Callable[[], Head]
     ) -> list[float]:
-        """Return the difference of `logprobs` and the answer's log-prob at each trained token, or the least that it can be; empty
-        if the answer has no log-probs. `head` reads the teacher's output head, cut to the vocabulary."""
+        """Return, for each trained token, |`logprobs` - the answer's log-prob| in nats; empty if the answer tells no log-probs.
+
+        If the answer does not have the token, the least possible difference is returned. `head` reads the teacher's output head,
+        cut to the vocabulary.
+        """
         return []

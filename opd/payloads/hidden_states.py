@@ -1,4 +1,5 @@
-"""Payload `hidden_states`: the last hidden state at each position, from which head and logit rule make the whole distribution.
+"""Payload `hidden_states`: the teacher's last hidden state at each position. Output head and logit rule make its whole distribution of
+it.
 
 Shapes: N tokens of a block, C of a chunk, D or E a teacher's hidden width, V vocabulary rows.
 """
@@ -35,8 +36,8 @@ class HiddenStates(Answer):
     SENDS_HEADS: ClassVar[bool] = True
 
     head: str
-    """BLAKE3 of the teacher's output head; the matrix itself travels once, apart from the rows. `OWN_HEAD` in rows that do not
-    travel because the trainer makes them."""
+    """Content hash of the teacher's output head; the matrix itself travels once, apart from the rows. `OWN_HEAD` in rows that the
+    trainer makes itself."""
     hidden_size: int
     """D, the teacher's hidden width."""
     hidden: memoryview | bytes
@@ -92,7 +93,7 @@ class HiddenStates(Answer):
         runs: list[tuple[tuple[tuple[str, float], ...], list[list[HiddenStates]]]] = []
         for scored in samples:
             kind = tuple((row.answer.head, row.weight) for row in scored)
-            # Samples of the same teachers in a row are one block, so that products with heads are few and large.
+            # Consecutive samples of the same teachers become one block, so that products with heads are few and large.
             if not runs or runs[-1][0] != kind:
                 runs.append((kind, [[] for _ in scored]))
             for parts, row in zip(runs[-1][1], scored, strict=True):
@@ -133,19 +134,20 @@ def _bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def _normalise_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Divide the weights by their sum: they travel as float32, so that it is 1 only to 1e-7."""
+    """Divide the weights by their sum. They travel as float32, so that their sum is 1 only to about 1e-7."""
     return tuple(weight / sum(weights) for weight in weights)
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenRun(Block):
-    """Consecutive trained tokens scored by teachers of the same heads and weights, before the heads are at hand."""
+    """Hidden states of consecutive trained tokens from the same teachers, while the teachers' heads are only named."""
 
     heads: tuple[str, ...]
-    """One for each teacher of the tokens; several make a mixture."""
+    """Content hash of the head of each teacher; with several teachers the tokens have a mixture."""
     weights: tuple[float, ...]
+    """Weight of each teacher; they add up to 1."""
     hidden: tuple[Tensor, ...]
-    """[N, D] for each teacher, D its own width."""
+    """For each teacher [N, D] its states; teachers may differ in width."""
 
     def __len__(self) -> int:
         return len(self.hidden[0])
@@ -160,12 +162,13 @@ class HiddenRun(Block):
         )
         if len(teachers) == 1:
             return teachers[0]
-        return (ExtrapolatedBlock if min(self.weights) < 0 else MixtureBlock)(teachers, self.weights)
+        block_class = ExtrapolatedBlock if min(self.weights) < 0 else MixtureBlock
+        return block_class(teachers, self.weights)
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherBlock(Block):
-    """Consecutive tokens of a micro-batch scored exactly by one teacher."""
+    """Consecutive tokens with the hidden states of a single teacher, and its head."""
 
     hidden_N_E: Tensor
     head_V_E: Tensor
@@ -178,7 +181,10 @@ class TeacherBlock(Block):
         return ((self.hidden_N_E, self.head_V_E),)
 
     def logits(self, part: slice, vocab_size: int) -> Tensor:
-        """Return [C, V] in the head's type. It is that of the stream's hidden states, unless the head is the student's own."""
+        """Return [C, V] the teacher's logits of some tokens, in the head's type.
+
+        A teacher's head has the type of the hidden states; the student's own head may have another one.
+        """
         return self.rule.apply(self.hidden_N_E[part].to(self.head_V_E.dtype) @ self.head_V_E[:vocab_size].T)
 
     def select_chunk(self, part: slice, vocab_size: int) -> Logits:
@@ -187,7 +193,7 @@ class TeacherBlock(Block):
 
 @dataclass(frozen=True, slots=True)
 class _TeacherGroupBlock(Block):
-    """Consecutive tokens that several teachers scored, with weights summing to one."""
+    """Consecutive tokens with the hidden states of several teachers, whose weights add up to 1."""
 
     teachers: tuple[TeacherBlock, ...]
     weights: tuple[float, ...]
@@ -203,7 +209,7 @@ class _TeacherGroupBlock(Block):
         return tuple(pair for teacher in self.teachers for pair in teacher.products())
 
     def weighted_sum(self, part: slice, vocab_size: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [C, V] the sum over teachers of weight times `transform` of the teacher's logits."""
+        """Return [C, V] the sum over teachers of the weight times `transform(logits)`; computed in float32 or float64."""
         from opd.losses.logits import upcast_for_loss
 
         terms = (
@@ -215,10 +221,10 @@ class _TeacherGroupBlock(Block):
 
 @dataclass(frozen=True, slots=True)
 class MixtureBlock(_TeacherGroupBlock):
-    """A mixture, no weight below 0: sum_k w_k KL(p || q_k).
+    """A mixture of teachers, with no weight below 0. Its objective is sum_k w_k KL(p || q_k) (DeepSeek-V4, arXiv 2606.19348).
 
-    Equals KL against the unnormalised log-measure zbar - sum_k w_k lse_k with zbar = sum_k w_k z_k (DeepSeek-V4,
-    arXiv 2606.19348, states the objective), so one [C, V] accumulator and one backward do for any number of teachers.
+    This equals KL(p || m) with the measure log m = sum_k w_k log q_k, which is not normalised. So one [C, V] sum is enough for any
+    number of teachers.
     """
 
     is_mixture: ClassVar[bool] = True
@@ -233,21 +239,21 @@ class MixtureBlock(_TeacherGroupBlock):
 
 @dataclass(frozen=True, slots=True)
 class ExtrapolatedBlock(_TeacherGroupBlock):
-    """A target beyond the experts: one distribution, prod_k q_k^w_k / Z, with a weight below 0.
+    """A target beyond the experts: the single distribution prod_k q_k^w_k / Z, with one weight below 0.
 
-    With weights {expert: lambda, start student: 1 - lambda} a student that minimises KL(p || target) maximises
-    lambda E[log q - log start] - KL(p || start) at each state (G-OPD, arXiv 2602.12125). Sums of other divergences with a
-    negative weight have no least value, so all objectives see the normalised target, as if one teacher had said it.
+    With the weights {expert: lambda, start student: 1 - lambda}, a student that minimises KL(p || target) maximises
+    lambda E[log q - log start] - KL(p || start) at each state (G-OPD, arXiv 2602.12125). A sum of other divergences with a
+    negative weight has no minimum. So every objective sees the normalised target, as if one teacher had given it.
     """
 
     def select_chunk(self, part: slice, vocab_size: int) -> Logits:
-        # What each teacher's softmax would take off is the same for all ids: it goes when the sum is normalised.
+        # The teachers' logits need no softmax: its normaliser is the same for all ids, and `view_chunk` normalises the sum.
         return Logits(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V))
 
 
 @dataclass(frozen=True, slots=True)
 class Logits(BlockChunk):
-    """The logits of one distribution, not normalised yet."""
+    """Logits of one distribution at C tokens, which `view_chunk` normalises."""
 
     compiles: ClassVar[bool] = True
 
@@ -267,9 +273,10 @@ class Logits(BlockChunk):
 
 @dataclass(frozen=True, slots=True)
 class MixtureMeasure(BlockChunk):
-    """A mixture's log-measure."""
+    """A mixture's log-measure at C tokens."""
 
     measure_C_V: Tensor
+    """sum_k w_k log q_k, not normalised."""
 
     def select_rows(self, rows: slice) -> MixtureMeasure:
         return MixtureMeasure(self.measure_C_V[rows])
@@ -283,12 +290,12 @@ class WholeChunk(TeacherChunk):
     """The teacher's whole distribution at C tokens."""
 
     logq_C_V: Tensor
-    """Log-probs; for a mixture the unnormalised log-measure."""
+    """Log-probs; for a mixture the log-measure, which is not normalised."""
     logq_C: Tensor
-    """Log-prob of the sampled ids."""
+    """`logq_C_V` of the sampled ids."""
     is_mixture: bool
     baseline_C: None = None
-    """No baseline: it has to be computed before the forward pass, when there are only states and no log-probs."""
+    """This payload has no baseline: it would be needed before the forward pass, when log-probs are not computed yet."""
 
     def first_C(self) -> Tensor:
         return likeliest_token(self.logq_C_V)

@@ -1,4 +1,4 @@
-"""Payload `none`: no teacher was asked. The rows carry the rollouts alone, and what is learned comes from their rewards.
+"""Payload `none`: no teacher was asked. The rows have only rollouts, and the student learns from their rewards.
 
 Shapes: N tokens of a block, C of a chunk.
 """
@@ -51,7 +51,7 @@ class Unscored(Answer):
 
 @dataclass(frozen=True, slots=True)
 class UnscoredBlock(Block, BlockChunk):
-    """So many consecutive trained tokens that no teacher has seen."""
+    """A number of consecutive trained tokens that no teacher has scored. The same class serves as block and as chunk."""
 
     tokens: int
     says_something: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Payload `sampled_logprobs`: the log-prob of each sampled token alone.
+"""Payload `sampled_logprobs`: the teacher's log-prob of each sampled token, and nothing of other tokens.
 
 Shapes: N tokens of a block, C of a chunk.
 """
@@ -87,18 +87,19 @@ class SampledLogprobs(Answer):
 
 
 def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
-    """Return [N] sum_k w_k log q_k(y) over a sample's teachers; with a single teacher its log-prob."""
+    """Return [N] sum_k w_k log q_k(y) over the teachers k of a sample; with a single teacher that is its log-prob."""
     columns = [[row.weight * x for x in row.answer.teacher_logprobs] for row in scored]
     return [sum(values) for values in zip(*columns, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class SampledBlock(Block, BlockChunk):
-    """Consecutive trained tokens with the teachers' (weighted) log-prob of each."""
+    """Consecutive trained tokens with the teachers' weighted log-prob of each. The same class serves as block and as chunk."""
 
     logprob_N: Tensor
+    """`mixed_logprobs` of the samples."""
     baseline_N: Tensor | None = None
-    """Number that `SampledKL` subtracts from the advantage; it may depend on anything but the token's own response."""
+    """Number that `SampledKL` subtracts from each token's advantage. It must not depend on the token's own response."""
 
     def __len__(self) -> int:
         return len(self.logprob_N)

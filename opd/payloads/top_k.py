@@ -1,4 +1,4 @@
-"""Payload `top_k`: the likeliest tokens at each position, with their true (not renormalised) log-probs.
+"""Payload `top_k`: the teacher's likeliest tokens at each position, with their log-probs in the whole distribution.
 
 Shapes: N tokens of a block, C of a chunk, K likeliest tokens.
 """
@@ -68,7 +68,8 @@ class TopTokens(Answer):
 
     @classmethod
     def of_positions(cls, token_ids: Sequence[int], positions: Sequence[Position], top_k: int) -> TopTokens:
-        """Make the answer from an engine's log-probs, without the token that is there unless it is among the K likeliest."""
+        """Make the answer from an engine's log-probs: the K likeliest tokens. An engine also names the token that stands there,
+        which is dropped if it is not among them."""
         top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
         return cls(
             [token for entries in top for token, _ in entries], [value for entries in top for _, value in entries]
@@ -112,18 +113,18 @@ class TopTokens(Answer):
 
 
 def _logprob_difference(top_logprobs: Position, token: int, logprob: float) -> float:
-    """Return the difference of `logprob` and the token's log-prob in `top_logprobs`.
+    """Return the difference of `logprob` and the token's log-prob in `top_logprobs`, nats.
 
-    For a token that is not in there, it is the least difference: the token is at most as likely as the last of the likeliest.
+    A token that is not there is at most as likely as the least likely one that is. So the least possible difference is returned.
     """
-    return (
-        abs(logprob - top_logprobs[token]) if token in top_logprobs else max(0.0, logprob - min(top_logprobs.values()))
-    )
+    if token in top_logprobs:
+        return abs(logprob - top_logprobs[token])
+    return max(0.0, logprob - min(top_logprobs.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class TopKBlock(Block, BlockChunk):
-    """Consecutive trained tokens with the teacher's K likeliest tokens at each."""
+    """Consecutive trained tokens with the teacher's K likeliest tokens at each. The same class serves as block and as chunk."""
 
     ids_N_K: Tensor
     logprob_N_K: Tensor

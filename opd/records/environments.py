@@ -1,4 +1,4 @@
-"""Records that a policy and its environment hand each other. Light: an environment of yours imports this file and nothing else."""
+"""Records that a policy and its environment hand each other. Your own environment needs to import only this file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Tool:
     """JSON schema of the arguments: an object with `properties` and `required`."""
 
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates and OpenAI's API spell it."""
+        """Return the tool in the form of chat templates and OpenAI's API."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call that the policy wrote, and that names a tool of its environment with arguments that fit its schema."""
+    """One tool call of the policy. The tool exists in the environment, and the arguments fit its schema."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -42,12 +42,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Answer of an environment to an action."""
+    """What an environment returns for an action."""
 
     observation: str | tuple[str, ...] = ""
     """What the policy reads next: a text, or one text for each call of the action. After the last turn nobody reads it."""
     reward: float | None = None
-    """What the turn earned; an episode's reward is the sum over its turns, or none where no turn has one."""
+    """Reward of the turn. An episode's reward is the sum over its turns; it has none if no turn has one."""
     done: bool = False
     """True if the episode ends here."""
     info: Mapping[str, Any] = field(default_factory=dict)

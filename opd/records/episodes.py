@@ -1,4 +1,4 @@
-"""Episodes: what came of one, the counts over those of a domain, and what the record of a step says of them."""
+"""Records of episodes: the result of one, the counts over those of a domain, and what a step's record says of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from opd.records.sums import Sums
 from opd.records.types import Broken, Rollout, StopReason, TurnStats
 
 BROKEN: frozenset[str] = frozenset(get_args(Broken))
+"""Stop reasons of episodes that broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit(Sums):
-    """Counts of the sampled tokens of one or many episodes, by what became of them."""
+    """Counts over one or many episodes, which tell what became of the sampled tokens."""
 
     segments: int = 0
     turns: int = 0
@@ -48,13 +49,14 @@ class EpisodeResult:
     error: str = ""
     """What broke it."""
     close_error: str = ""
-    """Why its environment could not be closed, or the first of its sub-agents'; the episode counts as it ended."""
+    """Why its environment, or the first of its sub-agents' environments, could not be closed. The episode's own end counts all the
+    same."""
     text: str = ""
     """The turns as text, for people."""
     guard: GuardStats | None = None
-    """What the guard saw; None where none looked on."""
+    """Counts of the guard; None without a guard."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why its sub-agents ended -> how many. `refused`: a call that started none."""
+    """Why sub-agents ended -> how many. `refused`: calls that started no sub-agent."""
     sub_agent_error: str = ""
     """What broke the first sub-agent that broke."""
 
@@ -72,13 +74,13 @@ class EpisodeStats:
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
     """Why the episodes ended -> how many."""
     error: str = ""
-    """What broke the first that broke."""
+    """What broke the first episode that broke."""
     not_closed: int = 0
     """Episodes with an environment that could not be closed."""
     close_error: str = ""
-    """Why the first could not."""
+    """Why the first such environment could not be closed."""
     guard: GuardStats | None = None
-    """What the guard saw; None where none looked on. The step's log has it, so that a replay asks no judge."""
+    """Counts of the guard; None without a guard. The target log keeps them, so that a replay asks no judge."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
     """Sum of `EpisodeResult.sub_agents`."""
     sub_agent_error: str = ""
@@ -91,7 +93,7 @@ class EpisodeStats:
 
     @classmethod
     def of(cls, results: Iterable[EpisodeResult]) -> Self:
-        """Count what came of these episodes."""
+        """Add up the results of these episodes; of errors the first is kept."""
         episode_results = list(results)
         return cls(
             episodes=len(episode_results),
@@ -117,7 +119,7 @@ class EpisodeStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRecord:
-    """The trained tokens of one turn of a domain's episodes; means a token, nats."""
+    """Means over the trained tokens of a domain's episodes that were written in the same turn, nats."""
 
     tokens: int
     loss: float
@@ -127,13 +129,13 @@ class TurnRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodesRecord:
-    """One domain's episodes."""
+    """The episodes of one domain in one step."""
 
     episodes: int = 0
     turns: float = 0.0
     """Mean turns of an episode."""
     reward: float | None = None
-    """Mean of an episode; one without a reward counts as 0, as in an exam. None if no episode has one."""
+    """Mean reward of an episode; an episode without a reward counts as 0, as in an exam. None if no episode has a reward."""
     tokens: int = 0
     """Tokens that the student sampled."""
     trained: float = 0.0
@@ -152,21 +154,21 @@ class EpisodesRecord:
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first that broke, else the first sub-agent that broke."""
+    """What broke the first episode that broke; if none did, the first sub-agent that broke."""
     not_closed: int = 0
-    """Episodes with an environment whose `close` failed; not there if none did. They count as they ended."""
+    """Episodes with an environment whose `close` failed; their own end counts all the same. The JSON lacks the key if it is 0."""
     close_error: str = ""
-    """Why the first could not be closed."""
+    """Why the first such environment could not be closed."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why sub-agents ended -> how many; not there without any. `refused`: calls that started none."""
+    """Why sub-agents ended -> how many. `refused`: calls that started no sub-agent. The JSON lacks the key if there were none."""
     by_turn: tuple[TurnRecord, ...] = ()
-    """The first turn of a dialogue, the second, and so on, also in the segments after a summary."""
+    """A record for the first turn of the dialogues, the second, and so on; turns are counted on in the segments after a summary."""
     guard: GuardRecord | None = None
-    """What the guard saw; None where none looks on."""
+    """Counts of the guard; None without a guard."""
 
     @classmethod
     def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
-        """Make the record from a domain's counts; `turns` are those with a trained token."""
+        """Make the record from a domain's counts. `turns`: number of a turn -> its sums; turns without trained tokens are missing."""
         audit = stats.audit
         return cls(
             episodes=stats.episodes,
@@ -198,7 +200,7 @@ class EpisodesRecord:
         return cls(**read | {"by_turn": turns, "guard": guard})
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that these episodes have, by name."""
+        """Return name -> value of the fields; those that few episodes have are left out if they are empty."""
         seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
         return {name: value for name, value in asdict(self).items() if value or name not in seldom}
 

@@ -1,4 +1,4 @@
-"""What an episode, a step's log, the metrics and the report keep of the guard's verdicts; plain values, as JSON has them."""
+"""Records of the guard's verdicts, for episodes, the target log, the metrics and the report. They are plain values, as in JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any, Literal, Self
 from opd.records.sums import Sums
 
 Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
-"""Who decided: a rule or the absence of a hit; the judge; `on_failure`, because there is no judge, or because it did not answer."""
+"""Who decided. `rules`: a rule that hit, or the fact that none did. `judge`: the judge. `no_judge`, `judge_failed`: the setting
+`on_failure`, because there is no judge, or the judge did not answer."""
 Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
-"""What stage one said: nothing, a rule that wants a judge, a rule that is certain, or a command that does not parse; `answer`: an
-answer in which it found nothing, which a judge reads all the same."""
+"""What the rules found. `none`: nothing. `rule`: a rule hit that asks for the judge. `certain`: a rule hit that needs no judge.
+`unreadable`: the command does not parse. `answer`: nothing in an answer, which the judge reads all the same."""
 
 
 STAGE_NAMES: dict[Stage, str] = {
@@ -25,7 +26,7 @@ STAGE_NAMES: dict[Stage, str] = {
 """Who decided, in words."""
 MAX_TEXT = 2000
 MAX_EXAMPLE = 400
-"""Characters of a call's text in the log of a step, and of one in the metrics."""
+"""Most characters that are kept of a call's text in the target log (`MAX_TEXT`), and in the metrics (`MAX_EXAMPLE`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class GuardEvent:
 
     @property
     def describe(self) -> str:
-        """The same with the turn, from 1, and the call."""
+        """`line` with the number of the turn, from 1, and the call."""
         return f"turn {self.turn + 1}, {self.line}\n{self.tool or 'answer'}: {self.text[:MAX_EXAMPLE]}"
 
 
@@ -89,7 +90,7 @@ class GuardStats(Sums):
 
     @classmethod
     def sum_stats(cls, parts: Iterable[GuardStats | None]) -> GuardStats | None:
-        """Return the sum of those that there are; None if there is none, because no guard looked on."""
+        """Return the sum of the parts that are not None; None if all are, because there was no guard."""
         stats = [part for part in parts if part is not None]
         return sum(stats, cls()) if stats else None
 
@@ -175,6 +176,6 @@ def _make_rule_record(event: GuardEvent) -> RuleRecord:
 
 
 def _select_examples(examples: tuple[GuardExample, ...]) -> tuple[GuardExample, ...]:
-    """Return the first of either verdict."""
+    """Return at most two examples: the first that was blocked, and the first that was let pass."""
     first_by_verdict = {example.blocked: example for example in reversed(examples)}
     return tuple(first_by_verdict[blocked] for blocked in (True, False) if blocked in first_by_verdict)

@@ -26,7 +26,7 @@ def _refuse_infinite(text: str) -> float:
 
 
 STRICT = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_refuse_infinite)
-"""Reads JSON as its standard has it: Python's own also takes NaN and Infinity, and writes them again, which other readers refuse."""
+"""Decoder that follows JSON's standard. Python's own also reads NaN and Infinity, and would write them again; other readers refuse them."""
 
 
 def parse_strict_json(text: str) -> Any:
@@ -35,7 +35,7 @@ def parse_strict_json(text: str) -> Any:
 
 
 def keep_known_keys(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that the record class has. Raises: TypeError if `data` is not a JSON object."""
+    """Return the entries of `data` whose keys are fields of the record class. Raises: TypeError if `data` is not a JSON object."""
     if not isinstance(data, Mapping):
         raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
     return {f.name: data[f.name] for f in fields(record) if f.name in data}
@@ -50,9 +50,9 @@ def get_mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def check_types(record: T) -> T:
-    """Return a dataclass that was read from JSON with every value in it, at any depth, of the type of its field.
+    """Return a dataclass that was read from JSON, after every value in it, at any depth, was converted to the type of its field.
 
-    Raises: TypeError that names the first field whose value cannot be that.
+    Raises: TypeError, which names the first field whose value cannot be converted.
     """
     kind: Any = type(record)
     try:

@@ -1,4 +1,4 @@
-"""What a reward asks of an optimiser step, what the trainer says of it, and what of that is in `metrics.jsonl`."""
+"""Records of the policy gradient: what an optimiser step gets, what the trainer reports, and what `metrics.jsonl` keeps."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardStep:
-    """The policy gradient of one optimiser step, before it is planned who trains what."""
+    """The policy gradient of one optimiser step, as the trainer gets it."""
 
     weight: float
-    """What its mean counts beside the divergence's."""
+    """Factor of its mean in the loss, beside the divergence's mean with factor 1."""
     advantages: Mapping[str, Floats]
-    """Sample id -> [N] advantage of each trained token; samples that are not in it take no part."""
+    """Sample id -> [N] advantage of each trained token. A sample that is missing takes no part in the policy gradient."""
     compare: bool = False
     """Compute the two gradients one after the other, so that they can be compared."""
     waits: bool = False
-    """Take no optimiser step at all: a critic learns alone. A divergence from the weights that the run began with would be rounding
-    noise, which AdamW scales up to whole steps."""
+    """True: the trainer takes no optimiser step, because a critic learns alone. With a divergence alone it would train on rounding
+    noise, since the student still has the weights that the run began with; AdamW scales noise up to whole steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +37,19 @@ class PolicyStats(Sums):
     loss_sum: float
     """-f(r) A log p, see `opd.losses.policy_gradient`."""
     masked: int
-    """Tokens outside of the band."""
+    """Number of tokens outside of the band of ratios."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientSums(Sums):
-    """Sums over the parameters, or over a part of them, of two gradients as the optimiser adds them up."""
+    """Sums over the parameters, or over a rank's part of them, that compare the divergence's gradient with the policy gradient."""
 
     divergence_sq: float
+    """Sum of the squares of the divergence's gradient."""
     policy_sq: float
-    """With its weight."""
+    """Sum of the squares of the policy gradient, with its factor in the loss."""
     dot: float
+    """Sum of the products of the two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class PolicyReport:
     """The trainer's report on the policy gradient of one step, summed over all ranks."""
 
     loss: float
-    """The mean over the tokens that have an advantage, without the stream's weight."""
+    """Mean over the tokens that have an advantage, without its factor in the loss."""
     domains: Mapping[str, PolicyStats]
     compared: GradientSums | None = None
     """None in a step in which the gradients were not compared."""
@@ -78,7 +80,7 @@ class DomainReward:
     failed: int = 0
     """Responses whose verifier raised or was late: their reward is 0."""
     error: str = ""
-    """What the first of them raised."""
+    """What the first of these verifiers raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +88,14 @@ class RewardRecord:
     """The policy gradient of one step in `metrics.jsonl`."""
 
     weight: float = 0.0
-    """What its mean counted beside the divergence's; 0 while a critic is not ready."""
+    """Factor of its mean in the loss; 0 while a critic learns alone."""
     loss: float = 0.0
     """The mean over all tokens that have an advantage; it is not part of the step's `loss`."""
     masked: float = 0.0
     """Share of these tokens outside of the band of ratios."""
     domains: Mapping[str, DomainReward] = field(default_factory=dict)
     credit: Mapping[str, float] = field(default_factory=dict)
-    """What the baseline or critic says of the step."""
+    """Numbers of the baseline or the critic about the step, by name."""
     cosine: float | None = None
     """Cosine of the gradients of divergence and reward; None where they were not compared, or one of them is 0."""
     divergence_norm: float | None = None
@@ -124,7 +126,7 @@ class RewardRecord:
 
 
 def compare_gradients(sums: GradientSums | None) -> dict[str, float]:
-    """Return the keys of a `RewardRecord` that tell how the two gradients lie to each other."""
+    """Return the fields of a `RewardRecord` that compare the two gradients: norms, and the cosine if both are not 0."""
     if sums is None:
         return {}
     divergence, policy = sqrt(sums.divergence_sq), sqrt(sums.policy_sq)

@@ -18,12 +18,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthScore:
-    """One model on a domain's tasks of a like length, counted in moves of the task's own solution."""
+    """One model's score on the tasks of a domain that have similar lengths. A task's length is the number of moves that solve it."""
 
     fewest: int
-    """Right moves of the shortest task that belongs here."""
+    """Least length of these tasks."""
     most: int | None
-    """Those of the longest; None: no limit."""
+    """Greatest length of these tasks; None: no limit."""
     questions: int
     accuracy: float
     """Mean score of these tasks, 0..1."""
@@ -35,12 +35,12 @@ class LengthScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainScore:
-    """One model on one domain."""
+    """One model's score on one domain."""
 
     accuracy: float
-    """Mean score in 0..1: over the questions, of the mean over each question's answers (pass@1)."""
+    """Mean score, 0..1 (pass@1): first over the answers to each question, then over the questions."""
     stderr: float
-    """Standard error of `accuracy`; questions are the independent draws, not answers."""
+    """Standard error of `accuracy`. Questions count as independent draws; answers to the same question do not."""
     low: float
     """Lower end of the 95 % interval, 0..1."""
     high: float
@@ -51,7 +51,7 @@ class DomainScore:
     pass_at: dict[str, float] = field(default_factory=dict)
     """k (as text, JSON's keys are text) -> unbiased pass@k."""
     mean_tokens: float = 0.0
-    """Length of an answer in tokens."""
+    """Mean length of an answer, in tokens."""
     truncated: float = 0.0
     """Share of answers that ended at the token limit."""
     failed: int = 0
@@ -61,11 +61,10 @@ class DomainScore:
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
     by_length: tuple[LengthScore, ...] = ()
-    """Episodes by right moves of the task, the shortest first; empty where tasks do not say how many, or an older release
-    wrote the file."""
+    """Scores by length of the task, the shortest first. Empty if tasks do not tell their length, or an older release wrote the file."""
     by_question: tuple[float, ...] = ()
-    """Mean score of each question's answers, in the order of the exam, so that models can be compared question by question; empty
-    if an older release wrote the file."""
+    """Mean score of the answers to each question, in the order of the exam, so that models can be compared question by question.
+    Empty if an older release wrote the file."""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> DomainScore:
@@ -76,44 +75,45 @@ class DomainScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredAnswer:
-    """One answer, to be read by a person."""
+    """One answer of the model to a prompt, for people to read."""
 
     domain: str
     prompt_id: str
     prompt: str
-    """Decoded, special tokens left in."""
+    """Decoded, with special tokens."""
     answer: str
-    """What the verifier compared with."""
+    """The right answer, with which the verifier compares."""
     text: str
+    """What the model answered."""
     score: float
     tokens: int = 0
     truncated: bool = False
     error: str = ""
     """Traceback of a verifier that raised, or what broke the episode."""
     turns: int | None = None
-    """Turns of the episode; None if it is none."""
+    """Turns of the episode; None if the answer is a single response."""
     invalid_calls: int = 0
-    """Those of them with a tool call that could not be made as it was written."""
+    """Turns with a tool call that could not be made as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One model on all its domains."""
+    """One model's scores on all its domains."""
 
     model: str
-    """Who answered, in words a reader knows: a path, `student before`, `expert`."""
+    """Name of the model for readers: a path, `student before`, `expert`."""
     scores: dict[str, DomainScore]
     """Domain -> score."""
     answers: tuple[ScoredAnswer, ...] = ()
-    """The first few answers of each domain; of the others the first few wrong ones, and the first few whose verifier raised."""
+    """The first few answers of each domain, and of the others the first few wrong ones and the first few whose verifier raised."""
     step: int | None = None
-    """Steps of the merge that the model had taken; None if it comes from no merge, or if an older release wrote the file."""
+    """Steps of the merge after which the model was evaluated; None if no merge made it, or an older release wrote the file."""
     tokens: int | None = None
-    """Response tokens of those steps. None where `step` is None, and during a merge, where metrics.jsonl has the number."""
+    """Response tokens of those steps. None if `step` is None, and for evaluations during a merge: metrics.jsonl has that number."""
     weights: dict[str, str] = field(default_factory=dict)
-    """Domain -> digest of the model that answered (its config.json and weight files), where it lies on disk."""
+    """Domain -> digest of the model that answered (of its config.json and weight files); only for models that are on disk."""
     cached: dict[str, str] = field(default_factory=dict)
-    """Domain -> run and day that the result is from, if it was taken over from another run."""
+    """Domain -> run and day of the result; only for results that were taken over from another run."""
 
     @property
     def accuracy(self) -> dict[str, float]:
@@ -121,7 +121,8 @@ class Evaluation:
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
     def covers(self, domain: str, digest: str) -> bool:
-        """Return True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
+        """Return True if this evaluates the model with this digest on the domain. A file without the digest, as an older release wrote
+        it, counts too."""
         return domain in self.scores and self.weights.get(domain, digest) == digest
 
     def as_text(self) -> str:
@@ -173,7 +174,10 @@ def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T
 
 
 def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
-    """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
+    """Combine at least one evaluation into one. If several have a domain, the last of them counts.
+
+    `step` and `tokens` are kept only if all evaluations agree on both. Answers are those of the evaluation that counts.
+    """
     latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
     training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)

@@ -1,4 +1,5 @@
-"""How old the tokens of a step are, by what their rows say. The age of a token is the number of pushes since its weights."""
+"""The ages of a step's tokens. The age of a token is the number of weight pushes between the weights that wrote it and those that are
+trained on it."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ def count_ages(rollouts: Sequence[Rollout], policy_version: int) -> dict[int, in
 
 
 def find_stale_samples(rollouts: Sequence[Rollout], policy_version: int) -> frozenset[str]:
-    """Return the ids of the samples that have a trained token of older weights."""
+    """Return the ids of the samples with a trained token that older weights wrote."""
     return frozenset(r.sample_id for r in rollouts if any(age > 0 for age in count_ages([r], policy_version)))
 
 
 def refuse_stale(rollouts: Sequence[Rollout], policy_version: int, max_staleness: int) -> None:
-    """Refuse rows with a trained token that is too old, or that newer weights wrote than there are. Raises: RunError."""
+    """Refuse rows with a trained token that is older than `max_staleness`, or newer than `policy_version`. Raises: RunError."""
     for rollout in rollouts:
         wrong_ages = [age for age in count_ages([rollout], policy_version) if not 0 <= age <= max_staleness]
         if wrong_ages:

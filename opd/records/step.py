@@ -1,4 +1,4 @@
-"""The record of one step: a line of `metrics.jsonl`, and what progress, sinks and the report read."""
+"""The record of one step. It is a line of `metrics.jsonl`; the terminal's progress, sinks and the report read it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
-    """Means over one domain's trained tokens; None for a number that cannot be computed from the teachers' payload, and for all
-    of them where no token was trained."""
+    """Means over one domain's trained tokens. A mean is None if the teachers' payload does not give its numbers, or if no token of
+    the domain was trained."""
 
     loss: float | None = None
     """The objective's value, nats."""
     student_entropy: float | None = None
-    """Nats, like `teacher_entropy`."""
+    """Entropy of the student, nats."""
     teacher_entropy: float | None = None
+    """Entropy of the teacher, nats."""
     argmax_agreement: float | None = None
     """Share of the tokens where student and teacher rank the same token first."""
     teacher_top1: float | None = None
@@ -61,7 +62,7 @@ class DomainRecord:
         return cls(**means, tokens=stats.tokens, samples=stats.samples)
 
     def to_json(self) -> dict[str, float]:
-        """Return the numbers that are known, by name."""
+        """Return name -> number, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -76,7 +77,7 @@ class PositionRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRecord:
-    """Numbers about the stream of rows from the teachers to the trainer."""
+    """Numbers about a step's stream of rows from the teachers to the trainer."""
 
     parts: int = 0
     bytes: int = 0
@@ -93,10 +94,11 @@ class AlarmRecord:
     signal: str
     """Key of `opd.monitors.SIGNALS`."""
     domain: str
-    """Empty where the reading is of the whole step."""
+    """Domain of the reading; empty if it is about the whole step."""
     value: float
+    """The reading."""
     limit: float
-    """The limit that the value reached: that of the hardest action."""
+    """The limit that the value reached; if it reached several, that of the hardest action."""
     action: str
     """`warn`, `pause` or `stop`."""
     since: int
@@ -104,11 +106,11 @@ class AlarmRecord:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Key that an alarm shares with that of the step before if it goes on."""
+        """Signal, domain and action. An alarm of the step before with the same key is the same alarm, which goes on."""
         return self.signal, self.domain, self.action
 
     def ends_after(self, step: int) -> bool:
-        """Return True if the run ends after this step. A pause ends it once: whoever resumes has seen it."""
+        """Return True if the alarm ends the run after this step. A pause does so only in its first step: after a resume it goes on."""
         return self.action == "stop" or (self.action == "pause" and self.since == step)
 
 
@@ -133,7 +135,7 @@ class StepRecord:
     truncated_by_domain: Mapping[str, int] = field(default_factory=dict)
     """Responses that ended at their limit, of those that `DomainRecord.samples` counts."""
     looping_by_domain: Mapping[str, int] = field(default_factory=dict)
-    """Those of them that ran there in a loop."""
+    """Responses of `truncated_by_domain` that reached their limit in a loop (`opd.records.tails`)."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
     """Domain -> number of prompts and responses that were left out."""
     quarantined_reasons: Mapping[str, str] = field(default_factory=dict)
@@ -153,15 +155,15 @@ class StepRecord:
     logprob_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
     drift: float = 0.0
-    """The same mean over the stale tokens alone: how far the policy went since it wrote them."""
+    """The mean of `logprob_gap`, but over the stale tokens: how far the policy has moved since it wrote them."""
     token_ages: Mapping[str, int] = field(default_factory=dict)
-    """Age -> trained tokens: pushes between the writing of a token and its training."""
+    """Age -> number of trained tokens. The age is the number of pushes between the writing of a token and its training."""
     policy_version: int = 0
     """Version of the weights that were pushed after the step."""
     probe_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the probe tokens after the push, nats."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
-    """Phase -> seconds. The phase `checkpoint` is the one that followed the step before."""
+    """Phase -> seconds. `checkpoint` has the seconds after the step before, because this record is written before its own."""
     busy_s: Mapping[str, float] = field(default_factory=dict)
     """`rollout`, `teachers`, `trainer` -> seconds of the step in which the role was at work."""
     accuracy: Mapping[str, float] = field(default_factory=dict)
@@ -195,7 +197,7 @@ class StepRecord:
         data["episodes"] = {name: record.to_json() for name, record in self.episodes.items()}
         if self.reward is not None:
             data["reward"] = self.reward.to_json()
-        optional = (
+        seldom = (
             "reward",
             "looping_by_domain",
             "episodes",
@@ -205,7 +207,7 @@ class StepRecord:
             "checkpoint",
             "alarms",
         )
-        return {key: value for key, value in data.items() if value or key not in optional}
+        return {key: value for key, value in data.items() if value or key not in seldom}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -230,7 +232,7 @@ class StepRecord:
 
 
 def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:
-    """Return a domain's records of these steps, without the steps in which it had no trained token."""
+    """Return a domain's records of these steps; steps in which it had no trained token are left out."""
     return [record.domains[domain] for record in records if domain in record.domains and record.domains[domain].tokens]
 
 
@@ -242,7 +244,10 @@ def compute_token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str)
 
 
 def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
-    """Return the mean trained tokens of a domain's response; an episode is one, whatever segments it has. None where none was trained."""
+    """Return the mean number of trained tokens of a domain's responses; None if no token was trained.
+
+    An episode counts as one response, however many segments it has.
+    """
     tokens = responses = 0
     for record in records:
         stats, episodes = record.domains.get(domain), record.episodes.get(domain)
@@ -255,7 +260,7 @@ def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | N
 def build_step_record(
     batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport
 ) -> StepRecord:
-    """Make a step's record from its phases; the loop adds the seconds and what happened after the push."""
+    """Make a step's record from the results of its phases. The loop adds the seconds, and what happens after the push."""
     domain_of = {r.sample_id: r.domain for r in batch.rollouts}
     left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
     counted = _select_counted(batch, targets, trained)
@@ -297,7 +302,7 @@ def build_step_record(
 def measure_busy_seconds(
     record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
 ) -> dict[str, float]:
-    """Make `StepRecord.busy_s` from the seconds of a step that is done; `rollout_s` are those in which engines wrote."""
+    """Compute `StepRecord.busy_s` of a finished step. `rollout_s`: seconds in which engines wrote."""
     busy_s = {
         "rollout": rollout_s,
         "teachers": 0.0 if record.replayed else targets.busy_s,
@@ -307,7 +312,7 @@ def measure_busy_seconds(
 
 
 def _select_counted(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
-    """Return the rollouts that `DomainRecord.samples` counts: none without an optimiser step, as while a critic learns alone."""
+    """Return the rollouts that `DomainRecord.samples` counts: trained ones. A step without an optimiser step has none."""
     trainable = () if trained.skipped else batch.rollouts
     return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
 
@@ -321,7 +326,10 @@ def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, Epis
 
 
 def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
-    """Return domain -> prompts that the step took. An episode is one of them, whatever segments it has; the first is of its domain."""
+    """Return domain -> number of prompts that the step took, once for each response.
+
+    An episode counts once, however many segments it has, in the domain of its first segment.
+    """
     episodes: dict[str, str] = {}
     for rollout in batch.rollouts:
         episodes.setdefault(rollout.episode, rollout.domain)
@@ -329,5 +337,5 @@ def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
 
 
 def _format_positions(bits: int) -> str:
-    """Key of `StepReport.positions` in words: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
+    """Return the places that a key of `StepReport.positions` stands for: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
     return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"

@@ -1,4 +1,4 @@
-"""Records of sums, which are added field by field: over rows, micro-batches, ranks."""
+"""Records whose fields are sums. They are added field by field: over rows, micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ S = TypeVar("S", bound=Sums)
 
 
 def add_to_sums(sums: dict[K, S], key: K, record: S) -> None:
-    """Add a record to that of the same key, in place."""
+    """Add a record to the one that `sums` has under the same key, in place; if it has none, keep the record."""
     sums[key] = sums[key] + record if key in sums else record
 
 
 def sum_by_key(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
-    """Return the records of all parts by key, in the order in which the keys come."""
+    """Return key -> sum of the records that the parts have under it. Keys are in the order in which they first come."""
     sums: dict[K, S] = {}
     for part in parts:
         for key, record in part.items():

@@ -1,8 +1,8 @@
-"""How much the end of a response repeats itself.
+"""A measure of how much the end of a response repeats itself.
 
-The measure is the share of repeated 6-grams, not the ratio of a compressor: it means the same for 20 tokens as for 128, where
-zlib's header and the width of an id would decide. Shorter n-grams also repeat in tables, longer ones miss a loop that
-sampling breaks.
+It is the share of repeated 6-grams, which means the same for 20 tokens as for 128. The ratio of a compressor does not: on so few
+tokens zlib's header and the width of an id decide. Shorter n-grams repeat in tables too, and longer ones miss a loop in which sampling
+changed a token.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from opd.records.types import Rollout
 
 TAIL = 128
-"""Last tokens of a response that are looked at: a loop of up to half as many tokens shows."""
+"""Number of last tokens that are looked at; they show a loop whose period is up to half of them."""
 SHORTEST = 16
-"""A tail of fewer tokens may repeat itself for good reasons, so it counts as none."""
+"""A response with fewer tokens may repeat itself for good reasons, so its repetition counts as 0."""
 NGRAM = 6
 LOOP = 0.5
-"""Share of repeated n-grams above which a tail is a loop. Letter by letter prose, code and sums stay below 0.43; a table of
-equal numbers is a loop by any measure. Of loops with a broken token in twenty, nine of ten are seen in 64 tokens."""
+"""Share of repeated n-grams above which a tail is a loop. With a token for each letter, prose, code and sums stay below 0.43; a table
+of equal numbers is a loop by any measure. Of loops in which one token of twenty is changed, nine of ten are found in 64 tokens."""
 
 
 def measure_repetition(token_ids: Sequence[int]) -> float:
-    """Return the share of the n-grams in the tail that stand in it earlier, 0 to 1."""
+    """Return the share, 0..1, of the n-grams of the tail that have come earlier in the tail."""
     tail = tuple(token_ids[-TAIL:])
     if len(tail) < SHORTEST:
         return 0.0
@@ -31,5 +31,5 @@ def measure_repetition(token_ids: Sequence[int]) -> float:
 
 
 def is_looping(rollout: Rollout) -> bool:
-    """Return True if the response ran to its limit in a loop. One that ends by itself is an answer, however often it says `ha`."""
+    """Return True if the response reached its token limit in a loop. One that ended by itself is an answer, even if it repeats itself."""
     return rollout.truncated and measure_repetition(rollout.response_ids) > LOOP

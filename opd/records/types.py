@@ -1,4 +1,4 @@
-"""The records that the parts hand to each other: one for everything about a trained sequence. Nothing here imports torch.
+"""The records that the parts of a merge hand to each other. All that belongs to one trained sequence is one record. No torch is imported.
 
 Shape legend, here and in the whole tree: B sequences or packed rows, T tokens of a packed row, N trained response tokens of a
 rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R response tokens.
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 Origin = Literal["policy", "masked", "environment", "blocked", "teacher", "taught"]
 """Why a response token is there, and whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
-"""vLLM's words for a response that ended with an end token, and for one that reached the token limit."""
+"""Why a turn ended, in vLLM's words: `stop`: with an end token; `length`: at the token limit."""
 Broken = Literal["raised", "timeout", "observation", "template", "agent", "silent", "foreign"]
-"""Why an episode broke: the environment raised; a call of it, or the agent's program, was not back in time; it gave an
-observation that nobody can use, or that the chat template refuses; the agent's program failed, asked nothing, or asked in
-another episode's name."""
+"""Why an episode broke. `raised`: the environment raised an exception. `timeout`: a call of the environment, or the agent's program,
+did not end in time. `observation`: the environment returned something that is no observation. `template`: the chat template refuses
+the observation. `agent`: the agent's program failed; `silent`: it asked the policy nothing; `foreign`: it asked in the name of another
+episode."""
 StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", Broken]
-"""Why a response or an episode ended. An episode is `done` when its environment or its agent says so, or it reaches its limit
-of `turns` (`curriculum`: of the step), of `tokens`, or the model's `context`."""
+"""Why a response or an episode ended. `done`: the environment or the agent's program ended the episode. `turns`: it reached its limit of
+turns; `curriculum`: the step's limit of turns. `tokens`: it reached its limit of tokens; `context`: the model's context is full."""
 SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
-"""What a segment of an episode begins with: the dialogue, a summary of the segment before it, what a tool was asked, or another
-dialogue of an agent's program: one beside which the one that it left went on, or one that begins with nothing of the student's."""
+"""What a segment of an episode begins with. `main`: the episode's dialogue. `summary`: a summary of the segment before it. `sub_agent`:
+the task that a tool call gave to a sub-agent. `aside`: another dialogue of an agent's program, beside the main one: either it forked
+from a segment that went on too, or its history has nothing that the student wrote."""
 
 
 ToolCallParser = Literal[
@@ -122,9 +124,10 @@ class Rollout:
     """What a verifier or an environment gave for the response; None: nobody was asked."""
     origin: SegmentOrigin = "main"
     parent: str | None = None
-    """Sample id of the segment that this one was forked from, whose summary it begins with, or that started it; or None."""
+    """Sample id of the segment from which this one was forked, or with whose summary it begins, or that started it; None if there is
+    none."""
     next: str | None = None
-    """Sample id of the segment that goes on from the end of this one, with its summary or without its thoughts, or None."""
+    """Sample id of the segment that continues this one from its end, with its summary or without its thoughts; None if none does."""
 
     @classmethod
     def from_tokens(
@@ -171,8 +174,7 @@ class Rollout:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """[N] number of the turn, from 0, of each trained token: a turn ends where an environment writes, be it
-        nothing."""
+        """[N] number of the turn, from 0, of each trained token. A turn ends at a span of the environment, even an empty one."""
         turn_numbers, turn, has_begun = [], 0, False
         for span in self.spans:
             if span.origin == "environment":
@@ -195,7 +197,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTurn:
-    """One turn of the policy: what the engine sampled after the tokens that it was given."""
+    """One turn of the policy, as the engine sampled it."""
 
     token_ids: tuple[int, ...]
     """[R] the end token included when the policy wrote one."""
@@ -217,14 +219,14 @@ class QuarantinedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The product of one rollout phase."""
+    """What one rollout phase returns."""
 
     rollouts: tuple[Rollout, ...]
     quarantined: tuple[QuarantinedPrompt, ...]
     restarted: tuple[str, ...] = ()
-    """Rollout workers that died since the batch before and were started again."""
+    """Names of rollout workers that died since the batch before, and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
-    """Domain -> what became of its episodes; without domains whose student answers once."""
+    """Domain -> counts of its episodes; only domains with an environment or an agent's program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,9 +238,9 @@ class Completion:
     """Decoded without special tokens."""
     num_tokens: int
     truncated: bool = False
-    """True if it ended at a limit and not by itself."""
+    """True if the answer ended at a limit and not by itself."""
     episode: EpisodeResult | None = None
-    """What came of the episode, if the answer is one."""
+    """Result of the episode; None if the answer is a single response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +251,12 @@ class Probe:
     logprobs: tuple[float, ...]
     """Log-prob of each id after the first, nats."""
     dtype: str
-    """What it computed in."""
+    """torch's name of the type in which the log-probs were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
-    """An expert as the pool sees it; which domains it serves is the pipeline's business."""
+    """An expert, as the teacher pool knows it. Its domains are not here: they are in the pipeline."""
 
     name: str
     model_dir: Path
@@ -262,7 +264,7 @@ class Teacher:
     adapter_dir: Path | None = None
     """PEFT directory of a LoRA expert."""
     digest: str = ""
-    """BLAKE3 of all its weight files: experts of equal digest are one teacher. Empty: not known."""
+    """BLAKE3 of all its weight files: experts with equal digests are one teacher. Empty: not known."""
     base_digest: str = ""
     """For a LoRA expert: the digest that its base would have as an expert of its own. Equal bases are loaded once."""
     probe: Probe | None = None
@@ -275,13 +277,13 @@ class WeightedTeacher:
 
     teacher: Teacher
     weight: float
-    """Share of this teacher in the domain's objective; with the start student's, which is negative where the target lies
-    beyond the experts, the weights of a domain add up to 1."""
+    """Weight of this teacher in the domain's objective. The weights of a domain add up to 1, together with the start student's, which
+    is negative if the domain's target lies beyond its experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainStats(Sums):
-    """Sums over one domain's trained tokens in one step; NaN where the teachers' payload does not tell."""
+    """Sums over one domain's trained tokens in one step. A sum is NaN if the teachers' payload does not give its numbers."""
 
     tokens: int
     samples: int
@@ -289,16 +291,16 @@ class DomainStats(Sums):
     kl_sum: float
     """The objective's value, nats: KL(student || teacher) for `reverse_kl`."""
     gap_sum: float
-    """|trainer - engine| log-prob of the tokens that the student sampled, at its temperature, nats; without the stale ones."""
+    """|trainer - engine| log-prob at the temperature of sampling, nats, of the tokens that the student sampled, except stale ones."""
     entropy_sum: float
     """Student's entropy, nats."""
     teacher_entropy_sum: float
     agree_sum: float
-    """Tokens where student and teacher rank the same token first."""
+    """Number of tokens where student and teacher rank the same token first."""
     teacher_top1_sum: float
-    """Tokens where the sampled token is the teacher's first."""
+    """Number of tokens that the teacher ranks first."""
     clipped_sum: float
-    """Tokens where the objective clipped."""
+    """Number of tokens where the objective clipped."""
     student_mass_sum: float
     """Student's probability of the tokens that a top-k teacher gave."""
     teacher_mass_sum: float
@@ -306,9 +308,9 @@ class DomainStats(Sums):
     stale_tokens: int = 0
     """Sampled tokens of responses that older weights than the trainer's wrote, in part at least."""
     drift_sum: float = 0.0
-    """The same difference as `gap_sum` over the stale tokens: how far the policy went since it wrote them."""
+    """The differences of `gap_sum`, but of the stale tokens: how far the policy has moved since it wrote them."""
     taught_tokens: int = 0
-    """Tokens that the domain's expert wrote: no engine's log-prob of the student is known of them."""
+    """Tokens that the domain's expert wrote. For these no log-prob of the student is known from an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +338,7 @@ class StepReport:
 
     step: int
     loss: float
-    """The optimised scalar: the objective's (weighted) mean over the global batch, nats."""
+    """The objective's weighted mean over the step's trained tokens, nats; without the policy gradient."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -347,23 +349,23 @@ class StepReport:
     positions: dict[int, PositionStats] = field(default_factory=dict)
     """Key: number of bits of the token's place in its response. 0 is the first token, b > 0 the places 2^(b-1) to 2^b - 1."""
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
-    """Key: domain, and number of the turn of its dialogue, from 0: see `opd.train.turns.first_turns`."""
+    """Key: domain, and number of the turn of its dialogue, from 0: see `opd.train.turns.count_earlier_turns`."""
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
     skipped: bool = False
     """True if the batch held no trained token, or a critic learns alone: no optimiser step was taken."""
     drift: float = 0.0
-    """The same mean over the stale tokens alone."""
+    """The mean of `logprob_gap`, but over the stale tokens; 0 if there are none."""
     early_micro_batches: int = 0
-    """Rounds of micro-batches that the ranks had before the last row was scored."""
+    """Rounds of micro-batches that were sent to the ranks before the last row was scored."""
     waited_s: float = 0.0
     """Seconds in which no rank had a micro-batch, because its rows were not scored yet."""
     peak_bytes: int = 0
-    """Most bytes of parts that had come and were not yet trained."""
+    """Most bytes of parts that had come and were not trained yet, at one time."""
     policy: PolicyReport | None = None
     """The policy gradient's numbers; None without a reward."""
     companions: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Companion -> its numbers."""
+    """Name of a companion -> the numbers that its optimiser step returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +377,7 @@ class WrittenFile:
     size: int
     """Bytes."""
     seconds: float
-    """From the first byte to the end of the sync."""
+    """Seconds from the first byte to the end of the sync and the hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -384,7 +386,7 @@ class SavedCheckpoint:
 
     step: int
     background_s: float
-    """Seconds that the slowest trainer rank wrote beside the run."""
+    """Seconds in which the slowest trainer rank wrote while the run went on."""
     size: int
     """Bytes."""
 
@@ -401,13 +403,13 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutProof:
-    """The layout of a model's sequences in one forward pass, and what was measured when it was chosen."""
+    """The layout that was proven for a model (see `opd.models.layouts`), and the errors that were measured."""
 
     layout: str
     """Key of `opd.models.layouts.LAYOUTS`."""
     tried: Mapping[str, float]
-    """Layout -> its error over what rounding explains, of every one that was tried, in order; at most 1 passes, NaN says that
-    the model's states are not finite, infinity that its config rules the layout out."""
+    """Layout -> its error, relative to what rounding explains, for every layout that was tried, in order. At most 1 passes. NaN: the
+    model's states are not finite. Infinity: the model's config rules the layout out."""
 
     @property
     def proven(self) -> bool:

@@ -5,11 +5,11 @@
                trainer  │           └─ train k ─┐      │
                                                 └──────┴─ push version k ─▶ step k+1
 
-So a response is one version behind the weights that are trained on it. At the states that it visits the loss is exact all
-the same, because the trainer computes its own log-probs; only which states are visited lags behind.
+So a response was written one version before the weights that are trained on it. At the states that it visits the loss is still exact,
+because the trainer computes log-probs of its own. Only the choice of the states lags behind.
 
-A resume never needs weights that are gone. Responses are in the log as soon as they are written, and a checkpoint of step k
-carries those of step k+1, which version k-1 wrote. Every later version comes back when its steps are trained again.
+A resume never needs weights that do not exist any more. Responses are in the target log as soon as they are written, and a checkpoint
+of step k contains those of step k+1, which version k-1 wrote. All later versions exist again when their steps are trained again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class OneStepOff:
     """Implements `opd.interfaces.Schedule`."""
 
     STEPS_AHEAD: ClassVar[int] = 1
-    """Steps that prompts are taken ahead of the step that is trained."""
+    """How many steps before its training a step's prompts are taken."""
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness
@@ -36,11 +36,11 @@ class OneStepOff:
         self._written: dict[int, RolloutBatch] = {}
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Return the rollouts that were written during the step before, by this process or by one that was killed.
+        """Return the rollouts that were written during the step before, by this process or by an earlier one of the run.
 
-        Those of a run's first step are written now.
+        For a run's first step there are none, so they are written now.
         """
-        # The version before wrote them, while the step before was trained.
+        # They were written with the version before this one, while the step before was trained.
         batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts)
 
@@ -48,7 +48,7 @@ class OneStepOff:
         """Do nothing: with this schedule engines never sleep."""
 
     def begin_next(self, step: int, policy_version: int) -> None:
-        """Let the engine write the responses of `step` in a thread, unless the log has them."""
+        """Begin to write the responses of `step` in a thread, unless the log has them already."""
         prompts = self._spec.prompts.take(step)
         logged = self._spec.log.written(step, policy_version, prompts)
         if logged is not None:
@@ -63,17 +63,20 @@ class OneStepOff:
         self._writing = step, BackgroundCall(write, f"rollouts of step {step}")
 
     def finish_writing(self) -> None:
-        """Wait for the engine: its weights may be replaced now. Raises: what writing raised; RunError past the deadline."""
+        """Wait until the engine has written, so that its weights may be replaced.
+
+        Raises: what the engine raised; RunError past the deadline.
+        """
         if self._writing is not None:
             step, writing = self._writing
-            # One step is written ahead, so what an earlier one had is taken by now.
+            # Only one step is written ahead, so an earlier one's rollouts were taken already, and may be replaced.
             self._written = {step: writing.result(timeout_s=self._spec.timeout_s)}
             self._writing = None
 
     def carried(self, step: int) -> dict[str, bytes]:
-        """Return the files with the responses of step `step` + 1: weights older than the checkpoint's wrote them."""
+        """Return the files with the responses of step `step` + 1, which the weights of a checkpoint of `step` could not write again."""
         return self._spec.log.written_files(step + 1)
 
     def take_busy_s(self) -> float:
-        """Return the seconds that the engine wrote since the last call."""
+        """Return the seconds in which the engine wrote since the last call."""
         return self._writer.take_seconds()

@@ -1,4 +1,4 @@
-"""The parts of every schedule: its spec, and the engine with a stopwatch."""
+"""What all schedules use: their spec, and a writer that measures how long the engine writes."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from opd.records.types import Prompt, RolloutBatch
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The parts of a merge that a schedule directs, and its bounds. Each schedule uses the fields that it needs."""
+    """The parts of a merge that a schedule calls, and its limits. Each schedule uses the fields that it needs."""
 
     prompts: PromptSource
     engine: RolloutEngine
     log: TargetLog
     max_staleness: int
-    """Pushes that may lie between the writing of a token and its training."""
+    """Most weight pushes between the writing of a token and its training."""
     timeout_s: float
-    """Deadline for the responses of one step."""
+    """Seconds in which the engine has to write the responses of one step."""
     sleeps: bool = False
-    """True if the engine gives memory back once it has written or answered."""
+    """True if the engine frees its memory after it has written or answered (see `SyncSchedule.sleep_engines`)."""
 
 
 class TimedWriter:
-    """Has the engine write a step's responses, one step at a time, and counts the seconds."""
+    """Has the engine write responses, one step at a time, and adds up the seconds."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
@@ -41,6 +41,6 @@ class TimedWriter:
             self._seconds += time.monotonic() - began
 
     def take_seconds(self) -> float:
-        """Return the seconds that the engine wrote since the last call."""
+        """Return the seconds in which the engine wrote since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

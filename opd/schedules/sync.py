@@ -1,4 +1,4 @@
-"""The roles take turns: the student writes a step's responses with the very weights that the step trains."""
+"""Student, teachers and trainer take turns: the student writes a step's responses with the weights that the step trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class SyncSchedule:
     """Implements `opd.interfaces.Schedule`."""
 
     STEPS_AHEAD: ClassVar[int] = 0
-    """Steps that prompts are taken ahead of the step that is trained."""
+    """How many steps before its training a step's prompts are taken."""
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness
@@ -21,24 +21,24 @@ class SyncSchedule:
         self._engine = spec.engine if spec.sleeps else None
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
-        """Have the responses of this step written now."""
+        """Write the responses of this step now, and return them."""
         return self._writer.write(step, policy_version, prompts)
 
     def sleep_engines(self) -> None:
-        """Put the engine to sleep: the push before has woken it, and after an empty `answer` it sleeps."""
+        """Put the engine to sleep if it is one that sleeps. The last push woke it; it sleeps after every `answer`, even an empty one."""
         if self._engine is not None:
             self._engine.answer(())
 
     def begin_next(self, step: int, policy_version: int) -> None:
-        """Begin nothing: the weights that write `step` come from the step before it."""
+        """Do nothing: `step` is written with weights that the step before it has yet to train."""
 
     def finish_writing(self) -> None:
-        """Return at once: nothing is being written."""
+        """Do nothing: nothing is being written."""
 
     def carried(self, step: int) -> dict[str, bytes]:
-        """Carry nothing: the weights of the checkpoint write what comes next."""
+        """Return nothing: the weights of the checkpoint can write what comes next."""
         return {}
 
     def take_busy_s(self) -> float:
-        """Return the seconds that the engine wrote since the last call."""
+        """Return the seconds in which the engine wrote since the last call."""
         return self._writer.take_seconds()

@@ -1,11 +1,12 @@
-"""The target log: each step's parts on disk as Arrow files, whole or not at all, and trained from again on a resume.
+"""The target log: it keeps each step's rollouts and scores on disk, so that a resume can train the step again without them being made
+again. A step is in the log whole or not at all.
 
     targets/step-000012/  rollouts.arrow  worker-0-part-0000.arrow  worker-1-part-0000.arrow  step.json
 
-`rollouts.arrow` has all rollouts of the step in their order, also those that no teacher could score. The parts have the teachers'
-answers. `step.json` adds the request that they belong to
-(step, policy version, prompts), BLAKE3 and size of each file, the teachers of the rollouts, and the prompts that were refused.
-Rollouts that were written ahead of their step lie beside these (`opd.stream.written`).
+`rollouts.arrow` has all rollouts of the step in order, also those that no teacher could score. The parts are the teachers' rows, as
+they came from the scoring workers. `step.json` has the request to which all of this belongs (step, policy version, prompts), BLAKE3
+and size of each file, the teachers of each domain, and the prompts that were refused. Rollouts that were written ahead of their step
+are beside these directories (`opd.stream.written`).
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from opd.stream.written import (
     UNREADABLE,
     WrittenRollouts,
     describe_file,
-    files_of,
-    manifest_entries,
+    describe_request,
+    make_manifest_entries,
+    make_rollout_files,
     read_batch,
     read_verified,
     refuse_other_request,
-    request_digest,
 )
 
 MANIFEST = "step.json"
 ROLLOUTS = "rollouts.arrow"
 FORMAT = 5
-"""1 had log-probs before the temperature, and could hold ids of padding rows; 2 had no file of rollouts; 3 had no origin, parent
-and next of a rollout; 4 could hold rows of a start student, whose scores the trainer computes today."""
+"""Number of the files' format. Format 1 had log-probs at temperature 1, and could hold ids of padding rows; 2 had no file of
+rollouts; 3 had no `origin`, `parent` and `next` of a rollout; 4 could hold rows of a start student, which the trainer scores today."""
 
 
 class ArrowTargetLog:
@@ -62,8 +63,11 @@ class ArrowTargetLog:
         say: Callable[[str], None],
         timeout_s: float = 3600.0,
     ) -> None:
-        """Keep the settings: `teachers` have the output heads that logged rows name, `vocab_size` is the tokenizer's, `say` gets a
-        line about a step that cannot be replayed, `timeout_s` is the deadline for the disk."""
+        """Keep the settings.
+
+        `teachers` have the output heads that logged rows name. `vocab_size`: ids of the tokenizer. `say` is called with a line
+        about a step that cannot be replayed. `timeout_s`: seconds in which the disk has to sync a step.
+        """
         self._root = root
         self._timeout_s = timeout_s
         self._vocab_size = vocab_size
@@ -74,10 +78,10 @@ class ArrowTargetLog:
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: TargetStream
     ) -> None:
-        """Write every part as it is taken. After the last one a thread syncs them, which takes longer than writing them. The step
-        is in the log once `TargetStream.wait_for_sinks` returns, before the optimiser steps.
+        """Have every part written when it is taken from `targets`. After the last one a thread syncs all files.
 
-        Taking parts and waiting raise: StorageError.
+        A thread, because the sync takes longer than the writing. The step is in the log once `TargetStream.wait_for_sinks`
+        returns, which is before the optimiser step. Taking parts and waiting raise: StorageError.
         """
         final = self._step_path(step)
         temporary = final.with_name(f".tmp-{final.name}")
@@ -88,19 +92,19 @@ class ArrowTargetLog:
             (temporary / name).write_bytes(raw)
             files[name] = describe_file(raw)
 
-        request = request_digest(FORMAT, step, policy_version, prompts)
+        request = describe_request(FORMAT, step, policy_version, prompts)
 
         def finish() -> None:
             with _write_directory(temporary):
-                for name, raw in files_of(batch, ROLLOUTS).items():
+                for name, raw in make_rollout_files(batch, ROLLOUTS).items():
                     write(name, raw)
                 manifest = {**request, "files": files, **_step_facts(batch, targets)}
                 (temporary / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-                # The rename makes the step whole: a process that is killed before leaves it out of the log.
+                # Only this rename puts the step into the log. If the process is killed before it, the step is not there.
                 replace_dir(temporary, final)
 
         def sink(record: PartRecord | None, raw: np.ndarray | None) -> Callable[[], None] | None:
-            if record is None or raw is None:
+            if record is None or raw is None:  # all parts have come
                 finishing = BackgroundCall(finish, f"target log of step {step}")
                 return partial(finishing.result, timeout_s=self._timeout_s)
             with _write_directory(temporary):
@@ -112,9 +116,10 @@ class ArrowTargetLog:
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
     ) -> tuple[RolloutBatch, TargetStream] | None:
-        """Return the step as it was logged, streams verified; if it cannot be used, None, and drop it and all later steps.
+        """Return the step as it was logged, with its files verified; None if it is not there or cannot be used.
 
-        Later ones too: weights that came from another course of this step wrote them.
+        In the latter cases the step and all later ones are deleted: their responses were written by weights that do not exist
+        any more once the step is rolled out again.
         """
         if self._step_path(step).exists():
             try:
@@ -122,12 +127,12 @@ class ArrowTargetLog:
             except (*UNREADABLE, StreamError) as error:
                 self._say(f"warning: step {step} is rolled out again, the target log cannot be used: {error}")
         self._delete_steps(lambda logged: logged >= step)
-        # The weights before this step wrote the responses of the next one.
+        # Responses of step + 1 were written ahead by the weights from before this step, so they stay valid.
         self._written.delete_steps(lambda written: written > step + 1)
         return None
 
     def prune(self, step: int) -> None:
-        """Drop the steps up to `step`, which a checkpoint holds now."""
+        """Delete the steps up to `step`: a checkpoint holds their result now."""
         self._delete_steps(lambda logged: logged <= step)
         self._written.delete_steps(lambda written: written <= step)
 
@@ -148,11 +153,11 @@ class ArrowTargetLog:
         self._written.bring_back(step, directory)
 
     def _read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> tuple[RolloutBatch, TargetStream]:
-        """Read and verify a step. Raises: ValueError and others if anything was changed, or belongs to another request."""
+        """Read and verify a step. Raises: `UNREADABLE` or StreamError if files were changed, or belong to another request."""
         manifest = json.loads((self._step_path(step) / MANIFEST).read_text(encoding="utf-8"))
-        refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+        refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
         raw = {name: read_verified(self._step_path(step) / name, facts) for name, facts in manifest["files"].items()}
-        # What is left in `raw` are the teachers' parts, in the order in which they were written.
+        # What remains in `raw` are the teachers' parts, in the order in which they were written.
         stored = {ROLLOUTS: raw.pop(ROLLOUTS)}
         batch = read_batch(stored, ROLLOUTS, manifest, self._vocab_size)
         teachers = {
@@ -170,12 +175,12 @@ class ArrowTargetLog:
                 rollouts=batch.rollouts,
                 teachers=teachers,
                 kind=tuple(manifest["kind"]),
-                max_quarantined=1.0,  # it passed when it was written
+                max_quarantined=1.0,  # the real limit was checked before the step was logged
                 sender="target log",
             ),
             heads={key: heads[key] for key in keys},
         )
-        targets.wait_for_parts()  # now, while the step can still be rolled out instead
+        targets.wait_for_parts()  # an error has to come now, while the step can still be rolled out instead
         return batch, targets
 
     def _step_path(self, step: int) -> Path:
@@ -190,7 +195,10 @@ class ArrowTargetLog:
 
 @contextmanager
 def _write_directory(temporary: Path) -> Iterator[None]:
-    """Within, files of a directory are written. Raises: StorageError, with the directory gone: a full disk needs the room."""
+    """Within, the directory exists and its files are written.
+
+    Raises: StorageError, after the directory was deleted, because a full disk needs the room.
+    """
     try:
         with raise_storage_errors(temporary):
             temporary.mkdir(parents=True, exist_ok=True)
@@ -201,29 +209,34 @@ def _write_directory(temporary: Path) -> Iterator[None]:
 
 
 def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
-    """Return the entries of the manifest that are neither in rollouts nor in parts."""
+    """Return the manifest's entries about a step that neither the rollouts nor the parts have."""
     return {
         "kind": targets.request.kind,
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.request.teachers.items()
         },
-        **manifest_entries(batch),
+        **make_manifest_entries(batch),
     }
 
 
-def logged_steps(root: Path) -> list[int]:
-    """Return the steps that a log has, in order."""
+def list_logged_steps(root: Path) -> list[int]:
+    """Return the numbers of the steps that a log has, in order."""
     return sorted(step for path in root.glob("step-*") if (step := parse_step_name(path.name)) is not None)
 
 
-def logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
-    """Read the rollouts of a step that a log has. Raises: RolloutError if another release wrote them, or they are damaged; OSError."""
+def read_logged_rollouts(root: Path, step: int, vocab_size: int) -> list[Rollout]:
+    """Read the rollouts of a step that a log has.
+
+    Raises: RolloutError if another release wrote them, or they are damaged; OSError.
+    """
     return read_file((root / step_name(step) / ROLLOUTS).read_bytes(), vocab_size)
 
 
-def logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
-    """Read domain -> statistics of its episodes in a step that a log has. Raises: ValueError, KeyError or TypeError for a damaged
-    file; OSError."""
+def read_logged_episodes(root: Path, step: int) -> dict[str, EpisodeStats]:
+    """Return domain -> counts of its episodes, for a step that a log has.
+
+    Raises: ValueError, KeyError or TypeError for a damaged file; OSError.
+    """
     file = root / step_name(step) / MANIFEST
     manifest = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()}

@@ -1,7 +1,7 @@
-"""The Arrow form of a rollout: its columns, and functions to write, read and check them. Needs pyarrow only.
+"""The Arrow form of a rollout: its columns, and functions to write, read and check them. It needs only pyarrow.
 
-Three places use it. Arrow Flight carries rollouts to teachers, the target log keeps those of a step in a file, and every
-row of the target stream (`opd.stream.schema`) begins with these columns. No extension types and no pickle.
+It is used in three places. Arrow Flight carries rollouts to teachers; the target log keeps those of a step in a file; and every row
+of the target stream (`opd.stream.schema`) begins with these columns. There are no extension types and there is no pickle.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from opd.records.token_ids import find_unknown_id
 from opd.records.types import Origin, Rollout, SegmentOrigin, Span, StopReason
 
 VERSION = "3"
-"""1 had no group, episode, reward or policy version for each span; 2 had no origin, parent and next."""
+"""Version of the columns. Version 1 had no group, episode, reward, and no policy version of a span; 2 had no origin, parent, next."""
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
-"""A span's origin travels as its place in this tuple."""
+"""A span's origin is sent as its index in this tuple."""
 
 _SPAN = pa.struct(
     [
@@ -41,26 +41,26 @@ SHARED: tuple[pa.Field, ...] = (
     pa.field("parent", pa.string()),
     pa.field("next", pa.string()),
 )
-"""Columns that are equal in many rollouts of a step: the target stream sends each combination once. `group` and `episode`
-are missing where they equal the sample id, `origin` where it is `main`, the last two and `reward` where there is none."""
+"""Columns with equal values in many rollouts of a step: the target stream sends each combination of values once. `group` and `episode`
+are null where they equal the sample id, `origin` where it is `main`; `reward`, `parent` and `next` where the rollout has None."""
 OWN: tuple[pa.Field, ...] = (
     pa.field("prompt_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("response_ids", pa.list_(pa.int32()), nullable=False),
     pa.field("behaviour_logprobs", pa.list_(pa.float32()), nullable=False),
     pa.field("spans", pa.list_(pa.field("item", _SPAN, nullable=False))),
 )
-"""Columns with a value of its own in each rollout. `spans` is missing where the policy wrote the whole response with the
-weights of `policy_version`."""
+"""Columns whose values differ from rollout to rollout. `spans` is null where the policy wrote the whole response with the weights of
+`policy_version`."""
 TOKEN_IDS = ("prompt_ids", "response_ids")
 SCHEMA = pa.schema([SAMPLE_ID, *SHARED, *OWN], {"opd.rollouts": VERSION})
 
 
 class RolloutError(RunError):
-    """Rollouts that another release wrote, that were damaged, or that contradict themselves."""
+    """Rollouts were written by another release, are damaged, or contradict themselves."""
 
 
-def rollout_values(rollout: Rollout) -> dict[str, Any]:
-    """Return column -> value."""
+def list_rollout_values(rollout: Rollout) -> dict[str, Any]:
+    """Return column -> the rollout's value, with None for what `SHARED` and `OWN` leave out."""
     values = {name: getattr(rollout, name) for name in SCHEMA.names}
     for name in ("group", "episode"):
         if values[name] == rollout.sample_id:
@@ -75,7 +75,10 @@ def rollout_values(rollout: Rollout) -> dict[str, Any]:
 
 
 def build_rollout(values: Mapping[str, Any]) -> Rollout:
-    """Make the rollout of `rollout_values`'s values, out of Arrow's `to_pylist`. Raises: RolloutError if they contradict each other."""
+    """Make the rollout from its values, as `list_rollout_values` made them and Arrow's `to_pylist` returns them.
+
+    Raises: RolloutError if they contradict each other.
+    """
     sample_id = values["sample_id"]
     rollout = Rollout(
         sample_id=sample_id,
@@ -100,12 +103,13 @@ def build_rollout(values: Mapping[str, Any]) -> Rollout:
 
 
 def _usual_spans(num: int, policy_version: int) -> tuple[Span, ...]:
-    # One span, also for a response without a token: it carries the policy version.
+    """Return the spans of a response of `num` tokens that the policy wrote alone, with the weights of one version."""
+    # A response without tokens has a span too, which has the policy version.
     return (Span(length=num, origin="policy", policy_version=policy_version),)
 
 
 def _read_spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
-    """Raises: RolloutError for an origin that does not exist."""
+    """Return the spans of a row; `values` is as in `build_rollout`. Raises: RolloutError for an origin that does not exist."""
     if values["spans"] is None:
         return _usual_spans(len(values["response_ids"]), values["policy_version"])
     spans = []
@@ -117,7 +121,7 @@ def _read_spans(values: Mapping[str, Any]) -> tuple[Span, ...]:
 
 
 def _find_contradiction(rollout: Rollout, policy_version: int) -> str:
-    """Describe a contradiction in a rollout, empty if there is none; `policy_version` is from its column."""
+    """Describe a contradiction in a rollout; empty if there is none. `policy_version`: the value of the column of that name."""
     num, lengths = len(rollout.response_ids), [span.length for span in rollout.spans]
     if not lengths or min(lengths) < 0 or not num == len(rollout.behaviour_logprobs) == sum(lengths):
         return f"{num} response tokens, {len(rollout.behaviour_logprobs)} log-probs, spans of {lengths}: they disagree"
@@ -145,12 +149,12 @@ def _find_segment_contradiction(rollout: Rollout) -> str:
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:
     """Convert the rollouts to Arrow, in order."""
-    values = [rollout_values(rollout) for rollout in rollouts]
+    values = [list_rollout_values(rollout) for rollout in rollouts]
     return pa.RecordBatch.from_arrays([pa.array([v[f.name] for v in values], f.type) for f in SCHEMA], schema=SCHEMA)
 
 
 def check_schema(schema: pa.Schema) -> None:
-    """Raises: RolloutError if the writer has other columns or another version of them."""
+    """Check the schema of rollouts. Raises: RolloutError if the writer has other columns, or another version of them."""
     version = (schema.metadata or {}).get(b"opd.rollouts", b"none").decode(errors="replace")
     if version != VERSION:
         raise RolloutError(f"rollouts of version {version}, wanted {VERSION}: install the same release on both")
@@ -167,7 +171,7 @@ def decode_rollouts(batches: Iterable[pa.RecordBatch], vocab_size: int) -> list[
     rollouts: list[Rollout] = []
     for batch in batches:
         try:
-            missing = incomplete_column(batch)
+            missing = find_incomplete_column(batch)
         except pa.ArrowInvalid as error:
             raise RolloutError(f"rollouts: {error}") from None
         if missing:
@@ -205,10 +209,10 @@ def read_file(source: pa.Buffer | bytes | memoryview, vocab_size: int) -> list[R
     return decode_rollouts(batches, vocab_size)
 
 
-def incomplete_column(batch: pa.RecordBatch) -> str | None:
-    """Return the first column with a missing value that its type does not allow: Arrow itself does not check this.
+def find_incomplete_column(batch: pa.RecordBatch) -> str | None:
+    """Return the first column with a missing value where the schema allows none; None if there is no such column.
 
-    Raises: pa.ArrowInvalid for offsets, dictionary numbers or UTF-8 that are wrong, all the way down.
+    Arrow itself does not check this. Raises: pa.ArrowInvalid for wrong offsets, dictionary indices or UTF-8, at any depth.
     """
     batch.validate(full=True)
     columns = zip(batch.schema, batch.columns, strict=True)
@@ -216,7 +220,7 @@ def incomplete_column(batch: pa.RecordBatch) -> str | None:
 
 
 def _has_gap(array: pa.Array, nullable: bool) -> bool:
-    """Return True if a value is missing in the array or in its children, unless it may be. Items of a list never may."""
+    """Return True if the array or its children lack a value that may not be missing. Items of a list may never be missing."""
     if array.null_count and not nullable:
         return True
     if isinstance(array, pa.DictionaryArray):

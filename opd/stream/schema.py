@@ -1,14 +1,14 @@
-"""The Arrow schema of a scored row, its writer and its checking reader. Needs pyarrow only.
+"""The Arrow schema of a scored row, and functions that write rows, read them and check them. It needs only pyarrow.
 
 A row is a rollout (`opd.stream.rollouts`), the teacher's name and weight, and its answer (`opd/payloads/`).
 
-A scoring worker sends its rows of a step in parts, each as soon as it is scored; every part is a stream of its own:
-schema (version, payload, dtype) → one batch of rows, whose metadata says which part this is and, if it is the worker's
-last, how many rows each teacher gave. Arrow ends a stream that was cut before its batch without an error, so the reader
-insists on that batch. No extension types: nothing in a stream is ever unpickled.
+A scoring worker sends its rows of a step in parts, each as soon as it is scored. Every part is an Arrow stream of its own: a schema
+with version, payload and dtype, then one batch of rows. The batch's metadata says which part this is and, in the worker's last part,
+how many rows each teacher gave. If a stream was cut before its batch, Arrow reports no error, so the reader insists on the batch.
+There are no extension types, so that nothing in a stream is ever unpickled.
 
-Every byte beside the payload counts, since rows are many and some are short: a payload has only its own columns, what
-many rows share is a dictionary entry, and the small batches of a scorer travel as one.
+Rows are many and some are short, so the bytes beside the payload are kept few: a stream has only the columns of its payload, values
+that many rows share are an entry of a dictionary, and a scorer's small batches are sent as one part.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from opd.stream import rollouts
 VERSION = "6"
 PART_ROWS = 256
 PART_BYTES = 4 << 20
-"""A part is sent after the scorer's batch with which it reaches so many rows or bytes of payload: soon, but large enough that
-the 2 kB of its schema and record are little beside it."""
+"""A part is sent as soon as it has at least so many rows, or so many bytes of payload. So it is sent early, but large enough that the
+2 kB of its schema and record do not matter."""
 
 
 SHARED = "shared"
-"""The dictionary column: what is equal in many rows is in its entries, and a row has the number of one."""
+"""Name of the dictionary column. Its entries hold values that are equal in many rows; a row has the index of an entry."""
 TEACHER: Columns = (("teacher", pa.string()), ("weight", pa.float32()))
-"""Fields of an entry under every payload, after those that rollouts share."""
+"""Fields of an entry that every payload has, after the rollouts' own (`opd.stream.rollouts.SHARED`)."""
 
 
-def stream_columns(answers: type[Answer]) -> pa.Schema:
-    """Return all columns of a stream with such answers."""
+def make_stream_columns(answers: type[Answer]) -> pa.Schema:
+    """Return the columns of a stream with answers of this class."""
 
     def required(columns: Columns) -> list[pa.Field]:
         return [pa.field(name, type_, nullable=False) for name, type_ in columns]
@@ -57,12 +57,12 @@ def stream_columns(answers: type[Answer]) -> pa.Schema:
 
 
 class StreamError(RunError):
-    """A target stream that is cut short, of another version, or whose lengths do not agree."""
+    """A target stream was cut short, has another version, or contradicts itself or the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetRow:
-    """Everything about one trained sequence: the rollout, and one teacher's answer.
+    """A rollout with one teacher's answer about it.
 
     Example: TargetRow(rollout=rollout, teacher="reverse-expert", answer=SampledLogprobs([-0.25, -1.5]))
     """
@@ -71,8 +71,8 @@ class TargetRow:
     teacher: str
     """Name of the expert that scored the row."""
     weight: float = 1.0
-    """Share of this teacher among those of the row's domain; a sample has one row for each, and they add up to 1. Where the
-    trainer asks the start student (`opd.train.start`), its row is not among those that come."""
+    """Weight of this teacher in the row's domain. A sample has a row from each teacher of its domain, and their weights add up to
+    1. If the trainer itself scores with the start student (`opd.train.start`), that row is not in the stream."""
     answer: Answer
     """The teacher's answer about the trained tokens; its class is the payload's."""
 
@@ -88,21 +88,21 @@ class PartRecord:
     worker: int = 0
     """Number of the scoring worker in the step."""
     number: int = 0
-    """Place among that worker's parts of the step, from 0: the reader insists on their order. The same rows make the same
-    parts, so after a restart those that had come can be left out."""
+    """Number of the part among that worker's parts of the step, from 0; the reader insists on their order. Equal rows make equal
+    parts, so that a worker that was restarted need not send again the parts that had come."""
     broken: Mapping[str, str] = field(default_factory=dict)
-    """Sample id -> why its teacher's scores cannot be used; those since the part before."""
+    """Sample id -> why its teacher's scores cannot be used; only samples since the worker's part before."""
     teachers: Mapping[str, int] | None = None
-    """The end of the step, in the worker's last part only: teacher -> rows that the worker sent."""
+    """Teacher -> number of rows that the worker sent in the step. It is set in the worker's last part, and ends its step."""
 
 
 _PART_RECORD = TypeAdapter(PartRecord)
 
 
-def stream_schema(dtype: str, payload: str) -> pa.Schema:
-    """Return the schema with this stream's metadata; `dtype` is the type of the hidden states."""
+def make_stream_schema(dtype: str, payload: str) -> pa.Schema:
+    """Return the schema of a stream, with version, payload and dtype as metadata; `dtype` is the type of hidden states."""
     assert dtype in DTYPE_BYTES, dtype
-    return stream_columns(answer_class(payload)).with_metadata(
+    return make_stream_columns(answer_class(payload)).with_metadata(
         {"opd.version": VERSION, "opd.payload": payload, "opd.norm": "after", "opd.dtype": dtype}
     )
 
@@ -116,7 +116,7 @@ def write_stream(
     """Encode one part as one Arrow IPC stream."""
     assert all(type(row.answer) is answer_class(payload) for row in rows), payload
     sink = pa.BufferOutputStream()
-    schema = stream_schema(dtype, payload)
+    schema = make_stream_schema(dtype, payload)
     record = json.dumps(asdict(part), separators=(",", ":"))
     with pa.ipc.new_stream(sink, schema) as writer:
         writer.write_batch(_encode_rows(rows, schema), custom_metadata={"opd.part": record})
@@ -132,9 +132,10 @@ def write_parts(
     broken: dict[str, str],
     teachers: Iterable[str],
 ) -> Iterator[pa.Buffer]:
-    """Yield a worker's step as parts, each as soon as its last batch was scored; the last one, which may hold no row, ends it.
+    """Yield a worker's step as parts, each as soon as it is full. The last part, which may have no row, ends the step.
 
-    The scorer fills `broken`, and each part empties it. `teachers` are those whose rows are counted.
+    `batches`: rows as the scorer yields them. `broken`: the scorer puts samples in that it cannot score, and each part takes
+    them out. `teachers`: names of all teachers of the step, whose rows the last part counts.
     """
     counts = dict.fromkeys(teachers, 0)
     rows: list[TargetRow] = []
@@ -161,7 +162,7 @@ def _encode_rows(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch
 
 
 def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType) -> pa.DictionaryArray:
-    """Encode the fields that these rows share as a dictionary, which has the entries of these rows alone."""
+    """Encode the fields of the dictionary column; the dictionary has only entries that these rows use."""
     names = [f.name for f in kind.value_type]
     entries = [tuple(row[name] for name in names) for row in values]
     numbers = {entry: i for i, entry in enumerate(dict.fromkeys(entries))}
@@ -170,9 +171,9 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
 
 
 def _row_values(row: TargetRow) -> dict[str, Any]:
-    """Return the row's value in each column, and in each field of the dictionary column."""
+    """Return name -> value for each column and each field of the dictionary column."""
     own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
-    return rollouts.rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
+    return rollouts.list_rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,9 @@ class Stream:
 
 
 def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None = None) -> Stream:
-    """Decode and check one part; hidden states stay views into `source`.
+    """Decode and check one part. Hidden states stay views into `source`.
 
-    `vocab_size` bounds the ids that a teacher may name; None where the tokenizer is not known.
+    `vocab_size`: ids that a teacher names have to be below it; None if the tokenizer is not known.
     Raises: StreamError if the version differs, the stream was cut, a row's lengths disagree, or an id is out of range.
     """
     try:
@@ -196,7 +197,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
             dtype, payload = _check_schema(reader.schema)
             answers = answer_class(payload)
             batch, part = _read_batch(reader)
-            missing = rollouts.incomplete_column(batch)
+            missing = rollouts.find_incomplete_column(batch)
             if missing:
                 raise StreamError(f"target stream: column {missing} has missing values")
             _check_ids(batch, answers.TOKEN_IDS, vocab_size)
@@ -234,7 +235,7 @@ def _check_schema(schema: pa.Schema) -> tuple[str, str]:
     payload = metadata.get("opd.payload", "")
     if payload not in PAYLOADS:
         raise StreamError(f"target stream: payload {payload!r}, wanted one of {', '.join(PAYLOADS)}")
-    expected = stream_columns(answer_class(payload))
+    expected = make_stream_columns(answer_class(payload))
     if not schema.equals(expected):
         raise StreamError(f"target stream: columns {schema.names} of {payload}, wanted {expected.names}")
     return dtype, payload
@@ -252,7 +253,7 @@ def _read_batch(reader: pa.RecordBatchStreamReader) -> tuple[pa.RecordBatch, Par
 
 
 def _decode_part_record(text: str) -> PartRecord:
-    """Decode the record. Raises: StreamError for a text that `write_stream` cannot have written."""
+    """Decode the JSON of a part's record. Raises: StreamError for a text that `write_stream` cannot have written."""
     try:
         return _PART_RECORD.validate_json(text, strict=True)
     except ValidationError as error:
@@ -262,10 +263,13 @@ def _decode_part_record(text: str) -> PartRecord:
 
 
 def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int | None) -> None:
-    """Refuse an id out of range, which would be read past the end of a row of log-probs. Raises: StreamError."""
+    """Refuse token ids out of range: the loss would read past the end of a row of log-probs. Raises: StreamError.
+
+    `answered`: columns of ids that a teacher named, the only ones for which the upper bound is checked here.
+    """
     for name in (*rollouts.TOKEN_IDS, *answered):
         bounds = pc.min_max(batch.column(name).flatten()).as_py()
-        # A column without a value has None for both.
+        # Both bounds are None for a column without values.
         beyond = name in answered and vocab_size is not None and (bounds["max"] or 0) >= vocab_size
         if beyond or (bounds["min"] or 0) < 0:
             raise StreamError(
@@ -293,18 +297,19 @@ def _decode_rows(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[Targe
 
 
 def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:
-    """Return the values without a copy, out of the buffers: a scalar's `as_buffer` would copy."""
+    """Return the values as views into the array's buffers; `as_buffer` of a scalar would copy."""
     _, raw_offsets, data = binary.buffers()
-    # Offsets are int64. An array that is a slice of another one has the buffers of the whole.
+    # Offsets are int64, 8 bytes each. A slice of an array has the buffers of the whole array, and begins at `binary.offset`.
     offsets = memoryview(raw_offsets)[8 * binary.offset : 8 * (binary.offset + len(binary) + 1)].cast("q")
     values = memoryview(data if data is not None else b"")
     return [values[start:stop] for start, stop in pairwise(offsets)]
 
 
 def _check_answer(row: TargetRow, itemsize: int, payload: str, widths: set[int]) -> None:
-    """Check a row's answer. `widths` collects the widths of the stream's answers, such as the K of a top-k: there may be one.
+    """Check that a row's answer can be about the rollout's trained tokens, and has the width of the stream's other answers.
 
-    Raises: StreamError if this cannot be the answer about the rollout's trained tokens.
+    `widths` collects the widths of the stream's answers, such as the K of a top-k; there may be only one. `itemsize`: bytes of
+    a number in the stream's dtype. Raises: StreamError.
     """
     num = row.rollout.num_trained
     fits = row.answer.fits(num, itemsize)

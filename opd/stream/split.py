@@ -1,4 +1,4 @@
-"""One part of the target stream cut into one for each trainer rank, so that a rank receives and decodes its own rows only."""
+"""Splitting a part of the target stream into one part for each trainer rank, so that a rank gets and decodes only its own rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.stream.targets import StreamPart
 
 
 def split_part(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, Any]:
-    """Return rank -> handle to the part's rows of that rank; `rank_of` takes a sample id. A part of one rank is not copied."""
+    """Return rank -> handle to that rank's rows of the part. `rank_of`: sample id -> rank. A part of a single rank is not copied."""
     ranks = {rank_of(sample_id) for sample_id in part.samples}
     if len(ranks) <= 1:
         return dict.fromkeys(ranks, part.handle)
@@ -24,7 +24,7 @@ def split_part(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, Any
 
 
 def split_stream(raw: np.ndarray, rank_of: Callable[[str], int]) -> dict[int, np.ndarray]:
-    """Return rank -> the Arrow stream of its rows, in their order, with the part's record; streams are uint8 arrays."""
+    """Return rank -> Arrow stream of its rows in their order, with the part's record; `raw` and the streams are uint8 [bytes]."""
     with pa.ipc.open_stream(pa.py_buffer(raw)) as reader:
         batch, metadata = reader.read_next_batch_with_custom_metadata()
     rows: dict[int, list[int]] = defaultdict(list)
@@ -37,5 +37,5 @@ def _write_stream(batch: pa.RecordBatch, metadata: pa.KeyValueMetadata) -> np.nd
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata=metadata)
-    # As an array, because Ray's store lets workers read arrays without a copy.
+    # An array, because workers read arrays from Ray's object store without a copy.
     return np.frombuffer(sink.getvalue(), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""A step's scored rows in the driver: they come part by part while teachers still score, and each part is checked."""
+"""The stream of a step's scored rows in the driver. They come in parts, while teachers still score, and each part is checked."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:  # it needs torch
 
 
 Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]
-"""Gets record and bytes of each part as it comes, then None for both; may return a function that waits until it is done."""
+"""Function that is called with record and bytes of each part as it comes, and after the last part with None for both. It may return a
+function that waits until the sink is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedRow:
-    """The weight and head that every row of one teacher must have in a domain."""
+    """Weight and output head that all rows of one teacher in one domain must have."""
 
     weight: float
     head: str
@@ -35,35 +36,35 @@ class ExpectedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequest:
-    """The request to the teachers in a step, against which the answers are checked."""
+    """What the teachers were asked in a step; their answers are checked against it."""
 
     rollouts: Sequence[Rollout]
     teachers: Mapping[str, Mapping[str, ExpectedRow]]
     """Domain -> teacher -> weight and head of its rows."""
     kind: tuple[str, str]
-    """Dtype and payload."""
+    """Dtype and payload of the stream."""
     max_quarantined: float
-    """Share of the responses that may be left out."""
+    """Largest share of the responses, 0..1, that may be left out."""
     sender: str = "teachers"
-    """Name of the answering side in errors."""
+    """Who sends the rows, as errors name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """Some rows of a step. The driver has checked them and keeps none; the trainer reads them."""
+    """Some scored rows of a step. The driver has checked them and does not keep them; the trainer reads them through the handle."""
 
     handle: Any
-    """Leads to the bytes [uint8] of one Arrow stream of `opd.stream.schema`."""
+    """Handle of Ray's object store to the bytes, uint8 [bytes], of an Arrow stream of `opd.stream.schema`."""
     nbytes: int
     samples: tuple[str, ...]
-    """The sample of each row."""
+    """Sample id of each row."""
 
 
 class TargetStream:
-    """One step's targets. The trainer takes parts until there are no more.
+    """The scored rows of one step. The trainer takes parts until there are no more.
 
-    Every row is compared with the rollout that was sent, and must come once, from a teacher of its domain. At the end none may
-    be missing: the rows that came are compared with the scoring workers' counts, by teacher.
+    Every row must be about a rollout that was sent, and come once from each teacher of its domain. At the end no row may be
+    missing, and the workers' own counts of the rows by teacher must agree with what came.
     """
 
     def __init__(
@@ -74,18 +75,18 @@ class TargetStream:
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
     ) -> None:
-        """Take the request. `source` yields handles to parts as they are scored, and may add to `restarted`."""
+        """Keep the request. `source` yields handles to parts as they are scored, and may add names to `restarted` meanwhile."""
         self.request = request
         self.heads = heads
-        """Content hash -> head, for every head that the rows name. A rank fetches what it needs and does not hold."""
+        """Content hash -> source of the output head, for every head that the rows name. A rank reads those that it needs."""
         self.quarantined: dict[str, str] = {}
-        """Sample id -> reason why its teacher's scores cannot be used; such a sample is not trained. Complete once `arrived`."""
+        """Sample id -> why a teacher's scores of it cannot be used. Such a sample is not trained. Complete once `arrived`."""
         self.restarted = restarted
-        """Scoring workers that died and were started again; their rows were scored a second time."""
+        """Names of scoring workers that died and were started again."""
         self.arrived = False
         """True once all parts came and no row is missing."""
         self.busy_s = 0.0
-        """Seconds in which teachers scored: from the request to the last part."""
+        """Seconds from the request to the last part; 0 before the last part."""
         self.num_parts = 0
         self.nbytes = 0
         self._began = time.monotonic()
@@ -103,26 +104,28 @@ class TargetStream:
         self._sink_waits: list[Callable[[], object]] = []
 
     def add_sink(self, sink: Sink) -> None:
-        """Call `sink` with every part's record and bytes before it is trained, and with None for both after the last part. If it
-        returns a function, `wait_for_sinks` calls that."""
+        """Call `sink` with every part that comes, before it is trained, and once more after the last part; see `Sink`.
+
+        If the sink returns a function, `wait_for_sinks` calls it.
+        """
         self._sinks.append(sink)
 
     def wait_for_sinks(self) -> None:
-        """Wait until all sinks are done with the parts. Raises: what they raise."""
-        unsettled, self._sink_waits = self._sink_waits, []
-        for wait in unsettled:
+        """Wait until all sinks are done with the parts. Raises: what the sinks raise."""
+        waits, self._sink_waits = self._sink_waits, []
+        for wait in waits:
             wait()
 
     def wait_for_parts(self) -> None:
-        """Wait for all parts; `take_part` returns them afterwards. Raises: as `take_part`."""
+        """Wait for all parts; `take_part` returns them afterwards. Raises: what `take_part` raises."""
         while (part := self._next_part()) is not None:
             self._collected.append(part)
 
     def take_part(self) -> StreamPart | None:
-        """Wait for the next part, and return it; None after the last.
+        """Wait for the next part, and return it; None after the last one.
 
-        Raises: StreamError for a part that does not answer the request; RunError if a teacher fails, or if more than
-        `max_quarantined` of the responses could not be scored (one always may).
+        Raises: StreamError for a part that does not answer the request; RunError if a teacher fails, or if more responses than
+        `max_quarantined` allows could not be scored (a single one is always allowed).
         """
         part = self._collected.popleft() if self._collected else self._next_part()
         if part is not None:
@@ -135,12 +138,12 @@ class TargetStream:
         return tuple(self._collected)
 
     def has_samples(self, sample_ids: Sequence[str]) -> bool:
-        """Return True once every teacher's row of these samples was taken, or the sample is quarantined."""
+        """Return True if, for each of these samples, every teacher's row was taken or the sample is quarantined."""
         return all(not self._rows_to_take[i] or i in self.quarantined for i in sample_ids)
 
     @property
     def rows(self) -> int:
-        """Rows of the samples that are not quarantined: one for each teacher of a sample."""
+        """Number of rows of the samples that are not quarantined; a sample has one row from each teacher of its domain."""
         return sum(
             len(self.request.teachers[r.domain]) for i, r in self._sent_rollouts.items() if i not in self.quarantined
         )
@@ -150,7 +153,7 @@ class TargetStream:
             return None
         handle = next(self._source, None)
         if handle is None:
-            # Before the sinks hear of the end: with it the target log makes the step whole.
+            # The check comes before the sinks hear of the end, because the target log then commits the step.
             self._check_complete()
             self.busy_s = time.monotonic() - self._began
             self._show_to_sinks(None, None)
@@ -158,7 +161,7 @@ class TargetStream:
             return None
         raw = cluster.fetch_object(handle)
         try:
-            # Without the vocabulary: the ranks, which read the rows, check the ids.
+            # Ids are not checked against the vocabulary here: the ranks do that when they read the rows.
             stream = read_stream(memoryview(raw))
         except StreamError as error:
             raise StreamError(f"{self.request.sender}: {error}") from None
@@ -219,19 +222,22 @@ class TargetStream:
                 raise StreamError(
                     f"{self.request.sender}: worker {worker} ends after {len(records)} parts without its end record"
                 )
-            # `+` drops zeros: a teacher of which no row came is in the worker's counts alone.
+            # Unary `+` drops zeros: the worker's counts also have teachers of which no row came.
             if +Counter(counted) != +self._rows_by_teacher[worker]:
                 raise StreamError(
                     f"{self.request.sender}: worker {worker} counts {dict(counted)} rows, {dict(self._rows_by_teacher[worker])} came"
                 )
-        # Of a quarantined response, a second teacher's row may be there all the same.
+        # A quarantined response lacks the row of at least one teacher.
         missing = sorted(sample_id for sample_id, _ in self._missing if sample_id not in self.quarantined)
         if missing:
             raise StreamError(f"{self.request.sender}: {len(missing)} rows are missing, first {missing[0]}")
 
 
 def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: float) -> None:
-    """Refuse a step with too many broken responses. Raises: RunError for more than `max_share`; one always may be broken."""
+    """Refuse a step in which more than the share `max_share` of the responses are broken; a single one is always allowed.
+
+    Raises: RunError.
+    """
     if len(broken) > max(1, max_share * num_rollouts):
         sample_id, reason = next(iter(broken.items()))
         raise RunError(
@@ -244,6 +250,6 @@ _OTHER_FIELDS = attrgetter(*(field.name for field in fields(Rollout) if field.na
 
 
 def _equal_as_sent(came: Rollout, sent: Rollout) -> bool:
-    """Return True if all fields are equal; log-probs are compared as float32, in which they travel."""
+    """Return True if all fields are equal. Log-probs are compared as float32, because they travel in that type."""
     sent_logprobs, came_logprobs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
     return _OTHER_FIELDS(came) == _OTHER_FIELDS(sent) and np.array_equal(sent_logprobs, came_logprobs)

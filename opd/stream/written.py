@@ -1,9 +1,9 @@
-"""Responses that were written ahead of their step, on disk from the moment they were written.
+"""Rollouts that the student wrote ahead of their step. They are on disk as soon as they are written.
 
     targets/written-000013/  written.arrow  written.json
 
-`written.arrow` has the rollouts in their order. `written.json` has the
-request that they belong to (step, policy version, prompts), the prompts that were refused, and BLAKE3 and size of each file.
+`written.arrow` has the rollouts in order. `written.json` has the request to which they belong (step, policy version, prompts), the
+prompts that were refused, the counts of episodes, and BLAKE3 and size of each file.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ MANIFEST = "written.json"
 ROLLOUTS = "written.arrow"
 FILES = (ROLLOUTS, MANIFEST)
 FORMAT = 2
-"""1 had no origin, parent and next of a rollout."""
+"""Number of the files' format. Format 1 had no `origin`, `parent` and `next` of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
-"""Exceptions of reading files that were damaged or changed."""
+"""What reading raises if files were damaged or changed."""
 
 
 class WrittenRollouts:
-    """The rollouts of steps that have not begun, one directory each."""
+    """Stores and reads the rollouts of steps that have not begun; each step has a directory in `root`."""
 
     def __init__(self, root: Path, vocab_size: int, say: Callable[[str], None]) -> None:
-        """Keep the settings; `say` gets a line about stored rollouts that cannot be used."""
+        """Keep the settings. `say` is called with a line about stored rollouts that cannot be used."""
         self._root = root
         self._vocab_size = vocab_size
         self._say = say
 
     def store_rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Store a step's rollouts, all or none. Raises: StorageError."""
-        files = files_of(batch, ROLLOUTS)
+        files = make_rollout_files(batch, ROLLOUTS)
         manifest = {
-            **request_digest(FORMAT, step, policy_version, prompts),
-            **manifest_entries(batch),
+            **describe_request(FORMAT, step, policy_version, prompts),
+            **make_manifest_entries(batch),
             "files": {name: describe_file(raw) for name, raw in files.items()},
         }
         self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
 
     def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
-        """Return the rollouts as they were stored; None if there are none, or if they are damaged or of another request."""
+        """Return the rollouts as they were stored; None if there are none, they are damaged, or belong to another request."""
         path = self._step_path(step)
         if not path.exists():
             return None
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-            refuse_other_request(manifest, request_digest(FORMAT, step, policy_version, prompts), MANIFEST)
+            refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
             raw = {name: read_verified(path / name, facts) for name, facts in manifest["files"].items()}
             return read_batch(raw, ROLLOUTS, manifest, self._vocab_size)
         except UNREADABLE as error:
@@ -71,12 +71,12 @@ class WrittenRollouts:
         return _whole_files(self._step_path(step))
 
     def bring_back(self, step: int, directory: Path) -> None:
-        """Store the files of `read_files` back, from a directory that may have them. Raises: StorageError."""
+        """Copy the files of `read_files` from a directory back into the log, if it has them. Raises: StorageError."""
         if (directory / MANIFEST).exists():
             self._store_files(step, _whole_files(directory))
 
     def delete_steps(self, unwanted: Callable[[int], bool]) -> None:
-        """Delete the rollouts of the unwanted steps."""
+        """Delete the rollouts of all steps for which `unwanted` returns True."""
         for path in self._root.glob("written-*"):
             number = path.name.removeprefix("written-")
             if number.isdigit() and unwanted(int(number)):
@@ -100,18 +100,18 @@ class WrittenRollouts:
 
 
 def _whole_files(directory: Path) -> dict[str, bytes]:
-    """Return name -> content of those files that are there."""
+    """Return name -> content of those of `FILES` that the directory has."""
     paths = (directory / name for name in FILES)
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
-def files_of(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
-    """Return name -> content of the files of a batch; `rollouts` is the name of the file with its rollouts."""
+def make_rollout_files(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
+    """Return name -> content of the files that hold a batch: one, with the name `rollouts`."""
     return {rollouts: memoryview(write_file(batch.rollouts))}
 
 
-def manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
-    """Return a manifest's entries about a batch, beside its files. Workers that were restarted are not stored."""
+def make_manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
+    """Return a manifest's entries about a batch beside its files. `RolloutBatch.restarted` is not stored."""
     return {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
@@ -121,9 +121,10 @@ def manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
 def read_batch(
     raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
 ) -> RolloutBatch:
-    """Make the batch from its files, of which `rollouts` has the rollouts, and the manifest with `manifest_entries`.
+    """Make the batch from its files and its manifest; the inverse of `make_rollout_files` and `make_manifest_entries`.
 
-    Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
+    `raw`: name -> content of files; `rollouts`: name of the file with the rollouts. Raises: KeyError, TypeError or RolloutError
+    if anything was damaged or changed.
     """
     return RolloutBatch(
         rollouts=tuple(read_file(pa.py_buffer(raw[rollouts]), vocab_size)),
@@ -132,14 +133,20 @@ def read_batch(
     )
 
 
-def request_digest(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return the request that stored rollouts belong to: step, version, and a hash of the prompts' ids, domains and tokens."""
+def describe_request(form: int, step: int, policy_version: int, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Return a manifest's entries about the request to which stored rollouts belong.
+
+    These are the format `form`, the step, the policy version, and a hash of the prompts' ids, domains and tokens.
+    """
     encoded = json.dumps([[p.id, p.domain, list(p.token_ids)] for p in prompts]).encode()
     return {"format": form, "step": step, "policy_version": policy_version, "prompts": blake3(encoded).hexdigest()}
 
 
 def refuse_other_request(manifest: Mapping[str, Any], request: Mapping[str, Any], file_name: str) -> None:
-    """Refuse files of another request. Raises: ValueError naming the key that differs; KeyError for one that is missing."""
+    """Refuse files that belong to another request than `request`, the result of `describe_request`.
+
+    Raises: ValueError that names the first key that differs; KeyError if the manifest lacks a key.
+    """
     for key, expected in request.items():
         if manifest[key] != expected:
             raise ValueError(f"{file_name}: {key} is {manifest[key]}, wanted {expected}")
@@ -151,7 +158,7 @@ def describe_file(raw: memoryview) -> dict[str, Any]:
 
 
 def read_verified(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
-    """Read a file, and compare it with its entry in the manifest. Raises: ValueError if it differs; OSError."""
+    """Read a file, and compare it with `facts`, its entry in the manifest. Raises: ValueError if it differs; OSError."""
     data = path.read_bytes()
     if len(data) != facts["bytes"]:
         raise ValueError(f"{path.name}: {len(data)} bytes, wanted {facts['bytes']}")

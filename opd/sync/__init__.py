@@ -1,10 +1,10 @@
-"""Weight push to the rollout engines. One file per way, behind one dictionary."""
+"""Pushing weights from the trainer to the rollout engines. Each way to do it has a file, and one dictionary names them all."""
 
 from opd.sync.network import NetworkSync
 from opd.sync.proof import ProvenSync, SyncSpec
 from opd.sync.shared_memory import SharedMemorySync
 
 SYNCS: dict[str, type[ProvenSync]] = {"shared_memory": SharedMemorySync, "network": NetworkSync}
-"""`sync.kind` -> class of the way."""
+"""Value of `sync.kind` -> class that pushes weights in that way."""
 
 __all__ = ["SYNCS", "NetworkSync", "ProvenSync", "SharedMemorySync", "SyncSpec"]

@@ -1,4 +1,4 @@
-"""A model's files as a stream of weights, for engines that do not share them."""
+"""Streaming a model from its files to engines that cannot read them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import list_nodes, put_object
-from opd.models.buckets import Bucket, BucketWriter, WeightStream, padded_bytes
+from opd.models.buckets import Bucket, BucketWriter, WeightStream, count_padded_bytes
 from opd.models.files import weight_files
 
 if TYPE_CHECKING:
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def stream_files(model_dir: Path, readable_dir: Path, nbytes: int) -> WeightStream:
-    """Stream all weights of a directory whose files have Hugging Face's names, in buckets of at most `nbytes`.
+    """Stream all weights of a Hugging Face directory in buckets of at most `nbytes` bytes.
 
-    A larger tensor gets a bucket of its own. `readable_dir` is a model of this shape that the engines can read. Taking buckets raises:
-    OSError; WorkerDied if Ray is gone.
+    A larger tensor gets a bucket of its own. `readable_dir`: a model of the same shape that the engines can read. Taking buckets
+    raises: OSError; WorkerDied if Ray is gone.
     """
     handles: Iterator[Any] = (put_object(bucket) for bucket in split_into_buckets(_iterate_tensors(model_dir), nbytes))
     # Absolute, because workers start in another directory.
@@ -26,10 +26,10 @@ def stream_files(model_dir: Path, readable_dir: Path, nbytes: int) -> WeightStre
 
 
 def split_into_buckets(tensors: Iterable[tuple[str, Tensor]], nbytes: int) -> Iterator[Bucket]:
-    """Put tensors into buckets in their order, as many as a bucket has room for."""
+    """Put tensors into buckets in their order, as many into each as `nbytes` has room for."""
     pending: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        if pending and _total_bytes(pending) + padded_bytes(tensor) > nbytes:
+        if pending and _total_bytes(pending) + count_padded_bytes(tensor) > nbytes:
             yield _write_bucket(pending)
             pending = {}
         pending[name] = tensor
@@ -44,7 +44,7 @@ def _write_bucket(tensors: dict[str, Tensor]) -> Bucket:
 
 
 def _total_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(map(padded_bytes, tensors.values()))
+    return sum(map(count_padded_bytes, tensors.values()))
 
 
 def _iterate_tensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

@@ -4,8 +4,8 @@
                      └─────────┐└─────────┐
     engines                 take 1     take 2 ...
 
-No port is opened for it: buckets go the way of all that the workers say to each other, and a machine with several engines gets
-each once. Two buckets are under way at most, so neither side holds a copy of the model beyond its own.
+No port is opened for this: buckets travel like everything else that Ray carries between workers, and a machine with several engines
+gets each bucket once. At most two buckets are under way, so neither side holds a second copy of the model.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from opd.sync.proof import ProvenSync
 
 
 class NetworkSync(ProvenSync):
-    """Trainer ranks and engines may be on any machines of the Ray cluster."""
+    """Weight push over the network: trainer ranks and engines may be on any machines of the Ray cluster."""
 
     def send_weights(self, version: int) -> None:
         send = partial(self._spec.trainer.stream_changed, self._spec.bucket)
         if not self._spec.keeps_weights:
             self._spec.engine.receive(send)
             return
-        # When an engine dies later, the trainer may be at work or have newer weights. So the buckets are kept in the object store.
+        # If an engine dies later, the trainer may be busy or have newer weights. So the buckets stay in the object store.
         stream = send()
         kept_stream = replace(stream, buckets=KeptHandles(stream.buckets))
         self._spec.engine.receive(lambda: kept_stream)
@@ -37,5 +37,5 @@ class NetworkSync(ProvenSync):
         shape = model_shape(shape_of)
         if can_swap(shape, shape):
             self._spec.engine.receive(partial(stream_files, model_dir, shape_of, self._spec.bucket))
-        else:  # engines of this family restart with the files: its adapters can be streamed, its whole model cannot
+        else:  # the whole model cannot be streamed into engines of this family, so they read the files
             super().hold(model_dir, shape_of=shape_of)

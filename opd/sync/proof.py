@@ -1,7 +1,7 @@
-"""A push is believed when fixed tokens have the same log-probs on both sides, however the weights went there.
+"""The proof of a weight push: fixed tokens, the probe, must have the same log-probs in the trainer and in every engine.
 
-Checksums of parameters would not do: vLLM on the CPU multiplies with packed copies, which can be stale while the parameters
-are new.
+This holds for every way in which the weights may travel. Checksums of parameters would prove nothing: vLLM on the CPU multiplies with
+packed copies of them, which may be stale while the parameters are new.
 """
 
 from __future__ import annotations
@@ -19,58 +19,59 @@ from opd.models.buckets import BUCKET_BYTES
 from opd.records.types import Prompt, PushReport
 
 PROBE_SEQUENCES = 4
-"""Least number of sequences in the probe, if there are so many prompts."""
+"""The probe has at least so many sequences, if there are enough prompts."""
 COMPARED_PROMPTS = 64
-"""Prompts that are looked at for what all of them begin with, such as a system prompt."""
+"""The probe is chosen from so many first prompts; tokens with which all of these begin, such as a system prompt, are left out."""
 ROUNDING_FACTOR = 3.0
-"""A push may differ by so many times what differed at the start, where both sides held the student's own weights."""
+"""With `adapts_tolerance`, a push may have a gap of so many times the gap at the start, where both sides held the student's own
+weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncSpec:
-    """Trainer and engine of a weight push, and the settings of its proof. Each way uses the fields that it needs."""
+    """Trainer and engine of a weight push, and the settings of its proof. Each kind of push uses the fields that it needs."""
 
     trainer: Trainer
     engine: RolloutEngine
     probe: Sequence[Sequence[int]]
-    """Token ids of the sequences that both score."""
+    """Token ids of the sequences that trainer and engines score."""
     tolerance: float
-    """Largest mean difference of their log-probs, nats."""
+    """Largest mean |trainer - engine| log-prob over the probe, nats."""
     adapts_tolerance: bool = False
     """Raise the tolerance if rounding alone makes the two sides differ by more: see `ProvenSync.begin`."""
     keeps_weights: bool = False
     """Keep the weights of a push until the next one, for an engine that dies and restarts while the trainer computes."""
     nbytes: int
-    """Bytes of all weights of a push, to decide if shared memory has room for them."""
+    """Bytes of all weights of a push; they decide whether shared memory has room."""
     bucket: int = BUCKET_BYTES
     """Most bytes of a bucket."""
     tell: Callable[[str], None]
-    """Callback for notices, one line each."""
+    """Function that is called with notices for the user, one line each."""
 
 
 class ProvenSync(ABC):
-    """Implements `opd.interfaces.WeightSync`, except for `bring`."""
+    """Implements `opd.interfaces.WeightSync`, except for how weights travel: `send_weights`."""
 
     def __init__(self, spec: SyncSpec) -> None:
         self._spec = spec
         self._tolerance = spec.tolerance
         self._probe = [list(ids) for ids in spec.probe]
         self._pending_logprobs: Callable[[], list[list[float]]] | None = None
-        """Waits for the trainer's log-probs of the probe; None if none are being computed."""
+        """Function that waits for the trainer's log-probs of the probe; None if they are not being computed."""
 
     @abstractmethod
     def send_weights(self, version: int) -> None:
         """Send the trainer's weights to every engine."""
 
     def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        """Have every engine read the weights of `model_dir`, which it has to reach."""
+        """Have every engine load the weights of `model_dir`, which it must be able to read; `shape_of` is not needed then."""
         self._spec.engine.load(model_dir)
 
     def begin(self) -> None:
-        """Compare both sides before anything is trained: they hold the student's weights as its files have them.
+        """Compare both sides before anything is trained, while both hold the student's weights from its files.
 
-        How far they are apart is then rounding, which kernels and types decide, and later weights may be rounded as much.
-        Raises: RunError if they are further apart than the tolerance.
+        Their gap is then due to rounding, which depends on kernels and types. With `adapts_tolerance` a larger gap of later pushes is
+        allowed accordingly. Raises: RunError if the gap is above the tolerance.
         """
         gap = self.measure_gap()
         self._refuse_gap(gap, "before the first step", "they compute different distributions from the same files")
@@ -78,9 +79,9 @@ class ProvenSync(ABC):
             self._tolerance = max(self._tolerance, ROUNDING_FACTOR * gap)
 
     def push(self, version: int) -> PushReport:
-        """Push the weights, and push them once more if the probe does not see them in every engine.
+        """Push the weights and measure the gap. If it is above the tolerance, do both a second time.
 
-        Raises: RunError if any engine's log-probs still differ from the trainer's by more than the tolerance.
+        Raises: RunError if an engine's gap is still above the tolerance.
         """
         gap = self._push(version)
         if not self._is_within_tolerance(gap):
@@ -94,7 +95,7 @@ class ProvenSync(ABC):
         return gap <= self._tolerance
 
     def _refuse_gap(self, gap: float, when: str, therefore: str) -> None:
-        """Raises: RunError if the two sides do not agree."""
+        """Refuse a gap above the tolerance; `when` and `therefore` are parts of the message. Raises: RunError."""
         if self._is_within_tolerance(gap):
             return
         allowed = f"sync.tolerance is {self._spec.tolerance:.4g}"
@@ -107,13 +108,13 @@ class ProvenSync(ABC):
 
     def _push(self, version: int) -> float:
         """Push once, and return the gap that `measure_gap` finds afterwards."""
-        # Log-probs of the weights before would not fit those that are pushed now.
+        # Drop log-probs of older weights, which would not fit those that are pushed now.
         self._pending_logprobs = None
         self.send_weights(version)
         return self.measure_gap()
 
     def begin_trainer_logprobs(self) -> None:
-        """Begin to score the probe in the trainer, while engines do other work; `measure_gap` waits for it."""
+        """Have the trainer begin to score the probe, while the engines do other work. `measure_gap` waits for the result."""
         self._pending_logprobs = self._spec.trainer.begin_logprobs(self._probe)
 
     def measure_gap(self) -> float:
@@ -122,9 +123,8 @@ class ProvenSync(ABC):
             self.begin_trainer_logprobs()
         assert self._pending_logprobs is not None
         answer, self._pending_logprobs = self._pending_logprobs, None
-        trainer_logprobs = [
-            x for sequence in answer() for x in sequence
-        ]  # before the engines are asked: both may use all cores
+        # The trainer finishes before the engines are asked, because each side may use all cores.
+        trainer_logprobs = [x for sequence in answer() for x in sequence]
         gaps = []
         for worker in self._spec.engine.logprobs(self._probe):
             engine_logprobs = [x for sequence in worker for x in sequence]
@@ -136,13 +136,13 @@ class ProvenSync(ABC):
 
 
 def choose_probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) -> list[tuple[int, ...]]:
-    """Choose parts of the first prompts, until they hold `tokens` scored tokens; the first token of a sequence is not scored.
+    """Choose parts of the first prompts, until they have `tokens` scored tokens in all; the first token of a sequence is not scored.
 
-    There are always several, and they differ: one sequence alone, or several times the same, cannot show that sequences of a
-    batch see each other. So each part begins at the last token of the beginning that all prompts share, such as a system prompt.
+    There are always several sequences, and they differ: a single one, or equal ones, could not show that sequences of a batch see
+    each other. So each begins at the last token of the beginning that all prompts share, such as a system prompt. `room`: tokens
+    that fit into the engine's context.
     """
-    # One more than the tokens that count, because the first is not scored; `room` also holds one that the engine
-    # samples.
+    # Each has one token more than are scored. The engine also samples one token, for which `room` has to leave a place.
     length = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     compared = list(islice(prompts, COMPARED_PROMPTS))
     num_shared = _length_of_common_beginning([p.token_ids for p in compared if len(p.token_ids) > 1])
@@ -158,14 +158,14 @@ def choose_probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) ->
             chosen.append(part)
         elif len(ids) == 1 and len(short) < length:
             short.extend(ids)
-    if not chosen:  # no prompt has two tokens: join them, because the first token is not scored
+    if not chosen:  # every prompt has a single token, of which none would be scored: join them to one sequence
         chosen = [(*short, *short)[:length]]
-    # With one prompt only, the same tokens in reverse order are the second sequence.
+    # If there is only one sequence, the same tokens in reverse order are the second one.
     return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]
 
 
 def _length_of_common_beginning(sequences: Sequence[Sequence[int]]) -> int:
-    """Return the number of first tokens that all sequences share; 0 if there is one sequence, or if all are the same."""
+    """Return the number of first tokens that all sequences share; 0 if there is one sequence, or if all are equal."""
     if len(set(sequences)) < 2:
         return 0
     columns = zip(*sequences, strict=False)  # as many as the shortest has tokens

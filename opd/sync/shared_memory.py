@@ -20,39 +20,40 @@ class SharedMemorySync(ProvenSync):
     def __init__(self, spec: SyncSpec) -> None:
         super().__init__(spec)
         self._kept_files = ExitStack()
-        """Deletes the files of the last push when it is closed."""
+        """Contexts of the last push's files; closing it deletes them."""
         self._kept_nbytes = 0
-        """Their bytes in shared memory."""
+        """Bytes of these files in shared memory; 0 if they are on disk."""
         self._on_disk = False
+        """True if the last push went through the disk, because shared memory was too small."""
 
     def send_weights(self, version: int) -> None:
         with ExitStack() as files:
-            # The files go when this block ends, unless `pop_all` takes them over for later.
+            # The files are deleted when this block ends, unless `pop_all` moves them to `_kept_files`.
             directory = Path(files.enter_context(self._choose_directory(version)))
             base = self._spec.trainer.export_changed(directory)
-            self.begin_trainer_logprobs()  # its cores have nothing else to do while the engines load
-            # An engine that restarts later reads the weights once more: from a new export, or from these files if they are kept.
+            self.begin_trainer_logprobs()  # the trainer has nothing else to do while the engines load
+            # An engine that restarts later loads the weights again: from these files if they are kept, else from a new export.
             reload_files: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
             if self._spec.keeps_weights:
                 reload_files = partial(_keep_files, directory)
             self._spec.engine.load(directory, restart_weights=reload_files, base=base)
             if self._spec.keeps_weights:
                 self._kept_files.close()
-                # They stay for engines that restart, and are not deleted at the end of this block.
+                # The new files stay for engines that restart: they are not deleted at the end of this block.
                 self._kept_files = files.pop_all()
                 self._kept_nbytes = 0 if self._on_disk else self._spec.nbytes
 
     @contextmanager
     def _exported_weights(self, version: int) -> Iterator[Path]:
-        """Export the pushed weights to files a second time; they exist within the context."""
+        """Export the trainer's weights to files again; the files exist within the context."""
         with self._choose_directory(version) as directory:
             self._spec.trainer.export_changed(Path(directory))
             yield Path(directory)
 
     def _choose_directory(self, version: int) -> tempfile.TemporaryDirectory[str]:
-        """Make a directory in shared memory if that has room for twice the weights, else on disk: containers often get 64 MiB.
+        """Make a directory in shared memory if that has room for twice the weights, else on disk: containers often have 64 MiB.
 
-        Weights of the last push that are kept there count as room.
+        Kept weights of the last push count as free, because they are deleted after this push.
         """
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
         needed = 2 * self._spec.nbytes - self._kept_nbytes

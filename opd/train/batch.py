@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opd.errors import RunError
 from opd.losses.blocks import Block
-from opd.models.layouts import LAYOUTS, Packed, predict_trained
+from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained
 from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.records.types import Rollout
@@ -103,7 +103,7 @@ def micro_batch(
 ) -> MicroBatch:
     """Build the tensors of these samples, which the caller ordered by teacher.
 
-    `dtype` is the type of the stream's hidden states, `first_turns` the result of `opd.train.turns.first_turns`. Without samples
+    `dtype` is the type of the stream's hidden states, `first_turns` the result of `opd.train.turns.count_earlier_turns`. Without samples
     the batch is one padding token and no trained token: a rank without rows still has to run forward with the others.
     """
     rollouts, firsts = [scored[0].rollout for scored in samples], first_turns or {}
@@ -111,7 +111,7 @@ def micro_batch(
     packed = LAYOUTS[layout](sequences)
     return MicroBatch(
         packed=packed,
-        predict_N=predict_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
+        predict_N=find_positions_before_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
         place_N=torch.tensor([position for r in rollouts for position in r.trained_positions], dtype=torch.long),
         turn_N=torch.tensor(

@@ -1,4 +1,4 @@
-"""Companions: models beside the student that learn from what it computes, and change no bit of it.
+"""Companions: models that learn beside the student, from what the student computes. They change no bit of it.
 
 one forward pass of the student ─▶ logits, while they exist ─▶ `read_logits`
                                 └▶ outputs of layers, once the student's backward pass is done ─▶ `add_gradients`
@@ -18,36 +18,48 @@ from torch import Tensor
 
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
-from opd.train.gathered import decoder_layers
+from opd.train.gathered import list_decoder_layers
 
 if TYPE_CHECKING:
     from opd.train.zero import ModelOptions
 
 
 class Companion(Protocol):
-    """A model on a trainer rank with an optimiser of its own. All methods but `read_logits` are called on all ranks at once, so
-    ranks may add up their gradients in them. The tensors are the student's own memory: they are read, and not written to."""
+    """A model on a trainer rank with an optimiser of its own.
+
+    All methods except `read_logits` are called on all ranks at once, so that ranks may add up their gradients in them. The
+    tensors that methods get are the student's own memory: a companion reads them and must not write to them.
+    """
 
     layers: Sequence[int]
-    """Decoder layers, from 0, whose outputs it reads."""
+    """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets."""
 
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
-        """Copy what `add_gradients` will need of the student's logits of these trained tokens of the micro-batch: the loss
-        overwrites them next. Called without gradients, once for every chunk, of which ranks have different numbers."""
+        """Copy what `add_gradients` needs of the student's logits, because the loss overwrites them next.
+
+        `rows` is the place of these C tokens among the N trained tokens of the micro-batch. Called without gradients, once for
+        every chunk of tokens; ranks may have different numbers of chunks.
+        """
         ...
 
     def add_gradients(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> None:
-        """Run its own forward and backward pass. `hidden`: layer -> [B*T, D], detached. The weights of all ranks make a mean."""
+        """Run the companion's own forward and backward pass for one micro-batch.
+
+        `hidden`: layer -> [B*T, D] its output, detached. `weight_N`: weights of the trained tokens; over all ranks and
+        micro-batches of a step they add up to 1.
+        """
         ...
 
     def take_step(self, step: int, share: float) -> dict[str, float]:
-        """Step its optimiser with the gradients divided by `share`, the part of the weight that was scored. Returns numbers for
-        the step's record, the same on all ranks."""
+        """Step the companion's optimiser with its gradients divided by `share`, the share of the weight on scored tokens, 0..1.
+
+        Returns numbers for the step's record, which are the same on all ranks.
+        """
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Copy its state; it is written meanwhile, into files whose names begin with the companion's, in the directory of the
-        student's."""
+        """Copy the companion's state, and begin to write it into `path`, where the student's files go too. The names of its files
+        begin with the companion's name."""
         ...
 
     def saved(self, wait_s: float) -> tuple[WrittenFile, ...] | None:
@@ -55,26 +67,28 @@ class Companion(Protocol):
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, by whatever number of ranks."""
+        """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
         ...
 
     def export(self, path: Path) -> None:
-        """Let rank 0 write the model into a directory."""
+        """Let rank 0 write the model into the directory `path`."""
         ...
 
 
 class CompanionSpec(Protocol):
-    """Settings of a companion; plain values, so they cross process boundaries."""
+    """Settings of a companion. They are plain values, because they cross process boundaries."""
 
     name: str
+    """Name of the companion in records, in checkpoints and of its exported directory."""
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> Companion:
-        """Start it on a rank of a trainer that has joined the others; `student` is its module, which stays as it is."""
+        """Start the companion on a trainer rank that has joined the others. `student` is the rank's module, which the companion
+        must not change."""
         ...
 
 
 class StudentView:
-    """What companions see of one forward pass of the student."""
+    """Shows companions what one forward pass of the student computes."""
 
     def __init__(self, companions: Collection[Companion]) -> None:
         self._companions = companions
@@ -83,8 +97,9 @@ class StudentView:
 
     @contextmanager
     def watch_layers(self, lm: Any) -> Iterator[None]:
-        """Keep the layers' outputs within; a pass that recomputes them later is not seen."""
-        layers = decoder_layers(lm)
+        """Within, keep the outputs of the layers that companions read. Recomputation in the backward pass comes later, and is not
+        seen."""
+        layers = list_decoder_layers(lm)
         with ExitStack() as stack:
             for place in {place for companion in self._companions for place in companion.layers}:
                 stack.enter_context(layers[place].register_forward_hook(partial(self._keep, place)))

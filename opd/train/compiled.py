@@ -3,8 +3,8 @@
 In eager mode norms, rotations, gates and the softmax of attention each read and write all activations. Measured with SmolLM2
 in bfloat16 on one core: matrix products were 31 % of a forward and backward pass, torch's attention kernel 24 %.
 
-One layer is compiled at a time, so a model compiles as fast as one layer. What is compiled is what is inside of the hooks
-by which DeepSpeed gathers the layer's weights (`opd.train.gathered`).
+Each layer is compiled by itself, not the model as a whole, so a model compiles as fast as one layer.
+The hooks by which DeepSpeed gathers a layer's weights (`opd.train.gathered`) stay outside of the compiled code.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from opd.machine.compiler import can_compile
-from opd.train.gathered import decoder_layers
+from opd.train.gathered import list_decoder_layers
 
 EAGER_ATTENTION_TOKENS = 512
-"""Tokens of a row up to which a CPU computes attention step by step, fused by torch.compile, in place of torch's own kernel: 298
-against 256 tokens/s with rows of 208 tokens, 270 against 247 with 336; longer ones were not timed. The memory for its scores
-grows with the square of the length."""
+"""Longest row, in tokens, with which a CPU computes attention step by step, fused by torch.compile, in place of torch's own kernel.
+Step by step was faster: 298 against 256 tokens/s with rows of 208 tokens, and 270 against 247 with rows of 336. Longer rows were
+not timed; the memory for their scores grows with the square of the length."""
 
 
 def compile_layers(lm: nn.Module) -> None:
-    """Compile every layer, for all shapes at once. Without a C++ compiler layers stay as they are, with one warning."""
+    """Compile every layer, once for rows of all lengths. Without a C++ compiler, warn once and leave the layers as they are."""
     if not can_compile("trainer.compile", "layers run"):
         return
-    for layer in decoder_layers(lm):
+    for layer in list_decoder_layers(lm):
         compiled: Any = torch.compile(layer.forward, dynamic=True)
         layer.forward = compiled

@@ -1,4 +1,5 @@
-"""Components of a step's loss as the driver weighs them: a rank turns them into tensors, and knows no method behind them."""
+"""Components of a step's loss. The driver decides on the weights of their tokens; a rank only turns these into tensors, and does
+not know by which method they were computed."""
 
 from __future__ import annotations
 
@@ -18,32 +19,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """One part of a loss, of all ranks or of one: a weighted sum over tokens."""
+    """A weighted sum over tokens that is one addend of the loss, over the samples of all ranks or of one."""
 
     weights: Mapping[str, float]
-    """Sample id -> weight of each of its trained tokens; over all ranks they make the part a mean of its own. A sample that is
-    not in it takes no part."""
+    """Sample id -> weight of each of its trained tokens, chosen so that the sum over all ranks is a mean. A sample that is missing
+    here takes no part in the component."""
     factor: float = 1.0
     """Factor of that mean in the loss."""
     columns: Mapping[str, Mapping[str, Floats]] = field(default_factory=dict)
-    """Name -> sample id -> [N] a number of each trained token."""
+    """Name -> sample id -> [N] a number for each trained token, such as its advantage."""
 
-    def of(self, sample_ids: Sequence[str]) -> Component:
-        """Return the part of these samples."""
+    def select_samples(self, sample_ids: Sequence[str]) -> Component:
+        """Return the component with the entries of these samples alone."""
         ids = [i for i in sample_ids if i in self.weights]
         columns = {name: {i: column[i] for i in ids} for name, column in self.columns.items()}
         return replace(self, weights={i: self.weights[i] for i in ids}, columns=columns)
 
     def token_weights(self, batch: MicroBatch, sample_ids: Sequence[str]) -> Tensor:
-        """Return [N] the weights of a micro-batch with these samples, without the factor."""
+        """Return [N] the weight of each token of a micro-batch that has these samples, without the factor."""
         return token_weights(batch, [self.weights.get(i, 0.0) for i in sample_ids])
 
     def token_columns(self, batch: MicroBatch, sample_ids: Sequence[str]) -> dict[str, Tensor]:
-        """Return name -> [N] the columns of a micro-batch with these samples; 0 for samples that take no part."""
+        """Return name -> [N] that column for a micro-batch that has these samples; 0 for samples that take no part."""
         return {name: _join_rows(column, batch.row_lengths, sample_ids) for name, column in self.columns.items()}
 
 
 def _join_rows(column: Mapping[str, Floats], lengths: Sequence[int], sample_ids: Sequence[str]) -> Tensor:
+    """Join the samples' numbers in order; a sample that the column lacks gets as many zeros as it has trained tokens."""
     rows = [
         torch.from_numpy(column[i]) if i in column else torch.zeros(length)
         for i, length in zip(sample_ids, lengths, strict=True)

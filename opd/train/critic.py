@@ -1,4 +1,5 @@
-"""The critic as the driver sees it: N DeepSpeed ranks in Ray actors, beside those of the trainer and without a module in common."""
+"""The critic as the driver sees it: N DeepSpeed ranks in Ray actors. It has processes of its own, and no weights in common with the
+trainer."""
 
 from __future__ import annotations
 
@@ -25,17 +26,17 @@ class CriticEngineSpec(RanksSpec):
     rank: CriticOptions
     """Settings of every rank; there are `rank.world_size` ranks."""
     rate: LearningRate
-    """Learning rate of every step; all updates of a step have the same."""
+    """Learning rate as a function of the step; all updates of a step have the same rate."""
 
 
 class DeepSpeedCritic(Ranks[CriticRank]):
-    """Values of a step's states, and updates toward its returns, by all ranks together."""
+    """Computes the values of a step's states on all ranks, and updates the critic toward the step's returns."""
 
     def __init__(self, spec: CriticEngineSpec) -> None:
         super().__init__(CriticRank, spec.rank, spec, "critic")
         self._rate = spec.rate
         self._plan: list[list[list[str]]] = []
-        """The plan of the last `values`."""
+        """[rank][micro-batch] sample ids of the last `values` call, which `update` needs again."""
 
     def values(self, rollouts: Sequence[Rollout]) -> dict[str, Floats]:
         """Return sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
@@ -56,16 +57,17 @@ class DeepSpeedCritic(Ranks[CriticRank]):
     def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.
 
-        `returns` and `values` are [N] by sample id. Returns the mean squared error before it, and the gradient's norm. Raises: RunError on a
-        non-finite gradient, and what `opd.cluster.wait_for_all` raises.
+        `returns` and `values`: sample id -> [N] a number for each trained token; `values` are the critic's own, from before the
+        step's first update. Returns the mean squared error before this update, and the norm of the gradient.
+        Raises: RunError on a non-finite gradient, and what `opd.cluster.wait_for_all` raises.
         """
-        # DeepSpeed averages gradients over ranks; the weight makes a sum over all ranks a mean.
+        # The mean over all tokens. DeepSpeed averages gradients over ranks, and the last factor cancels that.
         weight = 1 / sum(len(part) for part in returns.values()) * len(self._ranks)
         whole = Component(weights=dict.fromkeys(returns, weight), columns={RETURN: returns, OLD_VALUE: values})
         lr = self._rate.rate_at_step(step)
         pending = []
         for rank, part in zip(self._ranks, self._plan, strict=True):
-            work = UpdateWork(step=step, lr=lr, component=whole.of([i for ids in part for i in ids]))
+            work = UpdateWork(step=step, lr=lr, component=whole.select_samples([i for ids in part for i in ids]))
             pending.append(rank.submit(CriticRank.update, work))
         results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
         return sum(result.loss for result in results), results[0].grad_norm

@@ -15,7 +15,7 @@ from opd.records.types import Rollout
 from opd.train.batch import unscored_batch
 from opd.train.components import Component
 from opd.train.load import load_share
-from opd.train.value import Critic, state_indices
+from opd.train.value import Critic, find_state_indices
 from opd.train.zero import ModelOptions, ZeroEngine
 
 if TYPE_CHECKING:
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticOptions(ModelOptions):
-    """Settings that a rank of a critic is started with; its backbone is the model of `model_dir`, at first the policy's."""
+    """Settings that a rank of a critic is started with. The critic's body is that of the model in `model_dir`."""
 
     value_clip: float | None = None
-    """Distance from the value at the start of the step, beyond which an error that shrinks gives no gradient; None: no bound."""
+    """How far a value may move within a step: one that moved further, and so came closer to its return, gets no gradient. None:
+    no bound. See `opd.losses.value.value_loss`."""
     freeze_attention: bool = False
-    """Keep the attention layers of the backbone as they are."""
+    """True: the attention layers are not trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class UpdateWork:
     step: int
     lr: float
     component: Component
-    """Weights of the tokens, target values of the states before them, and the critic's values when the step began."""
+    """Weights of the tokens, and two columns: the returns of the states before the tokens, and the critic's values of these states
+    when the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +49,9 @@ class UpdateResult:
     """Result of one update on one rank."""
 
     loss: float
-    """This rank's share of the mean squared error, before the update."""
+    """This rank's addend of the mean squared error before the update; the sum over all ranks is the mean."""
     grad_norm: float
+    """Norm of the gradient over all ranks, before clipping."""
 
 
 class CriticRank(ZeroEngine):
@@ -61,20 +64,20 @@ class CriticRank(ZeroEngine):
         self._micro_batches: Sequence[Sequence[Rollout]] = ()
 
     def values(self, micro_batches: Sequence[Sequence[Rollout]]) -> dict[str, Floats]:
-        """Return sample id -> [N + 1] the value of the state before each trained token, and behind the last token.
+        """Return sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
 
-        The rank keeps the micro-batches for the updates that follow; all ranks have the same number of them.
+        The rank keeps the micro-batches for the updates that follow. All ranks have the same number of micro-batches.
         """
         self._micro_batches = micro_batches
         values_by_sample: dict[str, Floats] = {}
         for rollouts in micro_batches:
             packed = unscored_batch(rollouts, self._layout).packed
-            state_N = state_indices(packed, rollouts)
+            state_N = find_state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
                 value_N = self._engine.module.values(*moved).float().cpu()
             sizes = [r.num_trained for r in rollouts]
-            # `state_indices` has the states behind the last tokens at its end, one for each rollout.
+            # `find_state_indices` puts the states behind the last tokens at its end, one for each rollout.
             *token_values, ends_B = value_N.split([*sizes, len(rollouts)])
             for index, rollout in enumerate(rollouts):
                 values_by_sample[rollout.sample_id] = torch.cat(
@@ -89,6 +92,7 @@ class CriticRank(ZeroEngine):
             batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
             weight_N, columns = work.component.token_weights(batch, ids), work.component.token_columns(batch, ids)
             loss = self.model(*to_device((batch, weight_N, columns), self._device))
+            # The weights contain the number of ranks, because DeepSpeed averages gradients; the reported loss must not.
             total += float(loss.detach()) / self._options.world_size
             self.add_gradients(loss, last=index == len(self._micro_batches) - 1)
         return UpdateResult(loss=total, grad_norm=self.take_step(work.step, work.lr))

@@ -25,12 +25,12 @@ from opd.traces.choose import watched_samples
 from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out
 from opd.train.components import Component
 from opd.train.feed import Feed
-from opd.train.policy import policy_component
+from opd.train.policy import make_policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.ranks import Ranks, RanksSpec
 from opd.train.schedule import LearningRate
-from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, row_weights
-from opd.train.turns import first_turns
+from opd.train.totals import RankPolicy, mean_drift, mean_gap, refuse_gap, refuse_impossible_means, weigh_rows
+from opd.train.turns import count_earlier_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +40,15 @@ class TrainerSpec(RanksSpec):
     rank: RankOptions
     """Settings of every rank; there are `rank.world_size` ranks."""
     rate: LearningRate
-    """Learning rate of every step."""
+    """Learning rate as a function of the step."""
     domain_weights: Mapping[str, float]
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
     weighs_turns: bool = False
-    """True if ranks weight tokens by their turns, `rank.turn_weights`."""
+    """True if ranks weigh tokens by their turns, as `rank.turn_weights` says."""
     queue_bytes: int
-    """Scored rows that may wait for the trainer, in bytes."""
+    """Most bytes of scored rows that may wait for the trainer."""
     tolerance: float
-    """The run stops if a step's mean difference from the engine's log-probs of sampled tokens is larger, in nats."""
+    """Largest mean |trainer - engine| log-prob of a step's sampled tokens, nats; the run stops at a larger one."""
 
 
 class DeepSpeedTrainer(Ranks[TrainerRank]):
@@ -67,12 +67,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         stale: frozenset[str] = frozenset(),
         reward: RewardStep | None = None,
     ) -> StepReport:
-        """Take one optimiser step over all rows; skip it, and report that, if no token is trained, or while a critic learns alone.
+        """Take one optimiser step over all rows. A step in which no token is trained, or a critic learns alone, is skipped.
 
-        Weights are computed from all rollouts, so that training can begin before it is decided which ones are quarantined.
-        Quarantined ones give no gradient, and the gradients are divided by the share of the weight that was scored. The
-        divergence and the policy gradient have a share each.
-        Raises: RunError if a rank fails or the step is broken.
+        Weights are computed from all rollouts, so that training can begin before it is known which ones are quarantined.
+        Quarantined rollouts give no gradient; at the end the gradients are divided by the share of the weight that was scored.
+        The divergence and the policy gradient each have a share of their own, because not every token is in both.
+        Raises: RunError if a rank fails or the step's numbers are impossible.
         """
         step_work = self._make_step_work(step, rollouts, stale, reward)
         skipped = StepReport(
@@ -85,7 +85,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         start = self._spec.rank.start
         rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
-        baselines = whole_step_baselines(targets) if self._objective.wants_baseline else None
+        baselines = compute_baselines(targets) if self._objective.wants_baseline else None
         step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
@@ -97,7 +97,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         if not trains:
             return skipped
         left_out = targets.quarantined
-        # Turns have changed the weights: their sum over all ranks is known once all are trained.
+        # Weights by turn may depend on the divergence, so their sum over all ranks is known only after the last micro-batch.
         turns = self._spec.weighs_turns
         share = math.fsum(self._call(TrainerRank.sum_weights)) if turns else scored_share(weights, left_out)
         other_shares = {
@@ -120,10 +120,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def _accumulate_all(
         self, feed: Feed, rounds: int, targets: TargetStream, scored_share: Callable[[Collection[str]], float]
     ) -> bool:
-        """Have the ranks train every round of micro-batches. Returns False, before the last round, if nothing could be scored.
+        """Have the ranks train every round of micro-batches. A round is one micro-batch on every rank.
 
-        `scored_share` maps the samples that are left out to the share of the weight that was scored. Raises: RunError if a
-        rank fails.
+        If no sample could be scored, returns False without the last round, else True. `scored_share` takes the samples that
+        are left out, and returns the share of the weight that was scored. Raises: RunError if a rank fails.
         """
         running: deque[tuple[int, list[Pending[None]]]] = deque()
 
@@ -135,10 +135,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             feed.mark_trained(index)
             return True
 
-        # Rounds run while this loop fetches more rows: only a full queue (`Feed.parts`) and the end of the step wait.
+        # Rounds run while this loop fetches more rows. It waits for a round only if the queue is full (`Feed.send_rows`), and
+        # at the end of the step.
         for index in range(rounds):
             handles = feed.send_rows(index, finish_oldest)
             left_out = frozenset(targets.quarantined)
+            # The last round has waited for all rows, so that `left_out` is complete.
             if index == rounds - 1 and not scored_share(left_out):
                 return False
             pending = [
@@ -153,8 +155,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def _rescale(self, rounds: int, share: float, own_shares: Mapping[str, float]) -> None:
         """Make every component beside the divergence a mean over the samples that were scored.
 
-        The optimiser divides all gradients by `share`, that of the divergence, but a component needs its own: so the ranks add
-        it a second time, times share / own share - 1. Raises: RunError if a rank fails.
+        The optimiser divides all gradients by `share`, which is the divergence's. A component has to be divided by its own
+        share, so the ranks add its gradients a second time, times share / own share - 1. Raises: RunError if a rank fails.
         """
         more = {name: share / own - 1 if own else 0.0 for name, own in own_shares.items()}
         for index in range(rounds):
@@ -163,16 +165,16 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def _make_step_work(
         self, step: int, rollouts: Sequence[Rollout], stale: frozenset[str], reward: RewardStep | None
     ) -> RankWork:
-        """Return the work of all ranks, not cut into micro-batches yet; `components` is empty if no token is trained."""
-        policy = policy_component(reward, rollouts, self._spec.domain_weights)
-        waits = reward is not None and reward.waits
-        rewards = policy is not None and policy.factor > 0
-        teaches = not waits and (rewards or self._objective.HAS_DIVERGENCE)
-        weights = row_weights(rollouts, self._objective.weighting, self._spec.domain_weights) if teaches else {}
+        """Return the work of all ranks, not divided into micro-batches yet; `components` is empty if no token is trained."""
+        policy = make_policy_component(reward, rollouts, self._spec.domain_weights)
+        critic_learns_alone = reward is not None and reward.waits
+        has_policy_gradient = policy is not None and policy.factor > 0
+        trains = not critic_learns_alone and (has_policy_gradient or self._objective.HAS_DIVERGENCE)
+        weights = weigh_rows(rollouts, self._objective.weighting, self._spec.domain_weights) if trains else {}
         components = {DIVERGENCE: Component(weights=weights)} if weights else {}
         if policy and components:
             components[POLICY] = policy
-        tokens = Component(weights=row_weights(rollouts, "token_mean", {}))
+        tokens = Component(weights=weigh_rows(rollouts, "token_mean", {}))
         return RankWork(
             step=step,
             lr=self._spec.rate.rate_at_step(step),
@@ -181,12 +183,15 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             companions={spec.name: tokens for spec in self._spec.rank.companions},
             compare=reward is not None and reward.compare and POLICY in components,
             stale=stale,
-            first_turns=first_turns(rollouts),
+            first_turns=count_earlier_turns(rollouts),
             watched=watched_samples(rollouts),
         )
 
     def _refuse_broken(self, report: StepReport) -> None:
-        """Refuse to go on after a step whose numbers are impossible. Raises: RunError."""
+        """Refuse a step whose numbers are impossible. An estimate from sampled tokens may be negative, so its mean is not checked.
+
+        Raises: RunError.
+        """
         if not self._objective.IS_ESTIMATE:
             refuse_impossible_means(report.step, self._objective.kind, report.domains)
         refuse_gap(report.step, report.domains, self._spec.tolerance)
@@ -213,7 +218,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         return WeightStream(model_dir=model_dir, whole=complete, buckets=self._iterate_buckets(count), node=node)
 
     def _iterate_buckets(self, count: int) -> Iterator[Any]:
-        """Yield handles to a stream's buckets; the ranks gather the next one meanwhile. Raises: as `cluster.wait_for_all`."""
+        """Yield a handle to each bucket of a stream; the ranks gather the next bucket meanwhile.
+
+        Raises: what `cluster.wait_for_all` raises.
+        """
         gathering = self._submit_to_all(TrainerRank.gather_bucket)
         for remaining in reversed(range(count)):
             cluster.wait_for_all(gathering, timeout_s=self._timeout_s)
@@ -226,10 +234,11 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._call(TrainerRank.export_adapter, path)
 
 
-def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
-    """Return sample id -> `leave_one_out` baseline over the samples of all ranks, so that it does not depend on their number.
+def compute_baselines(targets: TargetStream) -> dict[str, float]:
+    """Wait for all parts, and return sample id -> `leave_one_out` baseline.
 
-    Waits for all parts. Raises: what `TargetStream.take_part` raises.
+    The driver computes it over the samples of all ranks, so that it does not depend on the number of ranks. Quarantined samples
+    have none. Raises: what `TargetStream.take_part` raises.
     """
     targets.wait_for_parts()
     rows = (
@@ -239,7 +248,10 @@ def whole_step_baselines(targets: TargetStream) -> dict[str, float]:
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:
-    """Return the share of the trained tokens' weight that is on scored tokens, 0..1; exactly 1 if nothing was left out."""
+    """Return the share of the trained tokens' weight that is on scored tokens, 0..1; exactly 1 if no sample was left out.
+
+    `weights`: sample id -> weight of each of its trained tokens; other samples have none. `left_out`: samples without scores.
+    """
     if not left_out:
         return 1.0
     weight_by_sample = {r.sample_id: weights[r.sample_id] * r.num_trained for r in rollouts if r.sample_id in weights}
@@ -247,6 +259,7 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
 
 
 def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
+    """Add up the results of all ranks. The gradient's norm is the same on every rank."""
     domains = sum_by_key(result.domains for result in results)
     return StepReport(
         step=step,
@@ -259,11 +272,11 @@ def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> St
         positions=dict(sorted(sum_by_key(result.positions for result in results).items())),
         turns=dict(sorted(sum_by_key(result.turns for result in results).items())),
         token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
-        policy=_policy_report([r.policy for r in results if r.policy is not None]),
+        policy=_make_policy_report([r.policy for r in results if r.policy is not None]),
     )
 
 
-def _policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
+def _make_policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:
     """Add up the policy gradient's numbers of all ranks; None without a policy gradient."""
     if not results:
         return None

@@ -1,8 +1,9 @@
-"""Export of a sharded model with the names and shapes of its files: the ranks gather a few weights, one rank writes or sends
-them, and all go on to the next.
+"""Export of a sharded model with the names and shapes of its files. All ranks gather a few weights, one rank writes or sends them,
+and all go on to the next.
 
-Beside its shares a rank holds the largest weight, or the weights that the files fuse into one tensor. The writing rank also
-holds a copy of these in the files' form, the sending rank a bucket, or as many as the tensors of such a weight need.
+A rank holds at most its shares and one group of gathered weights: a single weight, or those that the files fuse into one tensor.
+The rank that writes also holds a copy of the group in the files' form. The rank that sends also holds a bucket, or several if the
+group needs several.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor
 
 from opd.errors import StorageError
 from opd.files import raise_storage_errors
-from opd.models.buckets import Bucket, BucketWriter, padded_bytes
+from opd.models.buckets import Bucket, BucketWriter, count_padded_bytes
 from opd.models.files import ModelFiles
-from opd.models.weights import FileGroup, State, file_groups, persistent_buffers, whole_shape
+from opd.models.weights import FileGroup, State, iterate_persistent_buffers, make_file_groups, whole_shape
 from opd.train.lora import PlainWeight
 
 
 def gather_parameters(params: Sequence[Any]) -> AbstractContextManager[None]:
-    """Within, these parameters are whole on every rank; those that were whole before stay so.
+    """Within, these parameters are whole on every rank. Those that were whole before stay whole afterwards.
 
-    DeepSpeed keeps small parameters whole between steps. Its own context would cut them into shards at the end, and the next
+    DeepSpeed keeps small parameters whole between steps. Its own context manager would cut them too at its end, and the next
     forward pass would have to gather them one by one.
     """
     from deepspeed import zero
@@ -42,26 +43,27 @@ def gather_parameters(params: Sequence[Any]) -> AbstractContextManager[None]:
 
 
 class FileTensors:
-    """A sharded model's tensors as its files have them, group by group in the files' order."""
+    """A sharded model's tensors in the form of its files, group by group in the order of the files."""
 
     def __init__(self, lm: Any, weights: Sequence[PlainWeight], dtype: torch.dtype, *, complete: bool) -> None:
-        """Convert weights to `dtype`. Persistent buffers keep their type, and are there only if the weights are `complete`."""
+        """Plan the groups. Weights are converted to `dtype`; persistent buffers keep their type. `complete`: `weights` are all
+        weights of the model; only then are buffers included."""
         self.lm = lm
         self.complete = complete
         """True if these are all tensors that the model's files have."""
         self._dtype = dtype
         self._sources = {weight.name: weight for weight in weights}
-        self._buffers = dict(persistent_buffers(lm)) if complete else {}
-        self.groups = file_groups(lm, [*self._sources, *self._buffers])
+        self._buffers = dict(iterate_persistent_buffers(lm)) if complete else {}
+        self.groups = make_file_groups(lm, [*self._sources, *self._buffers])
 
     def planned_tensors(self) -> Iterator[State]:
-        """Yield the tensors of each group without values."""
+        """Yield, for each group, its tensors on the meta device: names, shapes and types of the files, without values."""
         shapes = {name: (whole_shape(weight.own), self._dtype) for name, weight in self._sources.items()}
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
         for group in self.groups:
             file_tensors = group.to_files(self.lm, {part: empty[part] for part in group.names})
-            # New tensors, because a view has the storage of the whole tensor.
+            # New tensors, because `file_tensors` may be views, whose storage is that of a larger tensor.
             yield {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in file_tensors.items()}
 
     def gather_group(self, group: FileGroup) -> AbstractContextManager[None]:
@@ -81,9 +83,10 @@ class FileTensors:
 
 
 def write_model(tensors: FileTensors, path: Path | None) -> None:
-    """Write config and weights into `path`; a rank that has None only gathers.
+    """Write config and weights into `path`. A rank whose `path` is None only gathers.
 
-    Raises: StorageError on the rank that writes, when all is gathered, because the other ranks do not know of it.
+    Raises: StorageError on the rank that writes, but only when everything is gathered: the other ranks do not know of the
+    error and would wait for this one.
     """
     files: ModelFiles | None = None
     failed: list[StorageError] = []
@@ -98,7 +101,7 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
                     with _note_failed_write(failed, files.path):
                         cpu_tensors = {name: tensor.cpu() for name, tensor in tensors.group_tensors(group).items()}
                         files.write(cpu_tensors)
-                        del cpu_tensors  # else it is there while the next are gathered
+                        del cpu_tensors  # else they would take memory while the next group is gathered
         if files is not None and not failed:
             with _note_failed_write(failed, files.path):
                 files.finish()
@@ -118,22 +121,21 @@ def _note_failed_write(failed: list[StorageError], path: Path) -> Iterator[None]
 
 
 class WeightSender:
-    """The tensors of `FileTensors` in buckets. All ranks gather the same bucket at the same time, and one rank has its values."""
+    """Gathers the tensors of `FileTensors` in buckets. All ranks gather the same bucket at the same time; one of them gets it."""
 
     def __init__(self, tensors: FileTensors, nbytes: int) -> None:
-        """Plan the buckets: each holds at most `nbytes`, or as much as the largest tensor takes if that is more.
+        """Plan the buckets. All have the same limit: `nbytes`, or the size of the largest tensor if that is more.
 
-        So no bucket is larger than the others can be: of several machines that pass buckets on, each would wait for the one
-        that has the largest.
+        Machines pass buckets on to each other, and the others would wait for the one that has a bucket larger than theirs.
         """
         self._tensors = tensors
         planned = [
-            {name: padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
+            {name: count_padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
         ]
         room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
         self._pending_parts = deque(_split_groups(tensors.groups, planned, room))
         self._ready_buckets: deque[Bucket | None] = deque()
-        """Buckets that were gathered together with an earlier one, and are returned next."""
+        """Buckets that were gathered together with an earlier one, in the order in which they are returned next."""
         self.count = sum(len(part.buckets) for part in self._pending_parts)
         """Number of buckets."""
 
@@ -156,7 +158,8 @@ class WeightSender:
 
 @dataclass(slots=True)
 class _GatheredPart:
-    """Weights that are gathered at a time: groups that share a bucket, or one that needs several, such as a layer's experts."""
+    """Weights that are gathered before the next are: groups that share one bucket, or one group that needs several buckets, such as
+    the experts of a layer."""
 
     groups: list[FileGroup]
     buckets: list[dict[str, int]]
@@ -166,9 +169,9 @@ class _GatheredPart:
 def _split_groups(
     groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int
 ) -> Iterator[_GatheredPart]:
-    """Put groups into buckets in order, as many as a bucket has room for.
+    """Put groups into buckets in order, as many into each as it has room for.
 
-    `planned` has the bytes of each group's tensors; each tensor alone fits into a bucket.
+    `planned` has, for each group, name -> bytes of its tensors. `room`: bytes of a bucket; no tensor is larger.
     """
     held, bytes_held = _GatheredPart([], [{}]), 0
     for group, sizes in zip(groups, planned, strict=True):
@@ -187,7 +190,7 @@ def _split_groups(
 
 
 def _split_group(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
-    """Put one group's tensors into buckets, as many as each has room for."""
+    """Yield buckets (name -> bytes) for the tensors of a group that needs several, as many tensors in each as it has room for."""
     held: dict[str, int] = {}
     for name, size in sizes.items():
         if held and sum(held.values()) + size > room:

@@ -1,6 +1,6 @@
-"""Delivery of a step's parts to the trainer ranks: each rank gets its own rows, in the order of its micro-batches.
+"""Delivery of a step's scored rows from the driver to the trainer ranks, micro-batch by micro-batch; each rank gets only its own.
 
-A budget of bytes bounds the parts that wait."""
+The parts that the driver took and that are not trained yet may have a limited number of bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Feed:
     """
 
     def __init__(self, targets: TargetStream, plan: Sequence[Sequence[Sequence[str]]], *, queue_bytes: int) -> None:
-        """Plan the rounds; `plan` comes from `plan_micro_batches`."""
+        """Plan the rounds. `plan` is the result of `plan_micro_batches`; `queue_bytes` is the most bytes of untrained parts."""
         self._targets = targets
         self._rank_of = {i: rank for rank, part in enumerate(plan) for ids in part for i in ids}
         self._num_ranks = len(plan)
@@ -29,20 +29,20 @@ class Feed:
         self._unsent_parts: list[StreamPart] = []
         self._untrained: list[StreamPart] = []
         self._running_rounds = 0
-        """Rounds that were sent to the ranks and have not ended."""
+        """Number of rounds that were sent to the ranks and have not ended."""
         self.waited_s = 0.0
-        """Seconds of waiting for a part while no round was running."""
+        """Seconds in which this waited for a part while no round was running."""
         self.early = 0
-        """Rounds that were sent before the last row was scored."""
+        """Number of rounds that were sent before the last row was scored."""
         self.peak_bytes = 0
         """Most bytes of parts that were taken and not yet trained."""
 
     def send_rows(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
-        """Wait until the rows of round `index` are there, and give each rank handles to its rows that came since the last call.
+        """Wait until the rows of round `index` are there. Returns, for each rank, handles to its rows that came since the last call.
 
-        For the last round, wait for all rows. While the queue is full, `finish_oldest` waits for a round to end and calls
-        `mark_trained`, or returns False if no round is running. In that case the parts of this round are taken although the
-        queue is full: nothing else could ever empty it. Raises: what `TargetStream.take_part` raises.
+        For the last round, this waits for all rows. While the queue is full, it calls `finish_oldest`, which waits for the
+        oldest round to end and calls `mark_trained`, or returns False if no round is running. In the latter case parts are
+        taken although the queue is full, because no round could empty it. Raises: what `TargetStream.take_part` raises.
         """
         every = index == len(self._rounds) - 1
         while every or not self._targets.has_samples(self._rounds[index]):
@@ -66,7 +66,7 @@ class Feed:
         return handles
 
     def mark_trained(self, index: int) -> None:
-        """Note that round `index` has ended, and all before it: parts without rows for a later round leave the budget."""
+        """Note that round `index` has ended. Rounds end in order, so parts without rows for a later round leave the queue."""
         self._running_rounds -= 1
         self._untrained = [p for p in self._untrained if any(self._round_of.get(i, -1) > index for i in p.samples)]
 

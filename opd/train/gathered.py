@@ -9,21 +9,23 @@ from opd.models.weights import whole_shape
 
 
 def find_leaf_classes(lm: nn.Module, world_size: int, *, compiled: bool = False) -> list[type[nn.Module]]:
-    """Return the classes of layers whose weights are all gathered while any part of the layer runs.
+    """Return the classes of layers that DeepSpeed gathers as one: all weights of the layer are whole while any part of it runs.
 
-    With one rank these are all layers that are trained: its weights are whole anyway, and hooks around every module inside cost
-    a small model as much time as the model itself. With more ranks the same holds for layers of small weights, which stay
-    whole; of other layers only those that must be, because all weights of such a layer are in memory at one time. If layers are
-    compiled, it is all of them: a hook inside would split the compiled graph.
+    Compiled layers are all gathered as one, because a hook inside would split the compiled graph. Otherwise it depends:
+
+    * If the weights are whole anyway, all layers are gathered as one, because hooks around every module inside cost a small
+      model as much time as the model itself. Weights are whole with one rank, or if all of them are small.
+    * Else only layers that must be, because all weights of such a layer are in memory at one time.
     """
-    layers = decoder_layers(lm)
-    at_hand = world_size == 1 or all(_is_small(layer) for layer in layers)
-    # A frozen layer below the first adapter needs no backward pass, and as one it would be given one (`opd.train.zero`).
-    every = compiled or (at_hand and all(_is_trained(layer) for layer in layers))
+    layers = list_decoder_layers(lm)
+    stay_whole = world_size == 1 or all(_is_small(layer) for layer in layers)
+    # A frozen layer below the first adapter needs no backward pass. If it were gathered as one, `opd.train.zero` would have to
+    # give it one, so frozen layers are gathered module by module.
+    every = compiled or (stay_whole and all(_is_trained(layer) for layer in layers))
     return list({type(layer): None for layer in layers if every or _must_be_whole(layer)})
 
 
-def decoder_layers(lm: nn.Module) -> list[nn.Module]:
+def list_decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of a transformers model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -1,11 +1,11 @@
-"""Read a model so that each rank keeps its share of every weight, and no rank ever holds the whole.
+"""Load a model so that each rank keeps its share of every weight, and no rank ever holds the whole model.
 
-transformers makes the model without memory, reads one tensor after the other, converts those that its modules have under
-other names or in other shapes, and gives each to its module. At that moment we cut it among the ranks and keep one part,
-before the next is read. All ranks do so in step.
+transformers makes the model on the meta device. It then reads one tensor after the other, converts those that its modules have
+under other names or in other shapes, and gives each to its module. At that moment we cut the weight among the ranks and keep one
+part, before the next tensor is read. All ranks do this at the same time.
 
-What a rank holds at most: its shares, a few times the largest weight while that is read and converted, and the weights with
-a row for every id, which are cut last.
+A rank holds at most its shares, a few times the largest weight while that is read and converted, and the weights with a row for
+every token id, which are cut last.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 from torch import nn
 
 from opd.models.files import weight_files
-from opd.models.weights import Naming, fastest_attention
+from opd.models.weights import Naming, choose_attention
 
 
 def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
     """Load this rank's share of a directory's causal language model: see `opd.models.weights.load_causal_lm`.
 
-    The ranks have joined, and all call this at the same time. With `bucket`, that of the options, each weight is gathered by
-    itself: DeepSpeed would gather those of a module in one piece, copy them out of it, and keep the piece until the last is used.
+    All ranks call this at the same time, once they have joined. If `bucket` (`ZeroOptions.bucket`) is set, each weight is later
+    gathered by itself. By default DeepSpeed gathers the weights of a module in one piece, copies them out of it, and keeps the
+    piece until the last of them is used.
     """
     from transformers import AutoConfig
 
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
     config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
-    attends = "eager" if eager_attention else fastest_attention(config)
+    attends = "eager" if eager_attention else choose_attention(config)
     with _tensor_readers(model_dir) as tensors, _read_one_at_a_time(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends
@@ -47,7 +48,7 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None
 
 
 class _Cut:
-    """Cuts parameters among the ranks in place, as DeepSpeed does with a whole model."""
+    """Cuts parameters among the ranks in place, one at a time; DeepSpeed itself cuts a whole model."""
 
     def __init__(self, dtype: torch.dtype, *, one_by_one: bool) -> None:
         from deepspeed import zero
@@ -58,17 +59,17 @@ class _Cut:
         self.device: torch.device = self._zero.local_device
 
     def __call__(self, param: Any) -> None:
-        """Cut this parameter, if it is not cut yet; all have the compute type, whatever transformers keeps in another one."""
+        """Cut this parameter if it is not cut yet, and convert it to the compute type: transformers keeps some in another type."""
         if hasattr(param, "ds_id"):
             return
         if param.is_floating_point():
             param.data = param.data.to(self._dtype)
-        # DeepSpeed sends rank 0's values to the others as bytes, which have to lie in order.
+        # DeepSpeed sends rank 0's values to the other ranks as bytes, so they have to be contiguous.
         param.data = param.data.contiguous()
         self._zero._convert_to_zero_parameters([param])
 
     def number_parameters(self, lm: nn.Module) -> None:
-        """Number the parameters in the model's order, not in that of the files: DeepSpeed adds gradients up by number."""
+        """Number the parameters in the model's order: they were cut in the order of the files, and DeepSpeed sums gradients by number."""
         params: list[Any] = list(lm.parameters())
         for param, number in zip(params, sorted(param.ds_id for param in params), strict=True):
             param.ds_id = number
@@ -76,10 +77,10 @@ class _Cut:
 
 @contextmanager
 def _cut_when_it_comes(cut: _Cut, rows: int) -> Iterator[None]:
-    """Within, a weight from a file is cut when a module gets it.
+    """Within, each weight that comes from a file is cut when its module gets it.
 
-    A weight with `rows` rows may be tied to another one. If the files have both, transformers compares them at the end, so they
-    stay whole until then. So do those that no file has, which are still to be filled.
+    Two kinds stay whole until the end. A weight with `rows` rows may be tied to another one; if the files have both, transformers
+    compares them at the end. And weights that no file has are still to be filled.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -96,9 +97,9 @@ def _cut_when_it_comes(cut: _Cut, rows: int) -> Iterator[None]:
 
 @contextmanager
 def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield name -> slice object that reads a tensor of the files when it is indexed.
+    """Yield name -> slice object, which reads a tensor from the files when it is indexed.
 
-    Files are read and not mapped, because a process that maps a file holds all pages that it has touched.
+    The files are read and not mapped into memory, because a process that maps a file keeps all pages that it has touched.
     """
     from safetensors import safe_open
 
@@ -110,7 +111,7 @@ def _tensor_readers(model_dir: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _read_one_at_a_time() -> Iterator[None]:
-    """Within, transformers reads a tensor only when it is needed; else threads read all of them ahead."""
+    """Within, transformers reads a tensor only when it needs it. By default its threads read all tensors ahead."""
     key = "HF_DEACTIVATE_ASYNC_LOAD"
     old_value = os.environ.get(key)
     os.environ[key] = "1"

@@ -1,10 +1,10 @@
 """A student that LoRA trains: its own weights stay as they are, and linear modules get two small matrices each.
 
-    add_adapters     puts PEFT's layers into a transformers model in place
-    plain_weights    the tensors of the model as if there were no adapters, and the parameters that each is made of
-    changed_weights  those of them that training changes: an engine that has the rest needs these
-    fold_adapters    adds the adapters to the weights, where nothing is sharded
-    without_adapters the model as it was, within a context
+    add_adapters            put PEFT's layers into a transformers model, in place
+    list_plain_weights      list the model's tensors as if it had no adapters, with the parameters that each is made of
+    select_changed_weights  select those that a push has to send, because training changes them or an engine fuses them with such
+    fold_adapters           add the adapters to the weights of a model that is not sharded
+    without_adapters        compute without the adapters, within a context
 
 PEFT computes; `opd.models.lora` defines what an adapter adds to a weight.
 """
@@ -28,11 +28,11 @@ from opd.models.weights import to_files, whole_shape
 
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"
-"""PEFT's name of the one adapter that there is."""
+"""PEFT's name for a model's adapter; ours have one."""
 _BASE, _A, _B = ".base_layer.", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 """PEFT's names for a module's own tensors and its two matrices, after the module's name."""
 _EXPERTS = re.compile(r"\.experts\.\d")
-"""In the name of a module that is part of one of several experts."""
+"""Found in the name of a module that belongs to one of several experts (of a mixture-of-experts layer)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +40,19 @@ class LoraOptions:
     """The settings of a student's adapters; plain values, so they cross process boundaries."""
 
     r: int
-    """Rank."""
+    """Rank: rows of a module's first matrix and columns of its second one."""
     alpha: float
-    """The update is multiplied by `alpha / r`."""
+    """The product of the two matrices is multiplied by `alpha / r`."""
     targets: str | tuple[str, ...]
-    """Names of linear modules or ends of them, or `ALL_LINEAR`."""
+    """Full names of linear modules or their last parts, such as `q_proj`; or `ALL_LINEAR`."""
     seed: int
-    """Decides the adapters' first values."""
+    """Seed of the adapters' first values."""
 
 
 def add_adapters(lm: Any, options: LoraOptions) -> None:
     """Give the target modules of a transformers model adapters, in place, and freeze all else.
 
-    The adapters add nothing yet. Equal seeds give equal adapters, whatever state torch's generator is in.
+    New adapters add nothing to the model's output. Equal seeds give equal adapters, whatever state torch's generator is in.
     Raises: ConfigError for targets that are no linear modules inside the model.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -69,22 +69,24 @@ def add_adapters(lm: Any, options: LoraOptions) -> None:
         torch.manual_seed(options.seed)
         try:
             inject_adapter_in_model(config, lm, low_cpu_mem_usage=next(lm.parameters()).is_meta)
-        except ValueError as error:  # such as a module whose weight its owner reads without running it
+        except ValueError as error:  # for example for a module whose parent reads its weight and does not call it
             raise _make_module_error(lm, str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A tensor of the model as if it had no adapters. Under ZeRO-3 `params` have to be whole for `read_tensor`."""
+    """A tensor that the model would have without adapters. Under ZeRO-3 `params` have to be whole for `read_tensor`."""
 
     name: str
-    """Its name without adapters."""
+    """Name that the tensor has in the model without adapters."""
     own: nn.Parameter
+    """The model's own parameter, without the update."""
     update: Update | None = None
-    """The update that the module's adapter adds to it."""
+    """The update that the module's adapter adds; None if no adapter changes the tensor."""
 
     @property
     def params(self) -> list[Any]:
+        """Parameters that the tensor is made of."""
         return [self.own, self.update.a_K_I, self.update.b_O_K] if self.update else [self.own]
 
     @property
@@ -93,19 +95,20 @@ class PlainWeight:
         return self.name.rpartition(".")[0]
 
     def read_tensor(self) -> Tensor:
-        """Return the tensor, in the parameter's type."""
+        """Return the tensor with its update, in the type of the parameter."""
         with torch.no_grad():
             return merge_update(self.own, self.update) if self.update else self.own.detach()
 
 
-def plain_weights(lm: Any) -> list[PlainWeight]:
-    """Return every parameter of the model as if it had no adapters."""
+def list_plain_weights(lm: Any) -> list[PlainWeight]:
+    """Return every tensor that the model would have without adapters; their matrices are in the `update` of a tensor."""
     params = dict(lm.named_parameters())
     weights = []
     for name, param in params.items():
         module, _, own = name.rpartition(_BASE)
         if not module:
-            weights += [] if name.endswith((_A, _B)) else [PlainWeight(name, param)]
+            if not name.endswith((_A, _B)):
+                weights.append(PlainWeight(name, param))
         elif own != "weight":
             weights.append(PlainWeight(f"{module}.{own}", param))
         else:
@@ -115,12 +118,12 @@ def plain_weights(lm: Any) -> list[PlainWeight]:
     return weights
 
 
-def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
-    """Return the weights that training changes, and those of the linear modules beside them; `every` is from `plain_weights`.
+def select_changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeight]:
+    """Return the weights that training changes, and those of the linear modules beside them; `every` is from `list_plain_weights`.
 
-    Rollout engines fuse linear modules that stand side by side, such as queries, keys and values, and take a fused layer's
-    weights together or not at all. Returns all weights if there are no adapters, or if the architecture's files cannot hold
-    the changed weights by themselves.
+    Rollout engines fuse linear modules with the same parent, such as those of queries, keys and values. They take the weights
+    of a fused layer together or not at all. Returns all weights if there are no adapters, or if the selected weights cannot
+    be converted to the names of the files without the others.
     """
     adapted = {weight.module for weight in every if weight.update}
     if not adapted:
@@ -132,8 +135,8 @@ def changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[PlainWeig
 
 
 def fold_adapters(lm: Any) -> None:
-    """Add the adapters' updates to the model's own weights, and remove the adapters, in place. Not for ZeRO-3."""
-    for weight in plain_weights(lm):
+    """Add the adapters' updates to the model's own weights in place, and remove the adapters. Not for a model under ZeRO-3."""
+    for weight in list_plain_weights(lm):
         weight.own.data.copy_(weight.read_tensor())
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
@@ -142,12 +145,12 @@ def fold_adapters(lm: Any) -> None:
 
 @contextmanager
 def without_adapters(lm: Any) -> Iterator[None]:
-    """Within, a model that `add_adapters` has changed computes as if it had not."""
+    """Within, a model with adapters computes as if it had none."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: list[Any] = [module for module in lm.modules() if isinstance(module, BaseTunerLayer)]
     assert layers, "a model without adapters"
-    # PEFT's own switch would also take `requires_grad` off the adapters, which DeepSpeed has to find as it was.
+    # PEFT's own switch would also set `requires_grad` of the adapters to False, which would disturb DeepSpeed.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -157,13 +160,13 @@ def without_adapters(lm: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def lora_size(lm: Any) -> LoraSize:
-    """Count the weights of a model that `add_adapters` has changed; it may be on the meta device."""
-    every = plain_weights(lm)
+def count_lora_weights(lm: Any) -> LoraSize:
+    """Count the numbers that training changes and that a push sends, of a model with adapters; it may be on the meta device."""
+    every = list_plain_weights(lm)
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
         trained=sum(u.a_K_I.numel() + u.b_O_K.numel() for u in updates),
-        pushed=sum(weight.own.numel() for weight in changed_weights(lm, every)),
+        pushed=sum(weight.own.numel() for weight in select_changed_weights(lm, every)),
     )
 
 
@@ -183,7 +186,10 @@ def _parent_module(module: str) -> str:
 
 
 def _is_convertible_alone(lm: Any, subset: Sequence[PlainWeight], every: Sequence[PlainWeight]) -> bool:
-    """Return True if some weights and the rest, each converted to files alone, give the files of all; converts only shapes."""
+    """Return True if `subset` and the rest, converted to files separately, give the same files as all weights together.
+
+    Only names and shapes are converted, on the meta device.
+    """
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
         shapes = {w.name: whole_shape(w.own) for w in weights}
@@ -196,8 +202,10 @@ def _is_convertible_alone(lm: Any, subset: Sequence[PlainWeight], every: Sequenc
 
 
 def _refuse_targets(lm: Any, targets: str | tuple[str, ...]) -> None:
-    """Refuse a target that fits no module, or one that is not linear or not inside the body, and `ALL_LINEAR` for a model
-    with matrices that no adapter can have. Raises: ConfigError."""
+    """Refuse a target that fits no module, or fits one that may have no adapter. Raises: ConfigError.
+
+    `ALL_LINEAR` is refused for a model without linear modules, or with matrices that may have no adapter.
+    """
     linear = _linear_modules(lm)
     if targets == ALL_LINEAR:
         without = _unadaptable_modules(lm)
@@ -238,8 +246,11 @@ def _linear_modules(lm: Any) -> set[str]:
 
 
 def _unadaptable_modules(lm: Any) -> list[str]:
-    """Return the names of modules and tensors that hold matrices and may have no adapter: experts in one tensor or in a list, and
-    GPT-2's modules, whose weights are transposed."""
+    """Return the names of modules and tensors that hold matrices but may have no adapter.
+
+    These are experts, in one tensor of three dimensions or in a list of modules, and GPT-2's modules, whose weights are
+    transposed.
+    """
     names = []
     for name, module in lm.named_modules():
         listed = isinstance(module, nn.Linear) and _EXPERTS.search(name)

@@ -1,4 +1,4 @@
-"""Set-up of the process group of a trainer's ranks, and choice of their network device."""
+"""How a trainer's ranks join into one process group, and through which network device they speak."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def open_listener(address: str) -> socket.socket:
 def join_ranks(
     address: str, port: int, rank: int, world_size: int, timeout: timedelta, server: socket.socket | None
 ) -> None:
-    """Join the other ranks at `address` and `port`; `server` is the socket that rank 0 listens on there, None on other ranks.
+    """Join the other ranks at rank 0's `address` and `port`. `server` is rank 0's listening socket there; None on other ranks.
 
-    By itself torch would listen on every address of the machine, at a port that another process may have taken meanwhile.
+    torch gets an open socket from us, because by default it listens on every address of the machine, and at a port that another
+    process may have taken meanwhile.
     """
     from torch import distributed
 
-    if distributed.is_initialized():  # by an engine before, in the same process: a process has one group
+    if distributed.is_initialized():  # an earlier engine of this process has joined; a process has one group
         if server is not None:
             server.close()
         return
@@ -35,7 +36,7 @@ def join_ranks(
     listener: dict[str, Any] = {} if server is None else {"master_listen_fd": server.detach()}
     store = distributed.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout, **listener)
     cuda = torch.cuda.is_available()
-    # As DeepSpeed would: a rank alone has no peer to reach.
+    # As DeepSpeed does: it names a device only if there are other ranks to reach.
     device: dict[str, Any] = {"device_id": torch.device("cuda", 0)} if cuda and world_size > 1 else {}
     distributed.init_process_group(
         "nccl" if cuda else "gloo", store=store, rank=rank, world_size=world_size, timeout=timeout, **device
@@ -43,10 +44,10 @@ def join_ranks(
 
 
 def set_gloo_device(address: str) -> None:
-    """Let gloo speak through the device that reaches `address`, unless the user named one.
+    """Set the network device of gloo to the one that reaches `address`, unless the user has named one.
 
-    By itself it takes the address that the machine's own name stands for. Debian's hosts file has 127.0.1.1 there, which no
-    other machine reaches; and elsewhere it is an address beyond loopback, where the ranks of one machine need not listen.
+    By default gloo takes the address to which the machine's own name resolves. With Debian's hosts file that is 127.0.1.1, which
+    no other machine reaches. On other systems it is an address beyond loopback, where ranks of a single machine need not listen.
     """
     device = os.environ.get(GLOO_DEVICE) or find_network_device(address)
     if device:
@@ -54,13 +55,13 @@ def set_gloo_device(address: str) -> None:
 
 
 def find_network_device(address: str) -> str:
-    """Return the name of the network device through which this machine reaches an address; empty if there is none.
+    """Return the name of the network device through which this machine reaches `address`; empty if there is none.
 
-    For one of the machine's own addresses it is the device that has it, such as loopback.
+    If the machine itself has the address, that is the device with the address, such as loopback.
     """
     with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((address, 9))  # UDP: nothing is sent
+            probe.connect((address, 9))  # nothing is sent: for UDP this only chooses a route, and with it our address
         except OSError:
             return ""
         own = probe.getsockname()[0]

@@ -26,15 +26,18 @@ class AdamWOptions:
 def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch.optim.AdamW:
     """Build AdamW over all parameters of `module` that are trained.
 
-    It is fused: one pass over the numbers without a temporary tensor. torch's default makes two of a parameter's size, and ZeRO-3
-    passes all weights of a rank as one parameter.
+    torch's fused AdamW makes one pass over the numbers, without temporary tensors. The default makes two tensors of the size of a
+    parameter, and ZeRO-3 hands it all weights of a rank as one parameter.
     """
-    groups = parameter_groups(module, options.weight_decay)
+    groups = split_parameters(module, options.weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=options.betas, eps=options.epsilon, fused=True)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into two groups: weight decay is on matrices only, as usual, not on norms and biases."""
+def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trained parameters into those with weight decay, which are the matrices, and those without: norms and biases.
+
+    A group without parameters is left out.
+    """
     params = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},

@@ -1,30 +1,30 @@
-"""Plan which rank trains on which rows: decided once per step in the driver, before anything is scored."""
+"""The plan that says which rank trains on which rows. The driver makes it once per step, before anything is scored."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opd.models.packing import packing_units
+from opd.models.packing import make_packing_units
 from opd.records.types import Rollout
 
 
 @dataclass(frozen=True, slots=True)
 class RowSize:
-    """Size of a row, or of rows that lie in one tree, from which the plan is made."""
+    """Size of a row, or of several rows that are computed together as a tree (`opd.models.packing.Tree`)."""
 
     sample_id: str
     domain: str
     length: int
-    """Prompt and response tokens; of a tree, those that are computed."""
+    """Prompt and response tokens; in a tree, tokens that several samples share count once."""
     siblings: tuple[str, ...] = ()
-    """The other samples of the tree, which stay beside this one."""
+    """The other samples of the tree, which are trained in the same micro-batch."""
 
 
-def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
-    """Return the rows of a step; with `share`, rows of a domain that begin alike are one entry, a tree."""
+def measure_row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSize]:
+    """Return the sizes of a step's rows; with `share`, rows of a domain that begin alike are one entry, a tree."""
     sizes = []
-    for unit in packing_units(rollouts, share=share):
+    for unit in make_packing_units(rollouts, share=share):
         rollout, *siblings = unit.rollouts
         sizes.append(RowSize(rollout.sample_id, rollout.domain, unit.size, tuple(r.sample_id for r in siblings)))
     return sizes
@@ -33,12 +33,13 @@ def row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> list[RowSi
 def plan_micro_batches(
     rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int, *, padded: bool = False
 ) -> list[list[list[str]]]:
-    """Return [rank][micro-batch] the sample ids. Every rank gets the same number of micro-batches, some perhaps empty.
+    """Return [rank][micro-batch] the sample ids. Every rank gets the same number of micro-batches, some of which may be empty.
 
-    ZeRO-3 gathers parameters in every forward, so ranks must run in step. Rows are dealt out longest first to the rank
-    with the fewest tokens, then put into the order in which teachers score: by domain, the shortest first. So the first
-    micro-batches can be trained while the last teachers score, and each touches few heads. Where rows are `padded` to the
-    longest of their micro-batch, that padding counts.
+    The number is the same because ZeRO-3's ranks gather weights together in every forward pass. Each row, longest first, goes
+    to the rank with the fewest tokens. Then each rank's rows are put into the order in which teachers score: by domain, the
+    shortest first. So the first micro-batches can be trained while the last teachers score, and a micro-batch needs few output
+    heads. A micro-batch has about `micro_batch_tokens` tokens at most; with `padded` it has no more than these, or than its
+    longest row, even if each row is filled up to the longest one beside it.
     """
     shares: list[list[RowSize]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -47,9 +48,9 @@ def plan_micro_batches(
         shares[rank].append(row)
         loads[rank] += row.length
     shares = [sorted(share, key=lambda r: (r.domain, r.length, r.sample_id)) for share in shares]
-    num = max(1, -(-max(loads) // micro_batch_tokens))
+    num = max(1, -(-max(loads) // micro_batch_tokens))  # rounded up
     most = max(micro_batch_tokens, max((row.length for row in rows), default=0))
-    # Padding fills a micro-batch to its longest row, so equal tokens may still be too large: cut finer until all fit.
+    # Padding fills every row to the longest one of its micro-batch, which may make it too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split_runs(share, num)) > most:
         num += max(1, num // 4)
     return [
@@ -58,11 +59,12 @@ def plan_micro_batches(
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:
+    """Return the tokens of these rows if each is padded to the longest of them."""
     return len(part) * max((row.length for row in part), default=0)
 
 
 def _split_runs(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
-    """Cut into `num` consecutive runs of about equal tokens."""
+    """Cut the rows into `num` consecutive runs with about equally many tokens."""
     total = sum(row.length for row in rows)
     parts: list[list[RowSize]] = [[] for _ in range(num)]
     tokens_before = 0

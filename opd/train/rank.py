@@ -28,12 +28,12 @@ from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
-from opd.train.lora import LoraOptions, add_adapters, plain_weights, write_adapter
+from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
 from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
-from opd.train.turns import TurnWeights, turn_factors
+from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
 
 
@@ -44,34 +44,37 @@ class RankWork:
     step: int
     lr: float
     micro_batches: tuple[tuple[str, ...], ...]
-    """Sample ids of each micro-batch; every rank has the same number of them."""
+    """Sample ids of each micro-batch. Every rank has the same number of micro-batches; some may be empty."""
     components: Mapping[str, Component]
-    """Parts that the loss is the sum of, by name; `DIVERGENCE` is always among them where something is trained."""
+    """Name -> component; the loss is their sum. `DIVERGENCE` is always among them if any token is trained."""
     compare: bool = False
-    """Compute the gradients of the divergence and of the other components one after the other, so as to compare them."""
+    """True: compute the divergence's gradients and those of the other components in two passes, so that they can be compared."""
     baselines: Mapping[str, float] | None = None
-    """Sample id -> what the objective takes off its advantages, `opd.train.batch.leave_one_out` over the whole step; None
-    without a baseline."""
+    """Sample id -> number that the objective subtracts from the sample's advantages, as `opd.train.batch.leave_one_out`
+    computes it over the whole step; None without a baseline."""
     stale: frozenset[str] = frozenset()
-    """Samples that older weights than the trainer's wrote."""
+    """Samples with tokens that were written by older weights than the trainer holds."""
     first_turns: Mapping[str, int] = field(default_factory=dict)
-    """Sample id -> turns of its dialogue in the segments before it; only of samples that have some."""
+    """Sample id -> number of turns that its dialogue had in earlier segments; a sample without such turns is left out."""
     watched: frozenset[str] = frozenset()
     """Samples whose loss is reported token by token."""
     companions: Mapping[str, Component] = field(default_factory=dict)
-    """Weights of the tokens in the loss of each companion, by its name."""
+    """Name of a companion -> weights of the tokens in its loss."""
     start_rounds: frozenset[int] = frozenset()
-    """Micro-batches for which all ranks ask the start student."""
+    """Indices of micro-batches in which the start student scores a sample on at least one rank. All ranks run its forward pass
+    for these, because they gather weights together."""
 
     def select_micro_batches(self, part: Sequence[Sequence[str]]) -> RankWork:
-        """Return one rank's part of the whole step's work: these micro-batches, and the entries of their samples."""
+        """Return the work of the rank that trains these micro-batches; every field keeps the entries of their samples alone."""
         sample_ids = [i for ids in part for i in ids]
         return replace(
             self,
             micro_batches=tuple(map(tuple, part)),
-            components={name: component.of(sample_ids) for name, component in self.components.items()},
-            companions={name: component.of(sample_ids) for name, component in self.companions.items()},
-            baselines=self.baselines and {i: self.baselines[i] for i in sample_ids if i in self.baselines},
+            components={name: component.select_samples(sample_ids) for name, component in self.components.items()},
+            companions={name: component.select_samples(sample_ids) for name, component in self.companions.items()},
+            baselines=None
+            if self.baselines is None
+            else {i: self.baselines[i] for i in sample_ids if i in self.baselines},
             stale=self.stale.intersection(sample_ids),
             first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
             watched=self.watched.intersection(sample_ids),
@@ -83,8 +86,9 @@ class RankResult:
     """Sums over one rank's rows."""
 
     loss: float
-    """This rank's share of the optimised mean."""
+    """This rank's addend of the divergence's mean, nats; the sum over all ranks is the mean."""
     grad_norm: float
+    """Norm of the gradient over all ranks, before clipping."""
     domains: dict[str, DomainStats]
     positions: dict[int, PositionStats]
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
@@ -99,16 +103,16 @@ class RankOptions(ModelOptions):
     objective: ObjectiveConfig
     """The objective that is minimised."""
     temperature: float
-    """Temperature at which responses are sampled."""
+    """Temperature at which the engine samples responses."""
     head_memory_bytes: int
-    """Budget of the teachers' heads that stay on this rank."""
+    """Most bytes of teachers' output heads that this rank keeps for later micro-batches."""
     turn_weights: Mapping[str, TurnWeights] = field(default_factory=dict)
-    """Domain -> how much its turns weigh, for domains whose turns do not all weigh the same."""
+    """Domain -> weights of its turns; a domain whose turns all weigh the same is left out."""
     lora: LoraOptions | None = None
     """Settings of the adapters, which are trained in place of the student's own weights; None: the weights themselves."""
     start: StartTeacher | None = None
-    """Settings for the student as the merge begins as a teacher; None if it is no teacher, or if a pool scores with it as with
-    the others. Needs `lora`."""
+    """Settings with which the ranks score by the start student. None if it is no teacher, or if the teacher pool scores with
+    it as with any other. Needs `lora`."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
 
@@ -131,16 +135,16 @@ class TrainerRank(ZeroEngine):
             self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
-        """Take a step's work; heads, by content hash, are read when a micro-batch needs them."""
+        """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
     def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
-        """Add the gradients of the step's micro-batch `index`; all ranks do at the same time.
+        """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
 
-        `parts` are streams of this rank's rows that came since the last call. Each is an argument of its own, because Ray hands
-        over top-level arguments as views into shared memory. `left_out` are samples that one of their teachers could not score:
-        they are not trained, whatever the other teachers sent. With other components than the divergence and such samples,
-        `rescale` follows. Raises: RunError if rows are missing.
+        `parts` are Arrow streams with the rows of this rank that came since the last call. Each is an argument of its own,
+        because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
+        teachers could not score: they are not trained, whatever the other teachers sent. If there are such samples, and
+        components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
         """
         step, work = self._step, self._step.work
         step.keep_rows(parts)
@@ -148,19 +152,19 @@ class TrainerRank(ZeroEngine):
         if index in work.start_rounds:
             self._score_by_start(ids)
         batch = step.micro_batch(ids, self._layout)
-        # Each key once: a head that several blocks share would be read a second time if others had evicted it meanwhile.
+        # Each head is fetched once, even if several blocks share it: between two fetches, other heads could evict it.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
         weights = {name: component.token_weights(batch, ids) for name, component in work.components.items()}
         if self._options.turn_weights:
-            weights[DIVERGENCE] = weights[DIVERGENCE] * self._turn_factors(batch, heads)
-        # Samples that were left out make `rescale` follow, whose last pass is then the one before the optimiser steps.
+            weights[DIVERGENCE] = weights[DIVERGENCE] * self._compute_turn_factors(batch, heads)
+        # If `rescale` follows, its last pass is the one before the optimiser step, and not this one.
         last = index == len(work.micro_batches) - 1 and not (len(work.components) > 1 and left_out)
         pass_weights = weights
         if work.compare:
             loss, _ = self.model(*self._make_inputs(batch, ids, heads, {DIVERGENCE: weights[DIVERGENCE]}))
             self.add_gradients(loss, last=False)
-            # It stays in the other pass, with weights of 0, so that its numbers are among the statistics.
+            # The second pass has the divergence with weights of 0: it gives no gradient, but its statistics are computed.
             pass_weights = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
         view = StudentView(self._companions.values()) if self._companions else None
         with self._note_added_gradients(pass_weights):
@@ -174,7 +178,7 @@ class TrainerRank(ZeroEngine):
         step.totals.keep_token_losses(batch, stats, {row: i for row, i in enumerate(ids) if i in work.watched})
 
     def _train_companions(self, batch: MicroBatch, ids: Sequence[str], view: StudentView) -> None:
-        """Add the gradients of every companion, by what it saw of this micro-batch."""
+        """Have every companion add the gradients of this micro-batch, from what it saw of the student's passes."""
         moved = to_device(batch, self._device)
         for name, companion in self._companions.items():
             weight_N = self._step.work.companions[name].token_weights(batch, ids)
@@ -182,9 +186,10 @@ class TrainerRank(ZeroEngine):
         self._trim_memory()
 
     def rescale(self, index: int, more: Mapping[str, float]) -> None:
-        """Add components of the step's micro-batch `index` a second time, each times its number in `more`.
+        """Add the gradients of components once more for the step's micro-batch `index`, each times its factor in `more`.
 
-        All ranks do this at the same time, for every micro-batch. See `DeepSpeedTrainer._rescale` for the reason.
+        A component that is not in `more` counts 0. All ranks do this at the same time, for every micro-batch.
+        `DeepSpeedTrainer._rescale` gives the reason.
         """
         work, rollouts = self._step.work, self._step.other_rollouts[index]
         batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
@@ -194,7 +199,7 @@ class TrainerRank(ZeroEngine):
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
     def _score_by_start(self, ids: Sequence[str]) -> None:
-        """Score these samples with the student as the merge begins, and add its rows to those that other teachers sent."""
+        """Score these samples with the start student, and keep its rows beside those that other teachers sent."""
         start, step = self._options.start, self._step
         assert start is not None
         step.add_rows(
@@ -205,9 +210,9 @@ class TrainerRank(ZeroEngine):
     def _make_inputs(
         self, batch: MicroBatch, ids: Sequence[str], heads: Mapping[str, Head], weights: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        """Return what `Student.forward` takes for a pass with the components that have weights, on this device."""
+        """Return the arguments of `Student.forward` on this device, for a pass with the components in `weights`."""
         components, ranks = self._step.work.components, self._options.world_size
-        # DeepSpeed averages gradients over ranks; the weights make a sum over the global batch a mean.
+        # The weights already make the sum over all ranks a mean. DeepSpeed also averages over ranks: `ranks` cancels that.
         loss_weights = {name: weight_N * (components[name].factor * ranks) for name, weight_N in weights.items()}
         columns = {
             k: column_N for name in weights for k, column_N in components[name].token_columns(batch, ids).items()
@@ -216,7 +221,10 @@ class TrainerRank(ZeroEngine):
 
     @contextmanager
     def _note_added_gradients(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Where gradients are compared, tell what is added within from the rest, if it is not the divergence alone."""
+        """Within, a pass adds gradients; `GradientComparison` keeps what a pass with other components than the divergence added.
+
+        Does nothing in a step whose gradients are not compared, and for a pass with the divergence alone.
+        """
         compares = self._step.work.compare and len(weights) > 1
         if compares:
             self._step.comparison.begin(self.local_gradients())
@@ -224,10 +232,10 @@ class TrainerRank(ZeroEngine):
         if compares:
             self._step.comparison.note_after_pass(self.local_gradients())
 
-    def _turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
-        """Return [N] the factors by which turns change the tokens' weights.
+    def _compute_turn_factors(self, batch: MicroBatch, heads: Mapping[str, Head]) -> torch.Tensor:
+        """Return [N] the factors by which the tokens' weights depend on their turns.
 
-        If they depend on divergences, a forward pass without gradients computes these first, on all ranks.
+        If a domain's factors depend on divergences, all ranks first compute these in a forward pass without gradients.
         """
         weights, value_N = self._options.turn_weights, None
         if any(domain.divergence for domain in weights.values()):
@@ -235,21 +243,25 @@ class TrainerRank(ZeroEngine):
             with torch.no_grad():
                 _, stats = self._engine.module(to_device(batch, self._device), heads, ones)
             value_N = stats.kl_N.cpu()
-        return turn_factors(batch, weights, value_N)
+        return compute_turn_factors(batch, weights, value_N)
 
     def sum_weights(self) -> float:
-        """Return the sum of the weights of this rank's tokens of the step."""
+        """Return the sum of the divergence's weights over this rank's tokens of the step, with the factors of turns."""
         return self._step.totals.weight
 
     def step_companions(self, shares: Mapping[str, float]) -> dict[str, dict[str, float]]:
-        """Step every companion before `finish_step`, and return their numbers; `shares`: companion -> its scored part."""
+        """Take an optimiser step of every companion; `finish_step` follows. Returns companion -> its numbers.
+
+        `shares`: companion -> share of its tokens' weight that is on scored tokens, 0..1.
+        """
         step = self._step.work.step
         return {name: companion.take_step(step, shares[name]) for name, companion in self._companions.items()}
 
     def finish_step(self, share: float) -> RankResult:
-        """Step the optimiser with the accumulated gradients, divided by `share`, the sum of the token weights of all ranks.
+        """Take the optimiser step with the accumulated gradients divided by `share`, and drop the step's input.
 
-        Raises: RunError on a non-finite gradient.
+        `share`: share of the divergence's weight that is on scored tokens, 0..1; with weights by turn, the sum of the weights of
+        all ranks, `sum_weights`. Raises: RunError on a non-finite gradient.
         """
         work, totals = self._step.work, self._step.totals
         if totals.policy and work.compare:
@@ -281,7 +293,7 @@ class TrainerRank(ZeroEngine):
             companion.load(path)
 
     def export_companions(self, path: Path) -> None:
-        """Let every companion write its model into a directory of its name, which is made in `path`."""
+        """Make a directory for every companion in `path`, by its name, and let the companion write its model there."""
         for name, companion in self._companions.items():
             (path / name).mkdir(exist_ok=True)
             companion.export(path / name)
@@ -291,7 +303,7 @@ class TrainerRank(ZeroEngine):
         lm, tensors = self._engine.module.lm, {}
         parts = [
             (tensor_name(weight.module, letter), part)
-            for weight in plain_weights(lm)
+            for weight in list_plain_weights(lm)
             if weight.update is not None
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K))
         ]
@@ -316,15 +328,16 @@ class TrainerRank(ZeroEngine):
         self._gathered = self._sending.gather_bucket(sends=self._rank == 0)
 
     def take_bucket(self) -> Bucket:
-        """Return the bucket that rank 0 gathered, and drop it. The only method that is called on one rank alone."""
+        """Return the bucket that rank 0 gathered, and drop it. This is the only method that is called on rank 0 alone."""
         bucket, self._gathered = self._gathered, None
         assert bucket is not None
         return bucket
 
     def _fetch_head(self, source: HeadSource) -> Head:
-        """Return the head on this device, in the type that it was sent in, from a least-recently-used cache.
+        """Return the head on this device, in the type in which it was sent; a head that is not in the cache is read.
 
-        The cache holds `head_memory_bytes`, or a single head that is larger.
+        The cache keeps the heads that were used last, up to `head_memory_bytes` together. The newest one stays even if it
+        alone is larger.
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
@@ -348,28 +361,24 @@ def _load_student(options: RankOptions) -> Student:
 
 
 class _StepInput:
-    """The step that is being trained: its work, and the rows that came and were not trained yet."""
+    """The step that is being trained on this rank: its work, the rows that came and are not trained yet, and the sums so far."""
 
-    def __init__(
-        self,
-        work: RankWork,
-        heads: Mapping[str, HeadSource],
-        vocab_size: int,
-    ) -> None:
+    def __init__(self, work: RankWork, heads: Mapping[str, HeadSource], vocab_size: int) -> None:
         self.work = work
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
         self.comparison = GradientComparison()
         self.other_rollouts: list[tuple[Rollout, ...]] = []
-        """Per micro-batch that was trained, its rollouts that take part in other components than the divergence."""
+        """For each micro-batch that was trained: its rollouts that take part in components beside the divergence. `rescale` needs
+        them, because their rows are dropped by then."""
         self._sample_ids = {sample_id for ids in work.micro_batches for sample_id in ids}
         self._rows: dict[str, list[TargetRow]] = defaultdict(list)
         self.dtype = torch.float32
-        """Type of the hidden states in the parts that came."""
+        """Type of the hidden states in the parts that came; all parts have the same."""
 
     def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
-        """Decode these parts, and keep their rows until their micro-batch is trained."""
+        """Decode these parts, and keep each row until its micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
@@ -378,14 +387,14 @@ class _StepInput:
             self.add_rows(stream.rows)
 
     def add_rows(self, rows: Iterable[TargetRow]) -> None:
-        """Keep these rows until their micro-batch is trained."""
+        """Keep each of these rows until its micro-batch is trained."""
         for row in rows:
             sample_id = row.rollout.sample_id
-            assert sample_id in self._sample_ids, f"{sample_id} is of another rank"
+            assert sample_id in self._sample_ids, f"another rank trains {sample_id}"
             self._rows[sample_id].append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:
-        """Return the rollouts of these samples. Raises: as `micro_batch`."""
+        """Return the rollouts of these samples, whose rows stay. Raises: RunError if rows are missing."""
         self._refuse_missing(ids)
         return [self._rows[sample_id][0].rollout for sample_id in ids]
 

@@ -13,7 +13,7 @@ from opd.cluster import FEW_ARENAS, Pending, Worker
 from opd.models.layouts import prove_layout
 from opd.models.packing import SHARED
 from opd.records.types import LayoutProof, Rollout, WrittenFile
-from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.plan import measure_row_sizes, plan_micro_batches
 from opd.train.zero import ModelOptions, ZeroEngine
 
 E = TypeVar("E", bound=ZeroEngine)
@@ -26,47 +26,54 @@ KEEPS_MEMORY = FEW_ARENAS | {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_TOP_PAD_": str(64 << 20),
 }
-"""Environment of a rank on the CPU. Every micro-batch takes and frees gigabytes, and malloc hands them back to the system, which
-clears them page by page when they are taken again. Large pages that are kept save 7 % of the steps of a 135M student and do
-not change a bit. What is freed has to be joined again, however small it is: the small blocks that malloc sets aside (tcache, fast
-bins) cut the memory into pieces that the next step's rows, of another size, do not fit. With them a rank of SmolLM2 that takes
-4,700 tokens at once had 14 GiB after ten steps and grew on, and each new page cost time; without them it stays at 9.6."""
+"""Environment of a rank on the CPU that keeps the memory it has freed.
+
+Every micro-batch takes and frees gigabytes. By default malloc returns them to the system, which clears every page when it is
+taken again. Keeping the memory, in large pages, saved 7 % of the time of a step with a 135M student, and changes no bit.
+
+Neighbouring blocks that were freed have to be joined, however small they are. malloc's lists of small blocks (tcache, fast bins)
+do not join them, and cut the memory into pieces that do not fit the next step's rows, which have other sizes. With these lists a
+rank of SmolLM2 that takes 4,700 tokens at once had 14 GiB after ten steps and went on growing; without them it stays at 9.6 GiB."""
 FREES_MEMORY = FEW_ARENAS | {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.tcache_count=0",
     "MALLOC_MMAP_THRESHOLD_": str(128 << 10),
     "MALLOC_TRIM_THRESHOLD_": str(32 << 20),
     "MALLOC_TOP_PAD_": str(4 << 20),
 }
-"""The same with `trainer.bucket`. Gathered weights come and go among activations that stay. Kept together, they leave holes that
-the next weights do not fit: a rank of two had twice the memory. So blocks of 128 KiB and more go back, those of 2 MiB in large
-pages, and only what is smaller is kept: the activations of a few tokens, too. Without tcache: torch asks for aligned blocks,
-malloc cuts a few bytes off each, and there these would stay between freed blocks, which are never joined then: of 8 MiB of
-tensors that come and go the heap had 54 MiB, and has 8."""
+"""Environment of a rank on the CPU with `trainer.bucket`, which returns large blocks to the system.
+
+Here gathered weights come and go among activations that stay. If malloc kept their memory, it would have holes that the next
+weights do not fit: a rank of two had twice the memory. So blocks of 128 KiB and more go back to the system (those of 2 MiB lie in
+large pages), and smaller ones are kept, such as the activations of a few tokens.
+
+tcache is off because torch asks for aligned blocks, for which malloc cuts a few bytes off each. tcache would keep these bytes, and
+the freed blocks on either side would never be joined: for 8 MiB of tensors that come and go the heap had 54 MiB, and without
+tcache it has 8 MiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksSpec:
-    """The settings that the ranks of an engine are started with, beside those of each rank."""
+    """The settings of an engine's ranks that the driver uses; those that each rank gets are `ModelOptions`."""
 
     micro_batch_tokens: int
     """Prompt and response tokens of one forward pass of a rank."""
     share_prompts: bool = False
-    """Compute what rows have in common once, if that is right for the model."""
+    """Compute a beginning that several rows share only once, if the model gives the right states then (`opd.models.layouts`)."""
     gpus: float = 0
-    """GPUs of each rank; 0: the CPU."""
+    """GPUs of each rank; 0: it computes on the CPU."""
     roles: int = 1
-    """Roles that compute at the same time on these cores, this one among them."""
+    """Number of roles that compute at the same time on these cores, this one included."""
     one_machine: bool = True
     """True if all ranks are on this machine."""
     start_timeout_s: float
-    """Deadline for all ranks to hold their shards; that of every other call is that of the rank's options."""
+    """Seconds in which all ranks have to hold their shards. Every other call has `ModelOptions.timeout_s`."""
 
 
 class Ranks(Generic[E]):
-    """Handles to the ranks of an engine of class E."""
+    """Starts the ranks of an engine of class E in Ray actors, and calls them together."""
 
     def __init__(self, engine: type[E], options: ModelOptions, spec: RanksSpec, role: str) -> None:
-        """Start the ranks; returns at once. `role` names them in errors, such as `trainer`."""
+        """Start the ranks; returns at once, and `wait_ready` waits. `role` is their name in errors, such as `trainer`."""
         self._cls = engine
         self._ranks_spec = spec
         self._model_label = f"{options.name} {options.model_dir}"
@@ -82,17 +89,17 @@ class Ranks(Generic[E]):
         ]
         self._starting = self._submit_start(spec.one_machine, spec.start_timeout_s)
         self.layout = LayoutProof(layout="packed", tried={})
-        """Layout of rows in a forward pass; proven in `wait_ready`."""
+        """Layout of rows in a forward pass; `wait_ready` proves one and puts it here."""
 
     def _submit_start(self, one_machine: bool, timeout_s: float) -> list[Pending[None]]:
         rank_0 = self._ranks[0]
-        # A machine's own name may stand for an address that no other machine reaches: Debian's hosts file has 127.0.1.1.
+        # Not the machine's own name: that may resolve to an address that no other machine reaches, such as Debian's 127.0.1.1.
         address = "127.0.0.1" if one_machine else rank_0.node_address(timeout_s=timeout_s)
         meeting = rank_0.submit(self._cls.open_meeting_point, address).wait_for_result(timeout_s=timeout_s)
         return self._submit_to_all(self._cls.start, *meeting)
 
     def wait_ready(self) -> None:
-        """Block until every rank holds its shard, and prove a layout of rows for this model.
+        """Wait until every rank holds its shard, then prove a layout of rows for this model and have all ranks use it.
 
         Raises: RunError past the deadline, or if rows influence each other in every layout.
         """
@@ -101,14 +108,14 @@ class Ranks(Generic[E]):
         self._call(self._cls.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
-        """Return the largest `layout_error` of all ranks; NaN if one rank has NaN, which Python's `max` could lose."""
+        """Return the largest `layout_error` of all ranks; NaN if a rank has NaN. Python's `max` alone could lose the NaN."""
         errors = self._call(self._cls.layout_error, layout)
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def plan_micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
         """Plan the ranks' micro-batches for the layout that was proven."""
         layout = self.layout.layout
-        sizes = row_sizes(rollouts, share=layout == SHARED)
+        sizes = measure_row_sizes(rollouts, share=layout == SHARED)
         tokens = self._ranks_spec.micro_batch_tokens
         return plan_micro_batches(sizes, len(self._ranks), tokens, padded=layout == "padded")
 
@@ -122,7 +129,7 @@ class Ranks(Generic[E]):
         return None if None in parts else [file for part in parts for file in part or ()]
 
     def load(self, path: Path) -> None:
-        """Restore what `begin_save` wrote, by whatever number of ranks."""
+        """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
         self._call(self._cls.load, path)
 
     def _submit_to_all(

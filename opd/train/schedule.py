@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step, so a resume has nothing to restore."""
+"""The learning rate as a function of the step alone, so that a resume has nothing to restore."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ class LearningRate:
     steps: int
     """Optimiser steps of the whole run; the decay ends with the last one."""
     warmup_steps: int = 0
-    """Steps in which the rate rises from 0 to `peak`."""
+    """Steps in which the rate rises linearly; the last of them has `peak`."""
     decay: str = "constant"
-    """Course of the rate after the warm-up: constant, linear or cosine."""
+    """Course of the rate after the warm-up: `constant`, `linear` or `cosine`."""
     floor: float = 0.0
-    """End of linear and cosine decay, as a share of `peak`. A decay to 0 ends one step later: the last step has to train."""
+    """Rate at the end of a linear or cosine decay, as a share of `peak`. A decay to 0 reaches 0 one step after the run's last
+    step, because the last step has to train too."""
     shorter: tuple[tuple[int, int], ...] = ()
-    """Step and `steps` of the run before each time that it was made longer: up to that step the decay was the shorter run's."""
+    """For each time that the run was made longer: the last step before that, and `steps` as it was. Up to that step the rate
+    decays as in the shorter run; entries are in order."""
 
     def rate_at_step(self, step: int) -> float:
         """Return the rate of optimiser step `step`, counted from 1."""

@@ -1,11 +1,11 @@
-"""A trainer rank's state on disk: float32 weights and Adam moments as safetensors, cut as ZeRO-3 cuts them.
+"""The state of the trainer's ranks on disk: float32 weights and Adam moments as safetensors, divided as ZeRO-3 divides them.
 
-    trainer.json          how many ranks wrote, AdamW's step count
-    rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME: one flat part of every parameter
+    trainer.json          the number of ranks that wrote, and AdamW's step count
+    rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME: the first part of every flattened parameter
     rank-1.safetensors    the next part of each, and so on
 
-The parts of all ranks, one after the other, are the flattened parameter, without the padding that ZeRO-3 adds. So any
-number of ranks can read them, each only what it needs, and no rank ever holds the whole model.
+The parts of all ranks, one after the other, are the flattened parameter without the padding that ZeRO-3 adds. So any number of
+ranks can read them. Each reads only what it needs, and no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ PLAN = "trainer.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def part_sizes(numel: int, world_size: int) -> list[int]:
-    """Return the number of a parameter's elements on each rank: equal parts, rounded up, until nothing is left."""
+def compute_part_sizes(numel: int, world_size: int) -> list[int]:
+    """Return how many of a parameter's `numel` numbers each rank has. Each has an equal part, rounded up; the last ones may have
+    fewer or none."""
     size = -(-numel // world_size)
     return [max(0, min(size, numel - rank * size)) for rank in range(world_size)]
 
@@ -38,7 +39,7 @@ def part_sizes(numel: int, world_size: int) -> list[int]:
 def write_shard(
     directory: Path, rank: int, world_size: int, tensors: Mapping[str, Tensor], adam_step: int
 ) -> tuple[WrittenFile, ...]:
-    """Write and sync a rank's file, and the plan if it is rank 0. Raises: StorageError."""
+    """Write a rank's file and sync it to the disk; rank 0 does the same with `trainer.json`. Raises: StorageError."""
     began = time.monotonic()
     paths = [directory / f"rank-{rank}.safetensors"]
     with raise_storage_errors(paths[0]):
@@ -49,7 +50,7 @@ def write_shard(
         for path in paths:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-    # One thread: training goes on meanwhile and needs the other cores.
+    # With one thread, because training goes on meanwhile and needs the other cores.
     hashes = [blake3_file(path, threads=1) for path in paths]
     seconds = time.monotonic() - began
     return tuple(
@@ -80,10 +81,10 @@ class Shards:
         self._stack.close()
 
     def read_slice(self, name: str, numel: int, start: int, size: int) -> Tensor:
-        """Return [size] elements from `start` of the flat tensor `name`, which has `numel` elements; zeros past its end."""
+        """Return `size` numbers from index `start` of the flat tensor `name`, which has `numel` numbers; zeros past its end."""
         out = torch.zeros(size)
         offset = 0
-        for file, held in zip(self._files, part_sizes(numel, len(self._files)), strict=True):
+        for file, held in zip(self._files, compute_part_sizes(numel, len(self._files)), strict=True):
             low, high = max(start, offset), min(start + size, offset + held)
             if low < high:
                 stored: Any = file.get_slice(name)

@@ -1,8 +1,8 @@
-"""The student as the trainer runs it: the model's body, and its output head inside a module that computes the loss.
+"""The student as the trainer runs it: the model's body, and a module that owns the output head and computes the loss.
 
-Under ZeRO-3 a parameter is whole only inside the forward of the module that owns it. The loss is therefore a module
-that owns the head's weight (the same Parameter, tied or not): DeepSpeed gathers it around the loss, and the gradient
-of both uses of a tied weight arrives in one accumulation.
+Under ZeRO-3 a parameter is whole only inside the forward of the module that owns it. So the loss is a module that owns the head's
+weight: the same Parameter object as the model's, also if it is tied to the embedding. DeepSpeed then gathers the weight around the
+loss, and adds the gradients of both uses of a tied weight to one sum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opd.train.companions import StudentView
 
 
 class Student(nn.Module):
-    """`lm` is a transformers causal LM; only its body is called, its head lives in `loss_head`."""
+    """A transformers causal language model `lm`. Only its body is called; `loss_head` multiplies with its output head."""
 
     def __init__(self, lm: Any, objective: Objective, **options: Any) -> None:
         """Wrap a model; `options` are the other fields of `opd.losses.chunked.Loss`."""
@@ -40,10 +40,11 @@ class Student(nn.Module):
         columns: Mapping[str, Tensor] = MappingProxyType({}),
         view: StudentView | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Return the micro-batch's share of the loss, and per-token numbers.
+        """Return the micro-batch's addend of the loss, and numbers for each token.
 
-        The loss is the sum of the components that `weights` has: component -> [N] weights of the tokens. `columns` are other
-        numbers of the tokens that components need. `view` shows companions what is computed.
+        The loss is the sum of the components in `weights`: component -> [N] weights of the tokens; `DIVERGENCE` is always there.
+        `columns`: name -> [N] other numbers that components need, such as `ADVANTAGE` with `POLICY`. `heads`: content hash ->
+        output head of a teacher. `view` shows companions what is computed.
         """
         with view.watch_layers(self.lm) if view else nullcontext():
             hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]

@@ -1,7 +1,7 @@
-"""Per-token numbers of a step summed per domain, and the weights that make the loss a mean.
+"""The weights of tokens that make the loss a mean, and the sums of per-token numbers that a step reports.
 
-Weights are decided once in the driver from all rows of the step, so the mean does not depend on how rows are cut into
-ranks, micro-batches and gradient accumulation.
+The driver computes the weights once from all rows of the step. So the mean does not depend on how the rows are divided among
+ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -23,20 +23,25 @@ from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats
 from opd.train.batch import DIVERGENCE, POLICY, MicroBatch
 
 LEAST_MEAN, MOST_MEAN = -1e-3, 50.0
-"""Bounds of a domain's mean divergence, nats a token. A divergence is not negative, and rounding explains no more than the
-lower bound; above the upper one the teacher calls nearly every token of the student's impossible."""
+"""Bounds of a domain's mean divergence, nats a token. A divergence is not negative; the lower bound leaves room for rounding.
+Above the upper bound the teacher finds nearly every token of the student impossible."""
 
 
-def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
+def weigh_rows(rollouts: Sequence[Rollout], normalize: str, domain_weights: Mapping[str, float]) -> dict[str, float]:
     """Return sample id -> weight of each of its trained tokens; 0 for a sample without one. Empty if nothing is trained.
 
-    token_mean:    d_i / sum_j d_j T_j               over T_j trained tokens of response j
-    leave_one_out: d_i / (d_i U_i + sum_j!=i d_j T_j)    the same, with U_i the mean T of the step's other responses of
-                                                         the domain in place of T_i (T_i itself if there is none)
-    sequence_mean: d_i / (T_i sum_j d_j)             over responses with a trained token
-    with d the loss weight of the domain. A response is an episode with all its segments; where these are of several domains, d_i
-    is that of the token, and d_j their mean over the tokens. An estimate from sampled tokens needs `leave_one_out`: how long a
-    response becomes depends on the tokens that its weight multiplies.
+    `normalize` decides on the weight of a token of response i:
+
+    token_mean:    d_i / sum_j d_j T_j                   T_j: trained tokens of response j
+    leave_one_out: d_i / (d_i U_i + sum_j!=i d_j T_j)    U_i: mean T of the step's other responses of the domain, or T_i
+                                                         if there is no other
+    sequence_mean: d_i / (T_i sum_j d_j)                 j: responses with a trained token
+
+    d is the loss weight of the response's domain. A response is an episode with all its segments. If these belong to several
+    domains, the d_i above is that of the token's own segment, and d_j is the mean d over the tokens of response j.
+
+    An estimate from sampled tokens needs `leave_one_out`: the length of a response depends on the very tokens whose gradient
+    the weight multiplies, so a weight that depends on that length would bias the estimate.
     """
     tokens = {r.sample_id: r.num_trained for r in rollouts}
     share = {r.sample_id: domain_weights.get(r.domain, 1.0) for r in rollouts if tokens[r.sample_id]}
@@ -44,7 +49,7 @@ def row_weights(rollouts: Sequence[Rollout], normalize: str, domain_weights: Map
         return {}
     total = sum(d * tokens[i] for i, d in share.items())
     divisors: dict[str, float] = {}
-    """Episode -> what its tokens' d are divided by."""
+    """Episode -> number by which the d of its tokens are divided; `total` for an episode that is not in it."""
     if normalize == "leave_one_out":
         changes = _length_changes(rollouts, domain_weights)
         divisors = {episode: total + change for episode, change in changes.items()}
@@ -70,9 +75,9 @@ def _lengths_of_episodes(rollouts: Sequence[Rollout]) -> dict[str, Counter[str]]
 
 
 def _length_changes(rollouts: Sequence[Rollout], domain_weights: Mapping[str, float]) -> dict[str, float]:
-    """Return episode -> change of the step's weighted token count if the episode had the mean length of its domain's others.
+    """Return episode -> change of the step's weighted token count, if the episode had the mean length of others of its domain.
 
-    The others are the step's other episodes that began in the same domain; 0 if these have no trained token.
+    The others are the step's other episodes that began in the same domain. The change is 0 if these have no trained token.
     """
     lengths = _lengths_of_episodes(rollouts)
     began: dict[str, str] = {}
@@ -95,7 +100,7 @@ def _length_changes(rollouts: Sequence[Rollout], domain_weights: Mapping[str, fl
 
 
 def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainStats]) -> None:
-    """Refuse a domain whose mean loss cannot be a divergence. Raises: RunError naming the first."""
+    """Refuse a domain whose mean loss cannot be a divergence. Raises: RunError, which names the first such domain."""
     for name, stats in domains.items():
         mean = stats.kl_sum / max(1, stats.tokens)
         if not LEAST_MEAN <= mean <= MOST_MEAN:  # written so that NaN fails too
@@ -107,20 +112,23 @@ def refuse_impossible_means(step: int, kind: str, domains: Mapping[str, DomainSt
 
 
 def mean_gap(domains: Mapping[str, DomainStats]) -> float:
-    """Return the mean difference of trainer and engine over the student's tokens that are not stale, nats; 0 without any."""
+    """Return the mean |trainer - engine| log-prob over sampled tokens that are not stale, nats; 0 if there are none."""
     fresh = sum(stats.tokens - stats.taught_tokens - stats.stale_tokens for stats in domains.values())
     return sum(stats.gap_sum for stats in domains.values()) / max(1, fresh)
 
 
 def mean_drift(domains: Mapping[str, DomainStats]) -> float:
-    """Return the mean difference of trainer and engine over the stale tokens, nats; 0 without any."""
+    """Return the mean |trainer - engine| log-prob over the stale tokens, nats; 0 if there are none."""
     stale = sum(stats.stale_tokens for stats in domains.values())
     return sum(stats.drift_sum for stats in domains.values()) / max(1, stale)
 
 
 def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) -> None:
-    """Refuse a step in which trainer and engine disagree on the sampled tokens: the policy that is trained would not be the
-    one that wrote them. Stale tokens do not count, because their gap is expected. Raises: RunError."""
+    """Refuse a step in which the mean gap of trainer and engine is above `tolerance`, nats. Raises: RunError.
+
+    The policy that is trained would not be the one that wrote the tokens. Stale tokens do not count: older weights wrote
+    them, so that a gap is expected.
+    """
     gap = mean_gap(domains)
     if not gap <= tolerance:  # written so that NaN fails too
         means = {name: mean_gap({name: stats}) for name, stats in domains.items()}
@@ -132,7 +140,7 @@ def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) 
 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
-    """Return [N] the weight of each token's row."""
+    """Return [N] the weight of each token; `weights` has one number for each row of the batch, which all of its tokens get."""
     lengths = torch.tensor(batch.row_lengths, dtype=torch.long)
     return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
@@ -142,14 +150,16 @@ class RankPolicy:
     """Sums over one rank's tokens that have an advantage."""
 
     loss: float = 0.0
-    """This rank's share of the weighted sum."""
+    """Weighted sum of the policy gradient's values over this rank's tokens."""
     weight: float = 0.0
-    """The weights of its tokens; those of all ranks add up to 1 if every row was scored."""
+    """Sum of the weights of this rank's tokens; over all ranks it is 1 if every row was scored."""
     domains: dict[str, PolicyStats] = field(default_factory=dict)
     compared: GradientSums | None = None
+    """Sums that compare the two gradients; None in a step in which they are not compared."""
 
     def add(self, batch: MicroBatch, weight_N: Tensor, stats: RewardedStats) -> None:
-        """Add one micro-batch; `weight_N` as in the policy gradient's own mean."""
+        """Add one micro-batch; `weight_N` are the policy gradient's weights, before its factor. Tokens with weight 0 do not
+        count."""
         rewarded_N = weight_N != 0
         value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
         self.loss += float((value_N * weight_N).sum())
@@ -165,25 +175,25 @@ class RankPolicy:
 
 
 class Totals:
-    """Sums over a rank's micro-batches."""
+    """Sums over the micro-batches of one rank in one step."""
 
     def __init__(self) -> None:
         self.loss = 0.0
         self.weight = 0.0
-        """Sum of the weights of all tokens."""
+        """Sum of the divergence's weights over all tokens."""
         self.domains: dict[str, DomainStats] = {}
         self.positions: dict[int, PositionStats] = {}
         self.turns: dict[tuple[str, int], TurnStats] = {}
         self.token_losses: dict[str, tuple[float, ...]] = {}
-        """Sample id -> the objective's value at each trained token, of the samples that were asked for."""
+        """Sample id -> the objective's value at each trained token, nats; only of samples that `keep_token_losses` was given."""
         self.policy: RankPolicy | None = None
         """Sums of the policy gradient; None without one."""
 
     def add(
         self, batch: MicroBatch, weights: Mapping[str, Tensor], stats: TokenStats, stale: frozenset[int] = frozenset()
     ) -> None:
-        """Add one micro-batch; `weights`: component -> [N] as in its own mean, before any factor. `stale` are the places of the
-        rows that older weights wrote."""
+        """Add one micro-batch. `weights`: component -> [N] weights of its own mean, before any factor. `stale`: indices of the
+        rows in the batch that older weights wrote."""
         weight_N = weights[DIVERGENCE]
         if POLICY in weights:
             assert isinstance(stats, RewardedStats)
@@ -213,13 +223,13 @@ class Totals:
         self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.own_N)
 
     def keep_token_losses(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
-        """Keep the losses of single tokens; `samples`: place of a row in the batch -> its sample id."""
+        """Keep the losses of single tokens; `samples`: index of a row in the batch -> its sample id."""
         if samples:
             rows = stats.kl_N.split(list(batch.row_lengths))
             self.token_losses |= {sample_id: tuple(rows[row].tolist()) for row, sample_id in samples.items()}
 
     def _add_domains(self, batch: MicroBatch, lengths_B: Tensor, columns: Mapping[str, Tensor]) -> None:
-        """Add up columns by domain, all rows at once: row by row, with a few tokens each, takes longer than the loss itself."""
+        """Add the columns up by domain, for all rows at once: one row after the other takes longer than the loss itself."""
         names = list(dict.fromkeys(batch.domains))
         domain_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         domain_N = torch.repeat_interleave(domain_B, lengths_B)
@@ -237,7 +247,8 @@ class Totals:
             add_to_sums(self.domains, domain, row)
 
     def _add_positions(self, batch: MicroBatch, kl_N: Tensor) -> None:
-        bits_N = torch.frexp(batch.place_N.double()).exponent  # of an integer: its number of bits
+        """Add the values up by the number of bits of a token's place: see `StepReport.positions`."""
+        bits_N = torch.frexp(batch.place_N.double()).exponent  # the exponent of an integer is its number of bits
         tokens = torch.bincount(bits_N).tolist()
         sums = torch.bincount(bits_N, weights=kl_N.double()).tolist()
         for bits, (count, total) in enumerate(zip(tokens, sums, strict=True)):
@@ -245,7 +256,9 @@ class Totals:
                 add_to_sums(self.positions, bits, PositionStats(tokens=count, kl_sum=total))
 
     def _add_turns(self, batch: MicroBatch, kl_N: Tensor, gap_N: Tensor, fresh_N: Tensor) -> None:
+        """Add the values up by domain and turn; `fresh_N` is True for sampled tokens that are not stale, whose gap counts."""
         names = list(dict.fromkeys(batch.domains))
+        # One number stands for domain and turn: `domain * most + turn`.
         domains_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         most = int(batch.turn_N.max()) + 1 if len(batch.turn_N) else 1
         key_N = (

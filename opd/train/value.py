@@ -1,7 +1,7 @@
-"""The critic as its ranks run it: the body of a language model, and a head that gives each state one number.
+"""The critic as its ranks run it: the body of a language model, and a head that gives each state one number, its value.
 
-The head takes the place of the model's output head, so that weights, moments and shards of a critic are handled like those of
-any model. It begins at zero: a critic that has learnt nothing says that every state is worth nothing.
+This head replaces the model's output head, so that a critic's weights, moments and shards are handled like those of any model.
+It begins with zeros: the value of every state is 0 until the critic has learned.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from opd.errors import ModelError
 from opd.losses.logits import upcast_for_loss
 from opd.losses.value import value_loss
-from opd.models.layouts import Packed, predict_trained
+from opd.models.layouts import Packed, find_positions_before_trained
 from opd.records.types import Rollout
 from opd.train.batch import OLD_VALUE, RETURN, MicroBatch
 
 
 class ValueHead(nn.Module):
-    """A number for each hidden state, in float32 at least."""
+    """Computes a number for each hidden state, in float32, or in float64 if the states are."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ValueHead(nn.Module):
 
 
 class Critic(nn.Module):
-    """`lm` is a transformers causal language model, whose output head is replaced."""
+    """The body of `lm`, a transformers causal language model, with a `ValueHead` in place of its output head."""
 
     def __init__(self, lm: Any, *, clip: float | None = None, freeze_attention: bool = False) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Critic(nn.Module):
         self._clip = clip
 
     def forward(self, batch: MicroBatch, weight_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the micro-batch's share of the loss; `columns` are the targets, and the values when the step began."""
+        """Return the micro-batch's addend of the loss. `columns`: `RETURN` and `OLD_VALUE`, the critic's value as the step began."""
         value_N = self.values(batch.packed, batch.predict_N)
         error_N = value_loss(value_N, columns[RETURN], columns[OLD_VALUE], self._clip)
         return (error_N * weight_N).sum()
 
     def values(self, packed: Packed, state_N: Tensor) -> Tensor:
-        """Return [N] the value of each state; `state_N` are flat indices."""
+        """Return [N] the value of each state; `state_N` are indices into the [B*T] positions of `packed`."""
         value_N: Tensor = self.lm.get_output_embeddings()(self.hidden_states(packed)[state_N])
         return value_N
 
@@ -64,7 +64,7 @@ class Critic(nn.Module):
 
 
 def freeze_attention_layers(lm: Any) -> None:
-    """Freeze the attention layers, so that only the other layers and the head learn. Raises: ModelError if there are none."""
+    """Freeze the attention layers, so that only the other weights learn. Raises: ModelError if there are none."""
     layers = [module for module in lm.modules() if type(module).__name__.endswith("Attention")]
     if not layers:
         raise ModelError.at(
@@ -77,8 +77,8 @@ def freeze_attention_layers(lm: Any) -> None:
         layer.requires_grad_(False)
 
 
-def state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+def find_state_indices(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
     """Return flat indices of the states before all trained tokens, then of the state behind the last token of each rollout."""
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rollouts]
     ends_B = torch.tensor([packed.flat_index(i, length - 1) for i, length in enumerate(lengths)], dtype=torch.long)
-    return torch.cat([predict_trained(packed, rollouts), ends_B])
+    return torch.cat([find_positions_before_trained(packed, rollouts), ends_B])

@@ -1,8 +1,8 @@
-"""A DeepSpeed engine of one rank: ZeRO-3 around any module that gives a loss.
+"""A DeepSpeed engine of one rank: ZeRO-3 around any module whose forward returns a loss.
 
-It handles weights, gradients, AdamW and checkpoints; the loss is the module's own business. A trainer rank puts a step of its
-own on top of a `ZeroEngine`. It runs in a Ray actor but does not know Ray. Every method is called on all ranks at once,
-because ZeRO-3's ranks gather weights together.
+`ZeroEngine` handles weights, gradients, AdamW and checkpoints; the module alone decides on the loss. The ranks of trainer and
+critic are subclasses that add the steps. An engine runs in a Ray actor but does not import Ray. Every method is called on all
+ranks at once, because ZeRO-3's ranks gather weights together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opd.config.sections import SUMMED_AT_ONCE
 from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.models.layouts import LAYOUTS, layout_error, predict_positions
+from opd.models.layouts import LAYOUTS, find_positions_before, layout_error
 from opd.models.products import use_quick_products
 from opd.models.weights import obeys_masks, whole_shape
 from opd.records.types import WrittenFile
@@ -39,10 +39,10 @@ from opd.train.exchange import (
 )
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import find_leaf_classes
-from opd.train.lora import PlainWeight, changed_weights, plain_weights
+from opd.train.lora import PlainWeight, list_plain_weights, select_changed_weights
 from opd.train.network import join_ranks, open_listener
 from opd.train.optimizer import AdamWOptions, build_adamw
-from opd.train.shards import MOMENTS, Shards, part_sizes, write_shard
+from opd.train.shards import MOMENTS, Shards, compute_part_sizes, write_shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class ZeroOptions:
     adamw: AdamWOptions
     """Settings of the optimiser; every step brings its own learning rate."""
     max_grad_norm: float
-    """Gradients are scaled down to this global norm."""
+    """Gradients with a larger norm, taken over all ranks, are scaled down to this one."""
     grad_accum_dtype: str
     """Type in which gradients are summed over micro-batches and ranks."""
     gradient_checkpointing: bool
@@ -70,29 +70,31 @@ class ZeroOptions:
     timeout_s: float
     """Deadline of each operation that the ranks do together."""
     bucket: int | None = None
-    """Numbers of weights gathered, and of gradients to be added up, at a time; None: as many as DeepSpeed would."""
+    """How many numbers are gathered at a time (of weights) or summed over ranks at a time (of gradients); None: DeepSpeed's
+    own bounds."""
     lends_memory: bool = False
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(ZeroOptions):
-    """The same for an engine whose model comes from a directory."""
+    """The settings of a ZeRO engine whose model is read from a directory."""
 
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
     eager_attention: bool = False
-    """Attend by written out scores, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled`."""
+    """Compute attention step by step, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled`."""
 
 
 class ZeroEngine:
-    """Holds a shard of a model and of AdamW's state, and trains it by the loss of the module around it."""
+    """Holds one rank's shard of a model and of AdamW's state, and trains it with the loss of the module around the model."""
 
     def __init__(self, options: ZeroOptions, rank: int, build: Callable[[], nn.Module]) -> None:
         """Keep the settings; `start` does the work. `build` makes the module once the ranks have joined.
 
-        The module's `lm` is the transformers model that is trained, saved and exported. Its forward returns the loss and whatever
-        else a step needs. `hidden_states` and `logprobs` are like those of `opd.train.student.Student`.
+        The module's `lm` is the transformers model that is trained, saved and exported. The module's forward returns the loss,
+        and whatever else a step of the subclass needs. Its methods `hidden_states` and `logprobs` are like those of
+        `opd.train.student.Student`.
         """
         self._options = options
         self._rank = rank
@@ -105,7 +107,10 @@ class ZeroEngine:
         """Listening socket at which rank 0 waits for the other ranks; None once they have joined."""
 
     def open_meeting_point(self, address: str) -> tuple[str, int]:
-        """Listen on a free port of `address`, an address of this machine. Returns address and port; all ranks join at rank 0's."""
+        """Listen on a free port of `address`, which this machine has. Returns address and port.
+
+        Only rank 0 does this; what it returns is what every rank's `start` gets.
+        """
         self._listener = open_listener(address)
         return address, int(self._listener.getsockname()[1])
 
@@ -145,7 +150,7 @@ class ZeroEngine:
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return [sequence][token - 1] the log-prob of every token after the first, from the current weights."""
         packed = LAYOUTS[self._layout](sequences)
-        predict_N = predict_positions(packed, [(1, len(s)) for s in sequences])
+        predict_N = find_positions_before(packed, [(1, len(s)) for s in sequences])
         token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
             logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
@@ -156,13 +161,13 @@ class ZeroEngine:
 
     @property
     def model(self) -> Any:
-        """DeepSpeed's engine around the module; call it with a micro-batch, like the module's forward."""
+        """DeepSpeed's engine around the module; it is called with the arguments of the module's forward."""
         return self._engine
 
     def add_gradients(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradients of one micro-batch's loss, which `model` gave.
+        """Add the gradients of a loss that `model` returned for one micro-batch.
 
-        DeepSpeed averages gradients over ranks. `last` says that the optimiser steps after this micro-batch.
+        DeepSpeed averages gradients over ranks. `last`: True if the optimiser step comes next.
         """
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
@@ -175,7 +180,7 @@ class ZeroEngine:
         return [safe_get_local_grad(param).clone() for _, param in self._trained_parameters()]
 
     def take_step(self, step: int, lr: float, share: float = 1.0) -> float:
-        """Take an optimiser step with the sum of the gradients, divided by `share`; returns their norm.
+        """Take an optimiser step with the sum of the gradients divided by `share`. Returns the norm of the quotient before clipping.
 
         Raises: RunError on a non-finite gradient.
         """
@@ -183,7 +188,7 @@ class ZeroEngine:
         for group in optimizer.param_groups:
             group["lr"] = lr
         if share != 1:
-            # DeepSpeed divides gradients by the loss scale before it clips them, so the share is set as the loss scale.
+            # DeepSpeed divides gradients by its loss scale before it clips them, so we pass the share as a loss scale.
             optimizer.override_loss_scale(share)
         self._engine.step()
         optimizer.custom_loss_scaler = False  # if it stayed on, the next step's loss would be multiplied by the share
@@ -207,41 +212,43 @@ class ZeroEngine:
     # Weights and state
 
     def export(self, path: Path, only_changed: bool = False) -> bool:
-        """Gather the weights, a few at a time, and let rank 0 write config and safetensors into `path`: a model without
-        adapters, which has what they add in its weights.
+        """Gather the weights, a few at a time, and let rank 0 write config and safetensors into `path`.
 
-        `only_changed`: those that training changes, see `changed_weights`. Returns whether all weights were written.
+        The files hold a model without adapters: what adapters add is added to the weights. With `only_changed` they hold only
+        the weights of `select_changed_weights`. Returns True if all weights were written.
         """
         tensors = self._file_tensors(only_changed)
         write_model(tensors, path if self._rank == 0 else None)
         return tensors.complete
 
     def _file_tensors(self, only_changed: bool) -> FileTensors:
-        """Return the weights as files have them: all, or only those that training changes."""
-        every = plain_weights(self._engine.module.lm)
+        """Return the weights in the form of the model's files: all of them, or only those that training changes."""
+        every = list_plain_weights(self._engine.module.lm)
         weights = self._pushed_weights if only_changed else every
         return FileTensors(self._engine.module.lm, weights, self._dtype, complete=len(weights) == len(every))
 
     @cached_property
     def _pushed_weights(self) -> Sequence[PlainWeight]:
-        """The weights that a push sends, always the same ones."""
+        """The weights that a push sends. They are found once: every push sends the same ones."""
         lm = self._engine.module.lm
-        return changed_weights(lm, plain_weights(lm))
+        return select_changed_weights(lm, list_plain_weights(lm))
 
     def begin_save(self, path: Path) -> None:
-        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on. Frozen
-        weights have no copy in float32 and are not in it: they come from the model's directory again."""
+        """Copy this rank's float32 weights and Adam moments; a thread writes them into `path` while the run goes on.
+
+        Frozen weights are not saved: a resume reads them from the model's directory again.
+        """
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
         if not self._adam_state():
             self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
         tensors = {}
         for name, param in self._trained_parameters():
-            num_values = part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+            num_values = compute_part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
-            # The last ranks' shards end in padding, which a checkpoint does not have: `kept` is without it.
+            # The shards of the last ranks end in padding, which a checkpoint does not have: `[:num_values]` cuts it off.
             tensors.update(
                 {f"{kind}/{name}": t[:num_values].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
             )
@@ -279,7 +286,7 @@ class ZeroEngine:
         optimizer.checkpoint_event_epilogue()
 
     def _trained_parameters(self) -> list[tuple[str, Any]]:
-        """Return name and parameter of every parameter that training changes."""
+        """Return name and parameter for every parameter that training changes."""
         return [(name, param) for name, param in self._engine.module.lm.named_parameters() if param.requires_grad]
 
     def _flat_groups(self) -> list[Tensor]:
@@ -304,13 +311,14 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     import deepspeed
     from deepspeed.utils import nvtx, set_z3_leaf_modules
 
-    # Else DeepSpeed looks for compilers and builds a kernel for inference with g++, half a minute for nothing that we use.
+    # Without this DeepSpeed looks for compilers and builds a kernel for inference with g++, which takes half a minute. We
+    # use no such kernel.
     deepspeed.ops.__compatible_ops__ = {}
     if options.world_size == 1:
         sum_nothing_at_one_rank()
     if not torch.cuda.is_available():
         _make_sums_deterministic()
-        nvtx.enable_nvtx = False  # marks for a GPU's profiler, around each of thousands of calls
+        nvtx.enable_nvtx = False  # these marks for a GPU's profiler would surround each of thousands of calls
     deepspeed.init_distributed(
         dist_backend="nccl" if torch.cuda.is_available() else "gloo",
         timeout=timedelta(seconds=options.timeout_s),
@@ -326,7 +334,8 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     if leaf_classes:
         set_z3_leaf_modules(module.lm, leaf_classes)
         if not all(param.requires_grad for param in module.lm.parameters()):
-            # DeepSpeed releases such a layer's weights too early if no gradient reaches its input, as below the first adapter.
+            # If no gradient reaches the input of a layer that is gathered as one, DeepSpeed releases its weights too early.
+            # That is so for layers below the first adapter.
             module.lm.enable_input_require_grads()
     trained = sum(whole_shape(param).numel() for param in module.parameters() if param.requires_grad)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options, trained))
@@ -342,8 +351,8 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
 def _make_sums_deterministic() -> None:
     """Make torch add gradients in a fixed order on the CPU, so that a resume gives the same bits.
 
-    Its threads add the gradients of indexed tensors in the order in which they finish; gpt-oss's experts are such sums. For
-    models without them this changes no bit.
+    By default torch's threads add the gradients of indexed tensors in the order in which the threads finish. The experts of
+    gpt-oss are such tensors; for models without them this setting changes no bit.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
     # Filling new memory is for debugging only, and costs time.
@@ -351,10 +360,10 @@ def _make_sums_deterministic() -> None:
 
 
 def _disable_randomness(module: Any, gradient_checkpointing: bool) -> None:
-    """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about its policy.
+    """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about that policy.
 
-    Layers recompute their activations only in training mode, so the layers alone are set to it; the modules inside stay in
-    evaluation mode.
+    Layers recompute their activations only in training mode. So with `gradient_checkpointing` the layers are put into training
+    mode, while the modules inside of them stay in evaluation mode.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -367,6 +376,7 @@ def _disable_randomness(module: Any, gradient_checkpointing: bool) -> None:
 
 
 _DEEPSPEED_NAME = {"float32": "fp32", "bfloat16": "bf16"}
+"""torch's name of a type -> DeepSpeed's."""
 
 
 def _bucket_settings(options: ZeroOptions, trained: int) -> dict[str, int | bool]:
@@ -374,16 +384,17 @@ def _bucket_settings(options: ZeroOptions, trained: int) -> dict[str, int | bool
 
     `trained` is the number of trained values.
     """
-    at_most = min(trained, options.bucket or SUMMED_AT_ONCE)  # all of it is allocated
+    # DeepSpeed allocates the whole bucket, so it is no larger than all gradients together.
+    at_most = min(trained, options.bucket or SUMMED_AT_ONCE)
     summed: dict[str, int | bool] = {"reduce_bucket_size": at_most}
     if options.world_size == 1:
-        # Every weight is at hand. DeepSpeed would spend seconds on finding out which ones to gather ahead and to keep, and its own
-        # linear layer, which lets go of gathered weights, is slower than torch's.
+        # A single rank has every weight. DeepSpeed would spend seconds on planning which ones to gather ahead and to keep. Its
+        # own linear layer, which releases gathered weights early, is slower than torch's.
         at_hand = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0, "memory_efficient_linear": False}
         return summed | at_hand
     if options.bucket is None:
         return summed
-    # A weight that is kept for its next use would come on top of the bucket.
+    # Weights that DeepSpeed keeps for their next use would need memory beside the bucket, so it keeps none.
     limits = {"stage3_max_live_parameters": options.bucket, "stage3_max_reuse_distance": 0}
     return summed | limits | {"stage3_prefetch_bucket_size": options.bucket}
 
@@ -394,7 +405,7 @@ def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": options.max_grad_norm,
         "bf16": {"enabled": options.dtype == "bfloat16"},
-        # One sets the type in which a rank sums its micro-batches, the other the type in which ranks are added up.
+        # `data_types` sets the type in which a rank sums its micro-batches; `communication_data_type`, that of sums over ranks.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
         "zero_optimization": {"stage": 3, "overlap_comm": False, **_bucket_settings(options, trained)},

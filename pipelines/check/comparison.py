@@ -20,7 +20,7 @@ from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.machine.devices import to_device
 from opd.models.heads import Head, logit_rule
-from opd.models.layouts import lay_out_single, predict_trained
+from opd.models.layouts import find_positions_before_trained, lay_out_single
 from opd.models.weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Teacher
@@ -125,7 +125,7 @@ class Comparer:
         for row in rows:
             packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])
             states_T_D = self._student.hidden_states(to_device(packed, self._device))
-            parts.append(states_T_D[predict_trained(packed, [row.rollout])].cpu())
+            parts.append(states_T_D[find_positions_before_trained(packed, [row.rollout])].cpu())
         return torch.cat(parts)
 
     def _measure_nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:

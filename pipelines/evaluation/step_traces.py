@@ -9,7 +9,7 @@ from pathlib import Path
 from opd.config.pipeline import load_pipeline
 from opd.errors import RunDirError, RunError
 from opd.run.paths import RunPaths
-from opd.stream.log import logged_episodes, logged_rollouts, logged_steps
+from opd.stream.log import list_logged_steps, read_logged_episodes, read_logged_rollouts
 from opd.traces.choose import episodes_of
 from opd.traces.making import guard_events, make_trace
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
@@ -52,7 +52,7 @@ def step_episodes(run_dir: Path, step_option: str, domains: Sequence[str], limit
 
 def _choose_step(paths: RunPaths, step_option: str) -> int:
     """Return the number of the step. Raises: RunDirError if nothing is there of it."""
-    steps = sorted({*paths.traces_by_step(), *logged_steps(paths.targets)})
+    steps = sorted({*paths.traces_by_step(), *list_logged_steps(paths.targets)})
     if steps and step_option == LAST:
         return steps[-1]
     if step_option.isdecimal() and int(step_option) in steps:
@@ -69,14 +69,14 @@ def _read_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     stored_traces = (
         read_traces(paths.trace_file(step)) if paths.trace_file(step).exists() else StepTraces(step=step, episodes=())
     )
-    if step not in logged_steps(paths.targets):
+    if step not in list_logged_steps(paths.targets):
         return stored_traces.episodes
     student = load_pipeline(paths.pipeline).student.model
     # The merged model has the student's tokenizer, wherever the student is now.
     tokenizer = load_tokenizer(paths.model if paths.model.is_dir() and not student.is_dir() else student)
     try:
-        rollouts = logged_rollouts(paths.targets, step, len(tokenizer))
-        events = guard_events(logged_episodes(paths.targets, step).values())
+        rollouts = read_logged_rollouts(paths.targets, step, len(tokenizer))
+        events = guard_events(read_logged_episodes(paths.targets, step).values())
     except (RunError, ValueError, KeyError, TypeError) as error:
         raise RunDirError.at(
             paths.targets,

@@ -14,7 +14,7 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     from transformers import AutoConfig
 
     from opd.models.weights import Naming
-    from opd.train.lora import add_adapters, lora_size
+    from opd.train.lora import add_adapters, count_lora_weights
     from pipelines.specs import lora_options
 
     options = lora_options(config)
@@ -23,4 +23,4 @@ def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
     model_config = AutoConfig.from_pretrained(student.path, trust_remote_code=False)
     lm = Naming(model_config, torch.float32).model
     add_adapters(lm, options)
-    return lora_size(lm)
+    return count_lora_weights(lm)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from opd.config import PipelineConfig
-from opd.models.packing import tree_limit
+from opd.models.packing import compute_tree_limit
 from opd.train.plan import RowSize
 from pipelines.plan.models import Models
 from pipelines.plan.spec import LengthsSpec
@@ -71,7 +71,7 @@ def stated_lengths(config: PipelineConfig, lengths: LengthsSpec) -> tuple[float,
 
 def _share_prompts(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
     """Responses to one prompt, as many beside each other as a tree may have."""
-    limit = tree_limit(prompt + max(group))
+    limit = compute_tree_limit(prompt + max(group))
     trees: list[list[int]] = []
     size = limit
     for length in group:

@@ -25,7 +25,7 @@ from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.models.buckets import BUCKET_BYTES
-from opd.models.packing import count_columns, tree_limit
+from opd.models.packing import compute_tree_limit, count_columns
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
@@ -297,7 +297,7 @@ def widest_unit(config: PipelineConfig) -> int:
     more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
     """
     longest = config.rollout.max_model_len
-    return tree_limit(longest) if config.rollout.shares_prefixes else longest
+    return compute_tree_limit(longest) if config.rollout.shares_prefixes else longest
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from opd.models.packing import packing_units
+from opd.models.packing import make_packing_units
 from opd.payloads.answer import Answer, Position
 from opd.records.types import Rollout
 
@@ -17,7 +17,7 @@ def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool =
     """
     batch: list[Rollout] = []
     tokens = 0
-    for unit in sorted(packing_units(rollouts, share=share), key=lambda u: (u.size, u.rollouts[0].sample_id)):
+    for unit in sorted(make_packing_units(rollouts, share=share), key=lambda u: (u.size, u.rollouts[0].sample_id)):
         if batch and tokens + unit.size > max_tokens:
             yield batch
             batch, tokens = [], 0

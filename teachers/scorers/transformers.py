@@ -20,12 +20,12 @@ from opd.errors import RunError
 from opd.machine.devices import to_device
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.heads import HeadFile, head_key, logit_rule
-from opd.models.layouts import LAYOUTS, Packed, layout_error, predict_trained, prove_layout
+from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained, layout_error, prove_layout
 from opd.models.logit_rule import LogitRule
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.models.packing import SHARED
 from opd.models.products import use_quick_products
-from opd.models.weights import Naming, fastest_attention, obeys_masks, to_meta
+from opd.models.weights import Naming, choose_attention, obeys_masks, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
@@ -208,7 +208,7 @@ class TransformersScorer:
     def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
         """Return for each rollout [N, D] the state at the position before each trained token, from which it is predicted."""
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
-        hidden_N_D = self._compute_states(packed)[predict_trained(packed, rollouts)].cpu()
+        hidden_N_D = self._compute_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
         return list(hidden_N_D.split([r.num_trained for r in rollouts]))
 
     @torch.no_grad()
@@ -397,7 +397,7 @@ def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=fastest_attention(config), trust_remote_code=False
+            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=False
         )
     return model.eval().requires_grad_(False)
 

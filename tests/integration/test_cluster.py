@@ -21,7 +21,7 @@ import pytest
 
 from opd import cluster
 from opd.cluster import RemoteCall, Seat, Worker, WorkerDied, WorkerGroup, watching
-from opd.cluster.session import current_watch
+from opd.cluster.session import get_current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
 from opd.machine import leftovers
@@ -50,7 +50,7 @@ def free_places() -> None:
 
 def make_room() -> None:
     """End all workers."""
-    for worker in current_watch().workers:
+    for worker in get_current_watch().workers:
         worker.kill()
 
 
@@ -348,9 +348,9 @@ def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
         with pytest.raises(RunError, match=late):
             cluster.reserve_seats([WorkerGroup(key="there", strategy="PACK", seats=(other,))], timeout_s=2)
     finally:
-        for place in current_watch().seats.values():
+        for place in get_current_watch().seats.values():
             remove_placement_group(place.group)
-        current_watch().seats.clear()
+        get_current_watch().seats.clear()
 
 
 @pytest.mark.parametrize("variables", [{"PYTHONPATH": str(ROOT)}, {}], ids=["a path", "as installed"])

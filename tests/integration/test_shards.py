@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from opd.models.weights import load_causal_lm, persistent_buffers, to_files
+from opd.models.weights import iterate_persistent_buffers, load_causal_lm, to_files
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
-from opd.train.shards import part_sizes
+from opd.train.shards import compute_part_sizes
 from opd.train.zero import ZeroEngine, ZeroOptions
 from tests.models.families import FAMILIES, build_models
 
@@ -68,7 +68,7 @@ def held(made: ZeroEngine) -> dict[str, Any]:
     parts, ranks = {}, made._options.world_size
     for name, param in lm.named_parameters():
         assert param.ds_tensor.numel() == -(-param.ds_numel // ranks), name
-        kept = part_sizes(param.ds_numel, ranks)[made._rank]  # nothing says what the padding is
+        kept = compute_part_sizes(param.ds_numel, ranks)[made._rank]  # nothing says what the padding is
         parts[name] = (tuple(param.ds_shape), param.requires_grad, param.ds_tensor[:kept].clone())
     return parts | {name: (tuple(buffer.shape), None, buffer.clone()) for name, buffer in lm.named_buffers()}
 
@@ -90,13 +90,13 @@ def whole_export(made: ZeroEngine, path: Path) -> None:
     from huggingface_hub import save_torch_state_dict
 
     from opd.train.export import gather_parameters
-    from opd.train.lora import plain_weights
+    from opd.train.lora import list_plain_weights
 
     lm, state = made.model.module.lm, {}
-    for weight in plain_weights(lm):
+    for weight in list_plain_weights(lm):
         with gather_parameters(weight.params):
             state[weight.name] = weight.read_tensor().to("cpu", made._dtype, copy=True)
-    state |= {name: buffer.clone() for name, buffer in persistent_buffers(lm)}
+    state |= {name: buffer.clone() for name, buffer in iterate_persistent_buffers(lm)}
     if made._rank == 0:
         save_torch_state_dict(to_files(lm, state), path, max_shard_size="5GB")
         lm.config.save_pretrained(path)
@@ -202,7 +202,7 @@ def compare_families(root: Path) -> dict[str, str]:
                 wrong[name] = f"buffers in {dtype}"
             if whole.config.to_dict() != share.config.to_dict():
                 wrong[name] = "config"
-            state = params | dict(persistent_buffers(whole))
+            state = params | dict(iterate_persistent_buffers(whole))
             files, wanted = to_files(share, state), revert_weight_conversion(whole, dict(state))
             if list(files) != list(wanted) or any(not torch.equal(files[n], wanted[n]) for n in wanted):
                 wrong[name] = "files"

@@ -73,13 +73,13 @@ def restored(root: Path, attention: str | None = "eager") -> Any:
 
 def packing(model: Any, layout: str, vocab_size: int) -> float:
     """Largest relative difference of hidden states, laid out together against alone."""
-    from opd.models.layouts import Packed, layout_differences
+    from opd.models.layouts import Packed, measure_layout_differences
 
     def body(laid_out: Packed) -> Tensor:
         states: Tensor = model.base_model(**laid_out.inputs()).last_hidden_state
         return states.flatten(0, 1)
 
-    return layout_differences(body, layout, vocab_size)[0]
+    return measure_layout_differences(body, layout, vocab_size)[0]
 
 
 def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Logprobs:

@@ -640,10 +640,10 @@ def filtered_sampling(b: Bench) -> None:
 
 
 def nothing_to_train(b: Bench) -> None:
-    from opd.train.totals import row_weights
+    from opd.train.totals import weigh_rows
 
     ended = rollout(0, (2,))  # the end token alone
-    assert (ended.loss_mask, row_weights([ended], "token_mean", {})) == ((True,), {ended.sample_id: 1.0})
+    assert (ended.loss_mask, weigh_rows([ended], "token_mean", {})) == ((True,), {ended.sample_id: 1.0})
     targets = no_parts()
     report = trainer(b, 1.0).train_step(3, [rollout(0, ()), rollout(1, ())], targets)
     assert (report.skipped, report.loss, report.grad_norm) == (True, 0.0, 0.0)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from opd.models.buckets import ALIGNMENT, Bucket, BucketWriter, KeptHandles, padded_bytes
+from opd.models.buckets import ALIGNMENT, Bucket, BucketWriter, KeptHandles, count_padded_bytes
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -23,7 +23,7 @@ TENSORS = {
 
 
 def filled(tensors: dict[str, torch.Tensor]) -> Bucket:
-    writer = BucketWriter(sum(padded_bytes(tensor) for tensor in tensors.values()))
+    writer = BucketWriter(sum(count_padded_bytes(tensor) for tensor in tensors.values()))
     for name, tensor in tensors.items():
         writer.add({name: tensor})
     return writer.finish_bucket()
@@ -63,7 +63,7 @@ def test_a_bucket_that_is_not_full_is_a_fault() -> None:
 def test_values_are_copied_when_they_are_added() -> None:
     """A gathered weight is cut again right afterwards."""
     weight = torch.ones(2)
-    writer = BucketWriter(padded_bytes(weight))
+    writer = BucketWriter(count_padded_bytes(weight))
     writer.add({"a": weight})
     weight.zero_()
     ((_, found),) = writer.finish_bucket().tensors()
@@ -72,11 +72,11 @@ def test_values_are_copied_when_they_are_added() -> None:
 
 def test_a_tensor_without_values_takes_as_much_as_one_with() -> None:
     assert (
-        padded_bytes(torch.empty(17, dtype=torch.float32, device="meta"))
-        == padded_bytes(torch.ones(17))
+        count_padded_bytes(torch.empty(17, dtype=torch.float32, device="meta"))
+        == count_padded_bytes(torch.ones(17))
         == 2 * ALIGNMENT
     )
-    assert padded_bytes(torch.empty(0)) == 0
+    assert count_padded_bytes(torch.empty(0)) == 0
     assert isinstance(filled({}).data, np.ndarray)
 
 

@@ -15,10 +15,10 @@ from opd.errors import RunError
 from opd.models.layouts import (
     LAYOUTS,
     Packed,
+    find_positions_before,
     lay_out_single,
-    layout_differences,
     layout_error,
-    predict_positions,
+    measure_layout_differences,
     prove_layout,
 )
 
@@ -66,7 +66,7 @@ def test_tokens_lie_where_the_offsets_say(layout: str) -> None:
         assert laid_out.position_ids_B_T.flatten()[offset : offset + len(ids)].tolist() == list(range(len(ids)))
         assert offset // laid_out.input_ids_B_T.shape[1] == (offset + len(ids) - 1) // laid_out.input_ids_B_T.shape[1]
     spans = [(1, len(ids)) for ids in SEQUENCES]
-    read = laid_out.input_ids_B_T.flatten()[predict_positions(laid_out, spans)]
+    read = laid_out.input_ids_B_T.flatten()[find_positions_before(laid_out, spans)]
     assert read.tolist() == [t for ids in SEQUENCES for t in ids[:-1]]
 
 
@@ -87,7 +87,7 @@ def test_each_family_gets_the_fastest_layout_that_is_right_for_it(family: str, d
     proof = prove_layout(lambda layout: layout_error(states, layout, VOCABULARY, dtype), family)
     assert proof.layout == FAMILIES[family][1]
     assert [layout for layout, error in proof.tried.items() if error <= 1] == [proof.layout]
-    alone, neighbour = layout_differences(states, proof.layout, VOCABULARY)
+    alone, neighbour = measure_layout_differences(states, proof.layout, VOCABULARY)
     assert neighbour == 0
     assert alone <= (1e-5 if dtype == torch.float32 else 0.02)
 
@@ -108,14 +108,14 @@ def attention(packed: Packed, *, leak: float = 0.0, wrong_positions: bool = Fals
 
 def test_a_leak_too_small_for_rounding_is_found_by_other_neighbours() -> None:
     assert layout_error(attention, "packed", VOCABULARY, torch.bfloat16) <= 1
-    alone, neighbour = layout_differences(lambda p: attention(p, leak=1e-4), "packed", VOCABULARY)
+    alone, neighbour = measure_layout_differences(lambda p: attention(p, leak=1e-4), "packed", VOCABULARY)
     assert alone < 0.1 and 1e-4 < neighbour < 1e-2
     assert layout_error(lambda p: attention(p, leak=1e-4), "packed", VOCABULARY, torch.bfloat16) > 1
     assert layout_error(lambda p: attention(p, leak=1e-4), "padded", VOCABULARY, torch.bfloat16) <= 1
 
 
 def test_positions_that_go_on_are_found_although_no_neighbour_is_seen() -> None:
-    alone, neighbour = layout_differences(lambda p: attention(p, wrong_positions=True), "packed", VOCABULARY)
+    alone, neighbour = measure_layout_differences(lambda p: attention(p, wrong_positions=True), "packed", VOCABULARY)
     assert alone > 0.1 and neighbour == 0
     assert layout_error(lambda p: attention(p, wrong_positions=True), "packed", VOCABULARY, torch.bfloat16) > 1
 

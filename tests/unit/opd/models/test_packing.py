@@ -6,7 +6,14 @@ import random
 
 import pytest
 
-from opd.models.packing import WIDEST_TREE, build_trees, count_columns, pack_into_rows, packing_units, tree_limit
+from opd.models.packing import (
+    WIDEST_TREE,
+    build_trees,
+    compute_tree_limit,
+    count_columns,
+    make_packing_units,
+    pack_into_rows,
+)
 from opd.records.types import Rollout
 from tests.rows import make_rollout
 
@@ -108,7 +115,7 @@ def test_a_tree_is_at_most_as_wide_as_its_limit() -> None:
     assert [t.size for t in build_trees(families(prompts=1, n=40, prompt=100, response=50))] == [100 + 8 * 50] * 5
     (longest, *_) = long = families(prompts=1, n=8, prompt=500, response=200)
     assert [t.size for t in build_trees(long)] == [500 + 4 * 200] * 2
-    assert tree_limit(len(longest)) == 1400 and tree_limit(3) == WIDEST_TREE
+    assert compute_tree_limit(len(longest)) == 1400 and compute_tree_limit(3) == WIDEST_TREE
 
 
 def test_a_tree_is_the_same_beside_others_as_alone() -> None:
@@ -137,8 +144,8 @@ def test_a_unit_is_of_one_domain() -> None:
         )
 
     given = [one(i, domain) for i in range(2) for domain in "ab"]
-    assert [(u.rollouts, u.size) for u in packing_units(given, share=False)] == [((r,), 5) for r in given]
-    assert [(u.rollouts, u.size) for u in packing_units(given, share=True)] == [
+    assert [(u.rollouts, u.size) for u in make_packing_units(given, share=False)] == [((r,), 5) for r in given]
+    assert [(u.rollouts, u.size) for u in make_packing_units(given, share=True)] == [
         ((given[0], given[2]), 7),
         ((given[1], given[3]), 7),
     ]

@@ -42,7 +42,7 @@ def test_layers_give_the_values_and_gradients_of_float64(
     monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
     x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(1)), made(bias)
     wanted = gradients(copy.deepcopy(model).double(), x.double())
-    exact = products.with_onednn_products(products.product_error)() < products.MAX_PRODUCT_ERROR
+    exact = products.with_onednn_products(products.measure_product_error)() < products.MAX_PRODUCT_ERROR
     assert products.use_quick_products(model, CPU)
     assert all("forward" in vars(m) for m in model if isinstance(m, nn.Linear))
     for found, right in zip(gradients(model, x), wanted, strict=True):
@@ -101,7 +101,7 @@ def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
-    assert products.with_onednn_products(products.product_error)() > 10 * products.MAX_PRODUCT_ERROR
+    assert products.with_onednn_products(products.measure_product_error)() > 10 * products.MAX_PRODUCT_ERROR
     assert not products.is_onednn_faster()
     assert torch.get_float32_matmul_precision() == "highest"
 
@@ -143,7 +143,7 @@ def test_mkl_stays_where_nothing_was_measured(
     monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str, device: str
 ) -> None:
     make_machine(monkeypatch, maker, instructions)
-    monkeypatch.setattr(products, "product_error", lambda: 4e-7)
+    monkeypatch.setattr(products, "measure_product_error", lambda: 4e-7)
     model = made(bias=False)
     assert not products.use_quick_products(model, torch.device(device))
     assert "forward" not in vars(model[0])

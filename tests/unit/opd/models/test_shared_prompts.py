@@ -20,13 +20,13 @@ from opd.models.layouts import (
     LAYOUTS,
     SHARED,
     Packed,
-    layout_differences,
+    find_positions_before,
     layout_error,
-    predict_positions,
+    measure_layout_differences,
     prove_layout,
 )
 from opd.models.logit_rule import IDENTITY
-from opd.models.weights import fastest_attention, obeys_masks
+from opd.models.weights import choose_attention, obeys_masks
 from opd.records.types import LayoutProof
 from opd.stream.schema import TargetRow
 from opd.train.batch import MicroBatch, micro_batch
@@ -93,7 +93,7 @@ def test_the_mask_is_made_once_in_the_models_type() -> None:
 
 def test_a_prompts_last_token_predicts_the_first_of_every_response() -> None:
     laid_out = LAYOUTS[SHARED]([[5, 6, 7, 1], [5, 6, 7, 2, 3]])
-    found = predict_positions(laid_out, [(3, 4), (3, 5)])
+    found = find_positions_before(laid_out, [(3, 4), (3, 5)])
     assert laid_out.input_ids_B_T.flatten()[found].tolist() == [7, 7, 2]
     assert found[0] == found[1]
 
@@ -119,7 +119,7 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
     config = build_config(FAMILIES[family])
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=fastest_attention(config)).to(dtype).eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation=choose_attention(config)).to(dtype).eval()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -127,7 +127,7 @@ def model(family: str, dtype: torch.dtype = torch.float32) -> Any:
 def test_attention_alone_shares_prompts(family: str, dtype: torch.dtype) -> None:
     lm = model(family, dtype)
     assert obeys_masks(lm)
-    alone, neighbour = layout_differences(body(lm), SHARED, VOCABULARY)
+    alone, neighbour = measure_layout_differences(body(lm), SHARED, VOCABULARY)
     assert neighbour == 0
     assert alone <= (1e-5 if dtype == torch.float32 else 0.03)
 

@@ -16,7 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.errors import ModelError
-from opd.models.weights import Naming, fastest_attention, file_groups, load_causal_lm, persistent_buffers, to_files
+from opd.models.weights import (
+    Naming,
+    choose_attention,
+    iterate_persistent_buffers,
+    load_causal_lm,
+    make_file_groups,
+    to_files,
+)
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"]
 IDS = torch.arange(4, 40)[None]
@@ -29,7 +36,7 @@ def model_dir(request: pytest.FixtureRequest, make_mixture_dir: Callable[..., Pa
 
 def plain(model_dir: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = AutoConfig.from_pretrained(model_dir)
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=fastest_attention(config))
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation=choose_attention(config))
 
 
 def naming(model_dir: Path, dtype: torch.dtype = torch.float32) -> Naming:
@@ -118,7 +125,7 @@ def test_an_export_has_the_hubs_names_and_gives_the_same_logits(model_dir: Path,
     with torch.no_grad():
         for param in model.parameters():  # as training would
             param += 0.01 * torch.randn_like(param)
-    state = {name: param.detach() for name, param in model.named_parameters()} | dict(persistent_buffers(model))
+    state = {name: param.detach() for name, param in model.named_parameters()} | dict(iterate_persistent_buffers(model))
     out = tmp_path / "out"
     out.mkdir()
     save_torch_state_dict(to_files(model, state), out)
@@ -136,8 +143,10 @@ def test_group_by_group_the_files_are_those_of_all_at_once(model_dir: Path) -> N
     loaded = plain(model_dir)
     made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
     for model in (loaded, made):
-        state = {name: param.detach() for name, param in model.named_parameters()} | dict(persistent_buffers(model))
-        groups = file_groups(model, state)
+        state = {name: param.detach() for name, param in model.named_parameters()} | dict(
+            iterate_persistent_buffers(model)
+        )
+        groups = make_file_groups(model, state)
         assert sorted(name for group in groups for name in group.names) == sorted(state)
         assert (model_dir.name == "gpt_oss") == all(group.conversion is None for group in groups)
         found = {
@@ -157,7 +166,7 @@ def test_tensors_that_a_file_fuses_are_one_group() -> None:
     fused = WeightConverter(["qkv"], ["q_proj", "k_proj"], operations=[Chunk(dim=0)])
     model = SimpleNamespace(config=None, _weight_conversions=[fused])
     state = {f"layers.{n}.{part}.weight": torch.randn(2, 3) for n in (10, 9) for part in ("q_proj", "k_proj", "o_proj")}
-    groups = file_groups(model, state)
+    groups = make_file_groups(model, state)
     assert [group.names for group in groups if len(group.names) > 1] == [
         tuple(f"layers.{n}.{part}.weight" for part in ("k_proj", "q_proj")) for n in (9, 10)
     ]

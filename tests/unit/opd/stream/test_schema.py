@@ -21,14 +21,14 @@ from opd.stream.schema import (
     Stream,
     StreamError,
     TargetRow,
+    make_stream_columns,
+    make_stream_schema,
     read_stream,
-    stream_columns,
-    stream_schema,
     write_stream,
 )
 from tests.rows import columns_of_row, make_row
 
-FIELDS = {payload: stream_columns(answer_class(payload)) for payload in PAYLOADS}
+FIELDS = {payload: make_stream_columns(answer_class(payload)) for payload in PAYLOADS}
 
 D = 3
 
@@ -152,7 +152,7 @@ def test_rows_of_another_payload_are_refused(payload: str) -> None:
 
 @pytest.mark.parametrize("payload", LIGHT)
 def test_a_stream_that_says_another_payload_is_refused(payload: str) -> None:
-    metadata = stream_schema("float32", payload).metadata
+    metadata = make_stream_schema("float32", payload).metadata
     with pytest.raises(StreamError, match=rf"columns .*'hidden'\] of {payload}, wanted "):
         read_stream(with_schema(FIELDS["hidden_states"].with_metadata(metadata)))
 
@@ -241,7 +241,7 @@ def test_a_stream_cut_at_any_byte_is_refused() -> None:
 def rebuilt(batches: list[tuple[pa.RecordBatch, dict[str, str] | None]], schema: pa.Schema | None = None) -> pa.Buffer:
     """A well-formed Arrow stream of these batches."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema or stream_schema("float32", "hidden_states")) as writer:
+    with pa.ipc.new_stream(sink, schema or make_stream_schema("float32", "hidden_states")) as writer:
         for batch, metadata in batches:
             writer.write_batch(batch, custom_metadata=metadata)
     return sink.getvalue()
@@ -326,7 +326,7 @@ def test_other_columns_are_refused(change: str) -> None:
         constants = [f for f in fields[1].type.value_type if f.name != "head"]
         fields[1] = fields[1].with_type(pa.dictionary(pa.int16(), pa.struct(constants)))
     with pytest.raises(StreamError, match="columns"):
-        read_stream(with_schema(pa.schema(fields, stream_schema("float32", "hidden_states").metadata)))
+        read_stream(with_schema(pa.schema(fields, make_stream_schema("float32", "hidden_states").metadata)))
 
 
 @pytest.mark.parametrize(

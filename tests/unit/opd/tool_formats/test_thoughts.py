@@ -16,7 +16,7 @@ from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.tool_formats import TOOL_FORMATS
 from opd.tool_formats.thoughts import split_thoughts, without_thoughts
 from opd.traces.making import make_trace
-from opd.train.turns import first_turns
+from opd.train.turns import count_earlier_turns
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import DROPS_THOUGHTS, QWEN3
 from tests.unit.opd.rollouts.episodes.test_compaction import options
@@ -160,7 +160,7 @@ def test_every_state_is_that_in_which_the_student_serves(template: str) -> None:
     assert [(r.origin, r.parent, r.next) for r in found.rollouts] == [
         ("main", None, ids[1]), ("main", ids[0], ids[2]), ("main", ids[1], None),
     ]  # fmt: skip
-    assert first_turns(found.rollouts) == {ids[1]: 1, ids[2]: 2}, "turns are counted on"
+    assert count_earlier_turns(found.rollouts) == {ids[1]: 1, ids[2]: 2}, "turns are counted on"
     shown = make_trace(found.rollouts, (), {}, TOKENIZER)
     assert [shown.segment_kind(segment) for segment in shown.segments] == [
         "main",
@@ -199,7 +199,7 @@ def test_thoughts_stay_while_results_follow_and_go_when_the_user_asks() -> None:
     assert chain.count("<think>") > 1 and chain.count("results\n</think>") == found.audit.turns - 2
     assert asked.count("<think>") == 1 and asked.endswith(thinking("at 2<|im_end|>", "to sum up"))
     assert "so far at 2" in after and "to sum up" not in after, "a summary is what was said"
-    assert first_turns(found.rollouts)[found.rollouts[1].sample_id] == found.audit.turns - 2
+    assert count_earlier_turns(found.rollouts)[found.rollouts[1].sample_id] == found.audit.turns - 2
 
 
 def test_a_caller_reads_what_its_sub_agent_said_and_not_what_it_thought() -> None:

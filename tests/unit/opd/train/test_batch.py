@@ -19,7 +19,7 @@ from opd.losses.logits import token_logprobs
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import SampledKL
 from opd.models.heads import Head
-from opd.models.layouts import LAYOUTS, predict_positions
+from opd.models.layouts import LAYOUTS, find_positions_before
 from opd.models.logit_rule import IDENTITY
 from opd.payloads.hidden_states import HiddenRun, MixtureBlock, TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
@@ -100,7 +100,7 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
     packed = LAYOUTS["packed"](chosen)
     tokens = torch.tensor([t for ids, (a, b) in zip(chosen, spans, strict=True) for t in ids[a:b]])
     with torch.no_grad():
-        hidden = student(lm).hidden_states(packed)[predict_positions(packed, spans)]
+        hidden = student(lm).hidden_states(packed)[find_positions_before(packed, spans)]
         found = token_logprobs(hidden, lm.get_output_embeddings().weight, tokens, IDENTITY, chunk=7)
     want = torch.cat(
         [alone(lm, ids)[range(a - 1, b - 1), ids[a:b]] for ids, (a, b) in zip(chosen, spans, strict=True) if b > a]
@@ -120,10 +120,10 @@ def test_padding_rows_of_the_head_have_no_probability_in_the_probe_either(lm: An
 
 def test_positions_are_direct_indices() -> None:
     packed = LAYOUTS["packed"]([[1, 2, 3, 4, 5], [6, 7, 8]])
-    positions = predict_positions(packed, [(2, 5), (1, 3)])
+    positions = find_positions_before(packed, [(2, 5), (1, 3)])
     assert packed.input_ids_B_T.flatten()[positions].tolist() == [2, 3, 4, 6, 7]
     assert packed.input_ids_B_T.flatten()[positions + 1].tolist() == [3, 4, 5, 7, 8]
-    assert predict_positions(LAYOUTS["packed"]([]), []).tolist() == []
+    assert find_positions_before(LAYOUTS["packed"]([]), []).tolist() == []
 
 
 # Micro-batches of scored rows

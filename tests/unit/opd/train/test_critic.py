@@ -17,7 +17,7 @@ from opd.train.components import Component
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
 from opd.train.critic_rank import UpdateResult, UpdateWork
 from opd.train.schedule import LearningRate
-from opd.train.value import Critic, freeze_attention_layers, state_indices
+from opd.train.value import Critic, find_state_indices, freeze_attention_layers
 from tests.credit import PlainRank, critic_options, segment
 
 
@@ -96,7 +96,7 @@ def test_values_are_those_of_the_states_before_trained_tokens_and_behind_the_las
     every = rollouts()
     packed = LAYOUTS["packed"]([[*r.prompt_ids, *r.response_ids] for r in every])
     with torch.no_grad():
-        found = model.values(packed, state_indices(packed, every)).tolist()
+        found = model.values(packed, find_state_indices(packed, every)).tolist()
         wanted, behind = [], []
         for rollout in every:
             ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])

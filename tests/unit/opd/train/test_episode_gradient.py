@@ -30,10 +30,10 @@ from opd.rollouts.episodes.trace import EpisodeKey, Trace
 from opd.stream.schema import TargetRow, write_stream
 from opd.train.batch import micro_batch
 from opd.train.components import Component
-from opd.train.plan import plan_micro_batches, row_sizes
+from opd.train.plan import measure_row_sizes, plan_micro_batches
 from opd.train.rank import RankWork, TrainerRank
 from opd.train.student import Student
-from opd.train.totals import row_weights, token_weights
+from opd.train.totals import token_weights, weigh_rows
 from pipelines.specs import rank_options
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import TOKENIZER, encode, play, request
@@ -143,7 +143,7 @@ def test_the_step_has_all_that_an_episode_may_have() -> None:
 def moved(student: Kept, rollouts: Sequence[Rollout], layout: str) -> tuple[set[int], Packed]:
     """Flat positions whose hidden state has a gradient that is not exactly 0, and where the tokens lie."""
     batch = micro_batch([(row(r),) for r in rollouts], torch.float32, None, layout)
-    weights = row_weights(rollouts, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(rollouts, "token_mean", DOMAIN_WEIGHTS)
     loss, _ = student(batch, HEADS, {"divergence": token_weights(batch, [weights[r.sample_id] for r in rollouts])})
     loss.backward()
     assert student.kept.grad is not None
@@ -213,7 +213,7 @@ ROWS = {r.sample_id: row(r) for r in STEP}
 def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, float, dict[str, Tensor]]:
     """Loss as it is optimised, loss as it is reported, and gradient by parameter, of one step in these parts."""
     student.zero_grad()
-    weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
     whole = RankWork(step=1, lr=0.1, micro_batches=(), components={"divergence": Component(weights=weights)})
     optimised = reported = 0.0
     for index, part in enumerate(cut):
@@ -235,7 +235,7 @@ def trained(student: Kept, cut: Cut, layout: str = "packed") -> tuple[float, flo
 
 def cuts(layout: str) -> list[Cut]:
     """The driver's plans for 1, 2 and 5 ranks with large and small micro-batches, and drawn ones, some with empty parts."""
-    sizes = row_sizes(STEP, share=layout == SHARED)
+    sizes = measure_row_sizes(STEP, share=layout == SHARED)
     found: list[Cut] = [
         plan_micro_batches(sizes, ranks, tokens, padded=layout == "padded")
         for ranks, tokens in product((1, 2, 5), (40, 120, 4000))

@@ -15,7 +15,7 @@ from opd.models.buckets import ALIGNMENT
 from opd.models.weights import load_causal_lm
 from opd.train import export
 from opd.train.export import FileTensors, WeightSender, write_model
-from opd.train.lora import plain_weights
+from opd.train.lora import list_plain_weights
 
 Make = Callable[..., Path]
 
@@ -34,7 +34,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def sent(lm: Any, nbytes: int, dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
-    sending = WeightSender(FileTensors(lm, plain_weights(lm), dtype, complete=True), nbytes)
+    sending = WeightSender(FileTensors(lm, list_plain_weights(lm), dtype, complete=True), nbytes)
     count = sending.count
     buckets = [sending.gather_bucket(sends=True) for _ in range(count)]
     return [dict(bucket.tensors()) for bucket in buckets if bucket is not None]
@@ -51,7 +51,7 @@ def test_buckets_have_the_tensors_of_the_files(
     for dtype in (torch.float32, torch.bfloat16):
         written = tmp_path / str(dtype)
         written.mkdir()
-        write_model(FileTensors(lm, plain_weights(lm), dtype, complete=True), written)
+        write_model(FileTensors(lm, list_plain_weights(lm), dtype, complete=True), written)
         wanted = load_file(written / "model.safetensors")
         for nbytes in (1, 50_000, 1 << 30):
             found = {name: tensor for bucket in sent(lm, nbytes, dtype) for name, tensor in bucket.items()}
@@ -85,7 +85,7 @@ def test_experts_that_lie_in_one_weight_are_gathered_once_and_sent_in_several_bu
     lm = load_causal_lm(make_mixture_dir(tmp_path / "student", "qwen3_moe"), torch.float32)
     fused = [param for name, param in lm.named_parameters() if name.endswith("experts.gate_up_proj")]
     limit = fused[0].nbytes // 2
-    tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
+    tensors = FileTensors(lm, list_plain_weights(lm), torch.float32, complete=True)
     sending = WeightSender(tensors, limit)
     buckets = [bucket for _ in range(sending.count) if (bucket := sending.gather_bucket(sends=True)) is not None]
     assert len(one_process) == len(tensors.groups), "each weight is gathered once"
@@ -98,7 +98,7 @@ def test_experts_that_lie_in_one_weight_are_gathered_once_and_sent_in_several_bu
 
 def test_a_rank_that_only_gathers_has_no_bucket(tmp_path: Path, make_model_dir: Make, one_process: list[int]) -> None:
     lm = load_causal_lm(make_model_dir(tmp_path / "student"), torch.float32)
-    tensors = FileTensors(lm, plain_weights(lm), torch.float32, complete=True)
+    tensors = FileTensors(lm, list_plain_weights(lm), torch.float32, complete=True)
     sending = WeightSender(tensors, 40_000)
     assert [sending.gather_bucket(sends=False) for _ in range(sending.count)] == [None] * sending.count
     assert len(one_process) == len(tensors.groups), "it takes part in every one"

@@ -22,13 +22,13 @@ from opd.train.lora import (
     LoraOptions,
     PlainWeight,
     add_adapters,
-    changed_weights,
+    count_lora_weights,
     fold_adapters,
-    lora_size,
-    plain_weights,
+    list_plain_weights,
+    select_changed_weights,
     write_adapter,
 )
-from opd.train.optimizer import parameter_groups
+from opd.train.optimizer import split_parameters
 from opd.train.student import Student
 from opd.train.zero import _disable_randomness
 from tests.models.families import FAMILIES, build_config
@@ -73,7 +73,7 @@ def test_adapters_alone_are_trained_and_say_nothing_yet(tiny_model_dir: Path) ->
     names = adapters(lm)
     assert len(names) == 2 * 7 * 2 and all(".lora_A." in n or ".lora_B." in n for n in names)
     assert torch.equal(logits(lm), logits(load_causal_lm(tiny_model_dir, torch.float32)))
-    (group,) = parameter_groups(lm, 0.1)
+    (group,) = split_parameters(lm, 0.1)
     assert {id(p) for p in group["params"]} == {id(p) for p in names.values()}
 
 
@@ -95,7 +95,7 @@ def test_plain_weights_are_those_of_a_model_that_says_the_same(tmp_path: Path, m
     lm = trained(adapted(base))
     plain = load_causal_lm(base, torch.float32)
     own = dict(plain.named_parameters())
-    found = {weight.name: weight for weight in plain_weights(lm)}
+    found = {weight.name: weight for weight in list_plain_weights(lm)}
     assert list(found) == list(own)
     plain.load_state_dict({name: weight.read_tensor() for name, weight in found.items()}, strict=tie is False)
     assert logits(plain) == pytest.approx(logits(lm), abs=1e-5)
@@ -106,7 +106,7 @@ def test_plain_weights_are_those_of_a_model_that_says_the_same(tmp_path: Path, m
 
 def test_adapters_can_be_put_into_the_weights(tiny_model_dir: Path) -> None:
     lm = trained(adapted(tiny_model_dir))
-    wanted = {weight.name: weight.read_tensor() for weight in plain_weights(lm)}
+    wanted = {weight.name: weight.read_tensor() for weight in list_plain_weights(lm)}
     fold_adapters(lm)
     assert {name: param.shape for name, param in lm.named_parameters()} == {n: v.shape for n, v in wanted.items()}
     assert all(torch.equal(param, wanted[name]) for name, param in lm.named_parameters())
@@ -114,7 +114,7 @@ def test_adapters_can_be_put_into_the_weights(tiny_model_dir: Path) -> None:
 
 def test_in_bfloat16_an_update_is_added_in_float32_and_rounded_once(tiny_model_dir: Path) -> None:
     lm = trained(adapted(tiny_model_dir, torch.bfloat16))
-    (weight,) = [w for w in plain_weights(lm) if w.name == "model.layers.0.mlp.down_proj.weight"]
+    (weight,) = [w for w in list_plain_weights(lm) if w.name == "model.layers.0.mlp.down_proj.weight"]
     assert weight.update is not None
     exact = weight.own.double() + 2 * weight.update.b_O_K.double() @ weight.update.a_K_I.double()
     assert weight.read_tensor().dtype == torch.bfloat16
@@ -127,24 +127,24 @@ def test_in_bfloat16_an_update_is_added_in_float32_and_rounded_once(tiny_model_d
 )
 def test_a_push_has_what_changes_and_its_neighbours(tiny_model_dir: Path, targets: Any, changed: list[str]) -> None:
     lm = adapted(tiny_model_dir, targets=targets)
-    every = plain_weights(lm)
-    names = {weight.name for weight in changed_weights(lm, every)}
+    every = list_plain_weights(lm)
+    names = {weight.name for weight in select_changed_weights(lm, every)}
     layers = (1,) if targets == ["1.mlp.up_proj"] else (0, 1)
     part = "mlp" if "gate_proj" in changed else "self_attn"
     parts = {name: part if name in changed else "" for name in changed} | dict.fromkeys(
         set(changed) & set(ATTENTION), "self_attn"
     )
     assert names == {f"model.layers.{i}.{parts[name]}.{name}.weight" for i in layers for name in changed}
-    size = lora_size(lm)
+    size = count_lora_weights(lm)
     assert size.pushed == sum(weight.own.numel() for weight in every if weight.name in names)
     assert size.trained == sum(param.numel() for param in adapters(lm).values())
 
 
 def test_without_adapters_every_weight_is_plain_and_changes(tiny_model_dir: Path) -> None:
     lm = load_causal_lm(tiny_model_dir, torch.float32)
-    every = plain_weights(lm)
+    every = list_plain_weights(lm)
     assert every == [PlainWeight(name, param) for name, param in lm.named_parameters()]
-    assert changed_weights(lm, every) is every
+    assert select_changed_weights(lm, every) is every
 
 
 def meta(family: str) -> Any:
@@ -156,7 +156,7 @@ def meta(family: str) -> Any:
 def test_biases_of_a_fused_layer_are_pushed_with_it() -> None:
     lm = meta("Qwen2")
     add_adapters(lm, options(["k_proj"]))
-    names = {w.name for w in changed_weights(lm, plain_weights(lm)) if ".0." in w.name}
+    names = {w.name for w in select_changed_weights(lm, list_plain_weights(lm)) if ".0." in w.name}
     wanted = {f"model.layers.0.self_attn.{n}" for n in ("q_proj", "k_proj", "v_proj")}
     assert names == {f"{n}.{own}" for n in wanted for own in ("weight", "bias")} | {
         "model.layers.0.self_attn.o_proj.weight"
@@ -172,8 +172,8 @@ def test_of_every_family_some_module_can_be_adapted_and_its_files_stand_apart(na
     )
     target = next((n for n in ("o_proj", "out_proj", "dense", "fc2", "c_proj", "wo") if n in linear), linear[0])
     add_adapters(lm, options([target]))
-    every = plain_weights(lm)
-    changed = changed_weights(lm, every)
+    every = list_plain_weights(lm)
+    changed = select_changed_weights(lm, every)
     assert 0 < len(changed) < len(every)
     whole = to_files(lm, {w.name: torch.empty(w.own.shape, device="meta") for w in every})
     part = to_files(lm, {w.name: torch.empty(w.own.shape, device="meta") for w in changed})
@@ -224,7 +224,7 @@ def test_gradients_are_the_same_when_activations_are_computed_again(tiny_model_d
 
 def written(lm: Any, base: Path, path: Path) -> Path:
     tensors = {}
-    for weight in plain_weights(lm):
+    for weight in list_plain_weights(lm):
         if weight.update:
             for letter, part in (("A", weight.update.a_K_I), ("B", weight.update.b_O_K)):
                 tensors[tensor_name(weight.module, letter)] = part.detach()
@@ -248,7 +248,7 @@ def test_an_adapter_that_is_written_is_one_that_peft_and_a_merge_take(
     assert torch.equal(logits(loaded), logits(lm))
     merge_adapter(tiny_model_dir, path, tmp_path / "merged")
     files = load_file(tmp_path / "merged" / "model.safetensors")
-    for weight in plain_weights(lm):
+    for weight in list_plain_weights(lm):
         assert torch.equal(files[weight.name], weight.read_tensor()), weight.name
 
 
@@ -280,7 +280,7 @@ def test_experts_in_one_tensor_are_not_passed_over_in_silence() -> None:
     lm = meta("Qwen3-MoE")
     add_adapters(lm, options(["q_proj", "v_proj"]))
     assert {n.split(".")[-4] for n in adapters(lm)} == {"q_proj", "v_proj"}
-    assert not any("experts" in weight.name for weight in changed_weights(lm, plain_weights(lm)))
+    assert not any("experts" in weight.name for weight in select_changed_weights(lm, list_plain_weights(lm)))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["c_attn"]])

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from opd.records.types import Rollout
-from opd.train.plan import RowSize, plan_micro_batches, row_sizes
+from opd.train.plan import RowSize, measure_row_sizes, plan_micro_batches
 from tests.rows import make_rollout
 
 
@@ -93,7 +93,7 @@ def responses(prompts: int, n: int) -> list[Rollout]:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_responses_to_one_prompt_stay_in_one_micro_batch_and_count_it_once(ranks: int) -> None:
     given = responses(prompts=30, n=4)
-    sizes = row_sizes(given, share=True)
+    sizes = measure_row_sizes(given, share=True)
     assert [row.length for row in sizes] == [20 + 4 * 5] * 30
     plan = plan_micro_batches(sizes, ranks, 100)
     assert sorted(i for parts in plan for ids in parts for i in ids) == sorted(r.sample_id for r in given)
@@ -109,5 +109,7 @@ def test_responses_to_one_prompt_stay_in_one_micro_batch_and_count_it_once(ranks
 
 def test_rows_that_share_nothing_are_planned_one_by_one() -> None:
     given = responses(prompts=5, n=1)
-    assert {row.sample_id: row for row in row_sizes(given, share=True)} == {r.sample_id: r for r in row_sizes(given)}
-    assert row_sizes(responses(1, 3)) == [RowSize(f"s00#{i}", "d0", 25) for i in range(3)]
+    assert {row.sample_id: row for row in measure_row_sizes(given, share=True)} == {
+        r.sample_id: r for r in measure_row_sizes(given)
+    }
+    assert measure_row_sizes(responses(1, 3)) == [RowSize(f"s00#{i}", "d0", 25) for i in range(3)]

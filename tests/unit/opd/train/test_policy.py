@@ -17,12 +17,12 @@ from opd.stream.schema import write_stream
 from opd.train import rank
 from opd.train.batch import micro_batch
 from opd.train.components import Component
-from opd.train.deepspeed import _policy_report, _scored_share
+from opd.train.deepspeed import _make_policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
-from opd.train.policy import GradientComparison, policy_component
+from opd.train.policy import GradientComparison, make_policy_component
 from opd.train.rank import RankWork
 from opd.train.student import Student
-from opd.train.totals import RankPolicy, row_weights, token_weights
+from opd.train.totals import RankPolicy, token_weights, weigh_rows
 from tests.unit.opd.train.test_totals import DOMAIN_WEIGHTS, ROWS, STEP, heads
 
 REWARDED = ("b", "e", "f")
@@ -38,7 +38,7 @@ def asked(**changes: Any) -> RewardStep:
 
 
 def work(**changes: Any) -> Component:
-    found = policy_component(asked(**changes), STEP, DOMAIN_WEIGHTS)
+    found = make_policy_component(asked(**changes), STEP, DOMAIN_WEIGHTS)
     assert found is not None
     return found
 
@@ -54,15 +54,15 @@ def test_the_mean_is_over_the_tokens_that_have_an_advantage() -> None:
 
 
 def test_without_such_tokens_there_is_no_policy_gradient() -> None:
-    assert policy_component(None, STEP, {}) is None
-    assert policy_component(asked(advantages={}), STEP, {}) is None
+    assert make_policy_component(None, STEP, {}) is None
+    assert make_policy_component(asked(advantages={}), STEP, {}) is None
     untrained = {"d": np.zeros(0, np.float32)}  # it has a reward, and no trained token
-    assert policy_component(asked(advantages=untrained), STEP, {}) is None
+    assert make_policy_component(asked(advantages=untrained), STEP, {}) is None
 
 
 def test_a_rank_gets_what_belongs_to_its_samples() -> None:
     whole = RankWork(
-        step=1, lr=0.1, micro_batches=(), components=both(row_weights(STEP, "token_mean", {})), stale=frozenset("be"),
+        step=1, lr=0.1, micro_batches=(), components=both(weigh_rows(STEP, "token_mean", {})), stale=frozenset("be"),
         compare=True, baselines=dict.fromkeys("abcdef", 1.0),
     )  # fmt: skip
     part = whole.select_micro_batches([["b", "a"], ["f"]])
@@ -91,7 +91,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], given: Component) -
     """All micro-batches one after the other, as ranks do, and the accumulated gradient of both streams."""
     student.zero_grad()
     totals = RankPolicy()
-    weights = row_weights(STEP, "token_mean", {})
+    weights = weigh_rows(STEP, "token_mean", {})
     for ids in cuts:
         batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
         weight = given.token_weights(batch, ids)
@@ -170,11 +170,11 @@ def test_ranks_add_up() -> None:
         compared = GradientSums(divergence_sq=1.0, policy_sq=2.0, dot=dot)
         return RankPolicy(loss=loss, weight=weight, domains=domains, compared=compared)
 
-    found = _policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
+    found = _make_policy_report([part(0.25, 0.5, 1.0), part(0.5, 0.25, -3.0)])
     assert found == PolicyReport(
         loss=1.0, domains=trained_domains(0.75, 2), compared=GradientSums(divergence_sq=2.0, policy_sq=4.0, dot=-2.0)
     ), "what could not be scored is not in the mean"
-    assert _policy_report([]) is None
+    assert _make_policy_report([]) is None
 
 
 def trained_domains(loss: float, ranks: int = 1) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def test_a_step_that_compares_ends_with_the_same_gradient(compare: bool, student
     cuts = (tuple("ab"), tuple("fedc"))
     student.zero_grad()
     one = Rank(student)
-    weights = row_weights(STEP, "token_mean", {})
+    weights = weigh_rows(STEP, "token_mean", {})
     whole = RankWork(step=1, lr=0.1, micro_batches=(), components=both(weights), compare=compare)
     one.begin_step(whole.select_micro_batches(cuts), heads())  # type: ignore[arg-type]
     part = np.frombuffer(write_stream(list(ROWS.values()), "float32"), dtype=np.uint8)
@@ -269,7 +269,7 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     left = [r for r in STEP if r.sample_id not in left_out]
 
     one = Rank(student)
-    weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
     asks = RankWork(step=1, lr=0.1, micro_batches=cuts, components=both(weights), compare=compare)
     one.begin_step(asks, heads())  # type: ignore[arg-type]
     rows = [row for i, row in ROWS.items() if i not in left_out]
@@ -284,12 +284,12 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     (summed,) = one.local_gradients()
 
     student.zero_grad()
-    own = policy_component(asked(), left, DOMAIN_WEIGHTS)
+    own = make_policy_component(asked(), left, DOMAIN_WEIGHTS)
     assert own is not None
     batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
     ids = [r.sample_id for r in left]
     weight, columns = own.token_weights(batch, ids) * own.factor, own.token_columns(batch, ids)
-    divergence = token_weights(batch, [row_weights(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
+    divergence = token_weights(batch, [weigh_rows(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])
     loss, _ = student(batch, heads(), {"divergence": divergence, "policy": weight}, columns)
     loss.backward()
     (want,) = one.local_gradients()

@@ -28,7 +28,7 @@ from opd.stream.targets import StreamPart
 from opd.train import deepspeed, rank, zero
 from opd.train.batch import gather_samples, leave_one_out, micro_batch
 from opd.train.components import Component
-from opd.train.optimizer import parameter_groups
+from opd.train.optimizer import split_parameters
 from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from pipelines.specs import rank_options, trainer_spec
@@ -136,7 +136,7 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
 
 def test_weight_decay_is_for_matrices_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
-    groups = parameter_groups(model, 0.1)
+    groups = split_parameters(model, 0.1)
     assert [(g["weight_decay"], [p.ndim for p in g["params"]]) for g in groups] == [(0.1, [2]), (0.0, [1, 1, 1])]
 
 
@@ -147,7 +147,7 @@ def test_a_head_shared_by_body_and_loss_is_trained_once(tiny_model_dir: Path) ->
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     student = Student(lm, ReverseKL(), chunk=16, vocab_size=76)
-    params = [p for g in parameter_groups(student, 0.0) for p in g["params"]]
+    params = [p for g in split_parameters(student, 0.0) for p in g["params"]]
     assert len(params) == len({id(p) for p in params}) == len(list(lm.parameters()))
     assert student.loss_head.weight is lm.get_input_embeddings().weight
 

@@ -10,7 +10,7 @@ import torch
 from blake3 import blake3
 
 from opd.errors import StorageError
-from opd.train.shards import Shards, part_sizes, write_shard
+from opd.train.shards import Shards, compute_part_sizes, write_shard
 
 WHOLE = {"a": torch.arange(1.0, 8.0), "b": torch.tensor([9.0]), "c": torch.arange(20.0, 32.0)}
 
@@ -20,7 +20,7 @@ def write(directory: Path, world_size: int) -> Path:
     for rank in range(world_size):
         parts = {}
         for name, flat in WHOLE.items():
-            sizes = part_sizes(flat.numel(), world_size)
+            sizes = compute_part_sizes(flat.numel(), world_size)
             parts[name] = flat.split(sizes)[rank].clone()
         files = write_shard(directory, rank, world_size, parts, adam_step=7)
         for file in files:
@@ -44,9 +44,9 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(then: int, now: int, tm
 
 
 def test_a_rank_beyond_the_end_holds_nothing() -> None:
-    assert part_sizes(7, 2) == [4, 3]
-    assert part_sizes(1, 3) == [1, 0, 0]
-    assert part_sizes(5, 4) == [2, 2, 1, 0]
+    assert compute_part_sizes(7, 2) == [4, 3]
+    assert compute_part_sizes(1, 3) == [1, 0, 0]
+    assert compute_part_sizes(5, 4) == [2, 2, 1, 0]
 
 
 def test_a_part_of_another_size_than_planned_is_not_read(tmp_path: Path) -> None:

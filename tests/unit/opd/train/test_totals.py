@@ -27,8 +27,8 @@ from opd.train.totals import (
     mean_gap,
     refuse_gap,
     refuse_impossible_means,
-    row_weights,
     token_weights,
+    weigh_rows,
 )
 from tests.rows import make_rollout, make_row
 
@@ -60,12 +60,12 @@ DOMAIN_WEIGHTS = {"math": 2.0, "code": 0.5}  # chat: 1
 
 
 def test_a_token_mean_counts_every_trained_token_once() -> None:
-    weights = row_weights(STEP, "token_mean", {})
+    weights = weigh_rows(STEP, "token_mean", {})
     assert weights == pytest.approx({i: 1 / 53 if n else 0 for i, n in TOKENS.items()})
 
 
 def test_a_sequence_mean_counts_every_response_once() -> None:
-    weights = row_weights(STEP, "sequence_mean", {})
+    weights = weigh_rows(STEP, "sequence_mean", {})
     assert weights == pytest.approx({i: 1 / (5 * n) if n else 0 for i, n in TOKENS.items()})
     assert weights["a"] * 10 == pytest.approx(weights["c"] * 1)
 
@@ -75,21 +75,21 @@ def test_a_sequence_mean_counts_a_compacted_episode_once() -> None:
     parts = [("e", "math", 10), ("e.1", "math", 20), ("e.2", "code", 5), ("e.3", "math", 5)]
     episode = [dataclasses.replace(rollout(i, domain, [(n, True)]), episode="e") for i, domain, n in parts]
     step = [*episode, rollout("f", "math", [(40, True)]), rollout("g", "math", [(2, False)])]
-    weights = row_weights(step, "sequence_mean", {})
+    weights = weigh_rows(step, "sequence_mean", {})
     assert weights == pytest.approx(dict.fromkeys(("e", "e.1", "e.2", "e.3", "f"), 1 / 80) | {"g": 0})
-    weighed = row_weights(step, "sequence_mean", {"math": 2.0})
+    weighed = weigh_rows(step, "sequence_mean", {"math": 2.0})
     assert sum(weighed[r.sample_id] * r.num_trained for r in step) == pytest.approx(1)
     assert weighed["e"] == 2 * weighed["e.2"], "a token counts by its own domain"
     assert weighed["f"] * 40 == pytest.approx(2 / (2 + 2 * 35 / 40 + 5 / 40))
 
 
 def test_domain_weights_weigh_tokens_or_responses() -> None:
-    tokens = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+    tokens = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
     total = 2 * 15 + 0.5 * 31 + 7
     assert tokens == pytest.approx(
         {"a": 2 / total, "b": 2 / total, "c": 0.5 / total, "d": 0, "e": 0.5 / total, "f": 1 / total}
     )
-    responses = row_weights(STEP, "sequence_mean", DOMAIN_WEIGHTS)
+    responses = weigh_rows(STEP, "sequence_mean", DOMAIN_WEIGHTS)
     total = 2 + 2 + 0.5 + 0.5 + 1
     assert responses == pytest.approx(
         {"a": 2 / total / 10, "b": 2 / total / 5, "c": 0.5 / total, "d": 0, "e": 0.5 / total / 30, "f": 1 / total / 7}
@@ -99,16 +99,16 @@ def test_domain_weights_weigh_tokens_or_responses() -> None:
 @pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("domains", [{}, DOMAIN_WEIGHTS, {"math": 1e-3, "code": 1e3, "chat": 7.0}], ids=str)
 def test_weights_over_all_tokens_are_one(normalize: str, domains: dict[str, float]) -> None:
-    weights = row_weights(STEP, normalize, domains)
+    weights = weigh_rows(STEP, normalize, domains)
     assert sum(weights[i] * n for i, n in TOKENS.items()) == pytest.approx(1)
-    scaled = row_weights(STEP, normalize, {d: 10 * domains.get(d, 1) for d in ("math", "code", "chat")})
+    scaled = weigh_rows(STEP, normalize, {d: 10 * domains.get(d, 1) for d in ("math", "code", "chat")})
     assert scaled == pytest.approx(weights), "only the proportions matter"
 
 
 @pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
 @pytest.mark.parametrize("step", [[], [STEP[3]]])
 def test_without_a_trained_token_there_are_no_weights(normalize: str, step: list[Rollout]) -> None:
-    assert row_weights(step, normalize, DOMAIN_WEIGHTS) == {}
+    assert weigh_rows(step, normalize, DOMAIN_WEIGHTS) == {}
 
 
 def scored(r: Rollout) -> TargetRow:
@@ -199,7 +199,7 @@ def numbers(stats: DomainStats) -> list[float]:
 
 @pytest.mark.parametrize("normalize", ["token_mean", "sequence_mean"])
 def test_the_cut_into_micro_batches_does_not_matter(normalize: str, student: Student) -> None:
-    weights = row_weights(STEP, normalize, DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, normalize, DOMAIN_WEIGHTS)
     sizes = [RowSize(r.sample_id, r.domain, len(r.prompt_ids) + len(r.response_ids)) for r in STEP]
     planned = [[ids for part in plan_micro_batches(sizes, ranks, 32) for ids in part] for ranks in (1, 2, 5)]
     by_hand = [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]], [["f", "a"], [], ["e", "d", "c", "b"]]
@@ -239,7 +239,7 @@ def test_the_loss_by_position_counts_places_in_the_response(student: Student) ->
 def test_the_loss_is_the_weighted_mean_of_the_domains(normalize: str, student: Student) -> None:
     alone = {i: trained(student, [[i]], {i: 1.0})[0].loss for i in "abcef"}  # sums over a response's tokens
     factor = {r.sample_id: DOMAIN_WEIGHTS.get(r.domain, 1.0) for r in STEP}
-    totals, _ = trained(student, [list("abcdef")], row_weights(STEP, normalize, DOMAIN_WEIGHTS))
+    totals, _ = trained(student, [list("abcdef")], weigh_rows(STEP, normalize, DOMAIN_WEIGHTS))
     if normalize == "token_mean":
         want = sum(factor[i] * x for i, x in alone.items()) / sum(factor[i] * TOKENS[i] for i in alone)
     else:
@@ -306,7 +306,7 @@ def test_stale_tokens_do_not_count_in_the_gap_and_are_told_apart() -> None:
 
 def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> None:
     """d / (sum of the others' d T + d U), U the mean T of the domain's others; the own T where there is no other."""
-    weights = row_weights(STEP, "leave_one_out", DOMAIN_WEIGHTS)
+    weights = weigh_rows(STEP, "leave_one_out", DOMAIN_WEIGHTS)
     assert weights == pytest.approx(
         {
             "a": 2 / (2 * 5 + 0.5 * 31 + 7 + 2 * 5),
@@ -318,7 +318,7 @@ def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> Non
         }
     )
     longer = [rollout("a", "math", [(99, True)]), *STEP[1:]]
-    assert row_weights(longer, "leave_one_out", DOMAIN_WEIGHTS)["a"] == weights["a"]
-    assert row_weights(STEP[3:4], "leave_one_out", {}) == {}
+    assert weigh_rows(longer, "leave_one_out", DOMAIN_WEIGHTS)["a"] == weights["a"]
+    assert weigh_rows(STEP[3:4], "leave_one_out", {}) == {}
     ended = [rollout("x", "math", [(4, True)]), rollout("y", "math", [(0, True)])]
-    assert row_weights(ended, "leave_one_out", {}) == {"x": 1 / 4, "y": 0}
+    assert weigh_rows(ended, "leave_one_out", {}) == {"x": 1 / 4, "y": 0}

@@ -22,8 +22,8 @@ from opd.train import deepspeed, rank
 from opd.train.batch import micro_batch
 from opd.train.components import Component
 from opd.train.rank import RankWork
-from opd.train.totals import Totals, mean_gap, row_weights
-from opd.train.turns import TurnWeights, drift_before, first_turns, turn_factors
+from opd.train.totals import Totals, mean_gap, weigh_rows
+from opd.train.turns import TurnWeights, compute_drift_before, compute_turn_factors, count_earlier_turns
 from pipelines.specs import rank_options, trainer_spec
 from tests.rows import make_rollout, make_row
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
@@ -75,26 +75,30 @@ ROWS = {r.sample_id: row(r) for r in STEP}
 def test_a_turn_weighs_by_its_number_and_by_what_came_before() -> None:
     turn_T = torch.tensor([0, 0, 1, 2, 2, 9])
     assert BY_TURN.weigh_turns(turn_T, torch.zeros(6)).tolist() == [1, 1, 0.5, 0.25, 0.25, 0.1]
-    drift_T = drift_before(turn_T, torch.tensor([0.1, 0.3, 0.5, 0.9, 0.9, 0.1]))
+    drift_T = compute_drift_before(turn_T, torch.tensor([0.1, 0.3, 0.5, 0.9, 0.9, 0.1]))
     assert drift_T.tolist() == pytest.approx([0, 0, 0.2, 0.3, 0.3, 0.54]), "means over tokens of the turns before"
     assert BY_DRIFT.weigh_turns(turn_T, drift_T).tolist() == pytest.approx(
         [1, 1, 0.9 * math.exp(-0.4), 0.81 * math.exp(-0.6), 0.81 * math.exp(-0.6), 0.9**9 * math.exp(-1.08)]
     )
     value_T = torch.tensor([0.1, 0.3, 0.5, 0.7, 0.9, 0.2])
-    assert torch.equal(drift_before(turn_T + 7, value_T), drift_before(turn_T, value_T)), "bit for bit after a summary"
-    assert drift_before(torch.tensor([], dtype=torch.long), torch.zeros(0)).tolist() == []
-    assert drift_before(torch.tensor([3, 3, 5]), torch.ones(3)).tolist() == [0, 0, 1], "an expert wrote the others"
+    assert torch.equal(compute_drift_before(turn_T + 7, value_T), compute_drift_before(turn_T, value_T)), (
+        "bit for bit after a summary"
+    )
+    assert compute_drift_before(torch.tensor([], dtype=torch.long), torch.zeros(0)).tolist() == []
+    assert compute_drift_before(torch.tensor([3, 3, 5]), torch.ones(3)).tolist() == [0, 0, 1], (
+        "an expert wrote the others"
+    )
 
 
 def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
-    assert first_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
+    assert count_earlier_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
     third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
-    assert first_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
-    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32, first_turns=first_turns(STEP))
+    assert count_earlier_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
+    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32, first_turns=count_earlier_turns(STEP))
     assert batch.turn_N.tolist() == [2, 3, 3, 4, 4, 4] + [0] * 9
-    found = turn_factors(batch, {"maze": BY_TURN}, None)
+    found = compute_turn_factors(batch, {"maze": BY_TURN}, None)
     assert found.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.1, 0.1, 0.1] + [1.0] * 9)
-    assert turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, None).tolist() == []
+    assert compute_turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, None).tolist() == []
 
 
 class Driven:
@@ -106,7 +110,7 @@ class Driven:
 
     def step(self, cut: Sequence[Sequence[Sequence[str]]]) -> tuple[float, torch.Tensor, float]:
         """[rank][micro-batch] -> samples. Loss, gradient divided by the share, and the share."""
-        weights = row_weights(STEP, "token_mean", DOMAIN_WEIGHTS)
+        weights = weigh_rows(STEP, "token_mean", DOMAIN_WEIGHTS)
         ranks = [self.rank(index, part, weights) for index, part in enumerate(cut)]
         share = math.fsum(one.sum_weights() for one in ranks)
         loss = sum(one._step.totals.loss for one in ranks) / share
@@ -121,7 +125,7 @@ class Driven:
         one._engine.module = one._engine.student
         one._fetch_head = lambda source: head()  # type: ignore[method-assign]
         work = RankWork(
-            step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=first_turns(STEP),
+            step=1, lr=0.1, micro_batches=tuple(map(tuple, part)), first_turns=count_earlier_turns(STEP),
             components={"divergence": Component(weights={i: weights[i] for ids in part for i in ids})},
         )  # fmt: skip
         one.begin_step(work, {"h": HeadSource(key="h", rule=IDENTITY)})
@@ -141,7 +145,7 @@ COUNTED = {
 
 @pytest.mark.parametrize("weights", [{}, {"maze": BY_TURN}], ids=["no weights", "weights by turn"])
 def test_the_records_count_on_after_a_summary(weights: dict[str, TurnWeights], tiny_model_dir: Any) -> None:
-    driven, whole = Driven(tiny_model_dir, weights), row_weights(STEP, "token_mean", {})
+    driven, whole = Driven(tiny_model_dir, weights), weigh_rows(STEP, "token_mean", {})
     for cut in ([[list(ROWS)]], [[["d+1", "a"], ["b"]], [["e", "d+2"], ["c", "d"]]]):
         ranks = [driven.rank(index, part, whole) for index, part in enumerate(cut)]
         found: Counter[tuple[str, int]] = Counter()
@@ -167,7 +171,7 @@ def test_the_driver_tells_each_rank_of_the_turns_before_its_rows(in_process: Any
 def test_an_episode_that_was_compacted_counts_its_turns_through() -> None:
     asked = request(options={"goal": 11}, max_turns=20, compaction=options())
     (found,), _ = play(asked, policy=policy)
-    firsts = first_turns(found.rollouts)
+    firsts = count_earlier_turns(found.rollouts)
     assert firsts == {"s0+1": 7, "s0+2": 11}, "a summary is a turn too"
     assert [sorted({turn + firsts.get(r.sample_id, 0) for turn in r.turns}) for r in found.rollouts] == [
         [0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10], [11, 12],

@@ -22,7 +22,7 @@ from opd.rollouts.episodes.spec import EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
 from opd.tool_formats.records import OPEN
-from opd.train.totals import row_weights
+from opd.train.totals import weigh_rows
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_runner import CONTEXT, EOS, TOKENIZER, Policy, Speaker, play, request
 
@@ -172,9 +172,9 @@ def test_the_row_goes_to_the_domain_that_the_tool_names_with_the_tokens_that_its
 
 def test_the_mean_of_the_loss_is_over_all_tokens_of_all_of_them() -> None:
     (found,), _ = run(asking(domain="math"), says=policy(ask("22+33")))
-    weights = row_weights(found.rollouts, "token_mean", {})
+    weights = weigh_rows(found.rollouts, "token_mean", {})
     assert set(weights.values()) == {1 / found.audit.sampled}
-    weights = row_weights(found.rollouts, "token_mean", {"math": 3.0})
+    weights = weigh_rows(found.rollouts, "token_mean", {"math": 3.0})
     assert weights["s0+1"] == 3 * weights["s0"] and found.rollouts[1].num_trained == 3
     assert sum(weights[r.sample_id] * r.num_trained for r in found.rollouts) == pytest.approx(1)
 

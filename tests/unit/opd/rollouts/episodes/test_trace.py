@@ -13,7 +13,7 @@ from opd.records.episodes import Audit
 from opd.records.types import SampledTurn, Span
 from opd.rollouts.episodes.trace import EpisodeKey, Trace, TraceSegment
 from opd.stream.rollouts import decode_rollouts, encode_rollouts
-from opd.train.turns import first_turns
+from opd.train.turns import count_earlier_turns
 
 SAMPLE = EpisodeKey(sample_id="000003/maze/7", group="000003/maze/7", step=3, domain="maze")
 NAN = float("nan")
@@ -57,9 +57,9 @@ def test_an_observation_without_tokens_ends_a_turn() -> None:
     (rollout,) = decode_rollouts([encode_rollouts(trace.to_rollouts(SAMPLE, "done", 0.5))], 10)
     assert rollout.response_ids == (3, 4, 3, 5, 6, 7) and rollout.spans[-1].origin == "policy"
     assert rollout.turns == (0, 0, 1, 2, 2)
-    assert first_turns([rollout, replace(rollout, sample_id="x", origin="summary", parent=rollout.sample_id)]) == {
-        "x": 3
-    }
+    assert count_earlier_turns(
+        [rollout, replace(rollout, sample_id="x", origin="summary", parent=rollout.sample_id)]
+    ) == {"x": 3}
 
 
 def test_masked_tokens_are_sampled_but_not_trained() -> None:
