@@ -30,7 +30,7 @@ SCRIPT_FIRST = frozenset((
 ))  # fmt: skip
 """Programs whose first argument is a pattern or a script, unless an option gives it."""
 SCRIPT_OPTIONS = frozenset({"-e", "-f", "--expression", "--file", "--regexp"})
-WITH_VALUE = {
+OPTIONS_WITH_VALUE = {
     "git": {"-C", "-c", "--git-dir", "--work-tree", "--namespace"},
     "head": {"-n", "-c"},
     "tail": {"-n", "-c"},
@@ -47,12 +47,12 @@ GIT_FILES = frozenset(
 """Sub-commands of git whose arguments may be files."""
 _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
-_BUNDLE = re.compile(r"-?\w*C\w*")
+_TAR_LETTERS = re.compile(r"-?\w*C\w*")
 """Letters of `tar`, one of which takes the next argument for the directory."""
 _IN_PLACE = re.compile(r"-[0-9lnpaE]*i(?:\.|$)|--in-place")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
-_DIALLERS = frozenset((
+_NETWORK_PROGRAMS = frozenset((
     "curl", "wget", "http", "https", "xh", "nc", "ncat", "netcat", "telnet", "socat", "ssh", "scp", "sftp", "ping",
     "lynx", "w3m", "links", "elinks", "aria2c",
 ))  # fmt: skip
@@ -81,7 +81,7 @@ RUNNERS = frozenset((
     "lldb", "psql", "crontab", "direnv", "coverage", "uvicorn", "gunicorn", "flask", "streamlit", "jupyter", "behave", "hatch",
 ))  # fmt: skip
 """Programs that may run any file of the project, though no argument names it: `make`, `pytest`."""
-PROSE = (".md", ".rst", ".txt", ".html", ".css", ".csv", ".log", ".svg")
+PROSE_SUFFIXES = (".md", ".rst", ".txt", ".html", ".css", ".csv", ".log", ".svg")
 """Ends of names of files that nothing runs."""
 MAX_ARGUMENT = 1 << 14
 """Characters of an argument that may be a path, with all its `./`."""
@@ -162,13 +162,13 @@ def read_call(
         flags=frozenset(flags),
         args=tuple(show_field(a) for a in operands),
         sources=streams.sources,
-        inputs=_inputs_of_program(program, argv, session, streams),
+        inputs=_collect_inputs(program, argv, session, streams),
         env=tuple(dict.fromkeys(session.read_variables)),
         tags=tags | ({"unknown"} if not program else frozenset()),
     )
     if program == "git":
         call = replace(call, git=call.args[0] if call.args else "", args=call.args[1:])
-    reads, writes = _files_of_call(call, operands + _resolve_operands(program, argv, operands), values, session)
+    reads, writes = _find_files(call, operands + _move_operands(program, argv, operands), values, session)
     urls, hosts = find_addresses(call)
     opened = (host for path in streams.reads + streams.writes for host in _DEV_TCP.findall(path))
     hosts = tuple(dict.fromkeys([*hosts, *opened]))
@@ -182,7 +182,7 @@ def read_call(
     )
 
 
-def _inputs_of_program(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
+def _collect_inputs(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
     """Collect what a program may run beside its arguments: its standard input, and files that the episode wrote."""
     inputs = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
@@ -191,7 +191,7 @@ def _inputs_of_program(program: str, argv: list[str], session: GuardSession, str
     own = session.appended | session.written
     runs = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
     if runs:
-        inputs += [text for path, text in own.items() if text and not path.endswith(PROSE)]
+        inputs += [text for path, text in own.items() if text and not path.endswith(PROSE_SUFFIXES)]
     if program not in VIEWERS:
         named = (session.resolve_path(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
         inputs += [text for path in named if (text := own.get(path))]
@@ -236,7 +236,7 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
     flags: list[str] = []
     operands: list[str] = []
     values: list[str] = []
-    valued = WITH_VALUE.get(program, ())
+    valued = OPTIONS_WITH_VALUE.get(program, ())
     arguments = iter(argv)
     for arg in arguments:
         if arg == "--":
@@ -255,14 +255,14 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
     return flags, operands, values
 
 
-def _resolve_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
+def _move_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
     """Return the operands as seen from the directories in which `git -C` and `tar -C` look for them."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
     directory, directories = "", []
     for index, arg in enumerate(argv):
         long = arg.startswith("--dir") and program != "git"
-        if long or arg == "-C" or (program != "git" and _BUNDLE.fullmatch(arg) and (index == 1 or arg[0] == "-")):
+        if long or arg == "-C" or (program != "git" and _TAR_LETTERS.fullmatch(arg) and (index == 1 or arg[0] == "-")):
             value = arg.partition("=")[2] if long and "=" in arg else "".join(argv[index + 1 : index + 2])
             directory = posixpath.join(directory, value)
             directories.append(directory)
@@ -279,31 +279,31 @@ def _split_short_options(arg: str) -> list[str]:
     return [show_field(arg), show_field(arg[:2])]
 
 
-def _files_of_call(
+def _find_files(
     call: ProgramCall, operands: list[str], values: list[str], session: GuardSession
 ) -> tuple[list[str], list[str]]:
     """Return the paths that a call reads and writes, as far as its arguments tell."""
     program = call.program
     if program in NO_PATHS:
-        return _absolute_paths([arg for arg in operands if has_glob(arg)], session), []
+        return _resolve_arguments([arg for arg in operands if has_glob(arg)], session), []
     if program == "dd":
         inputs = [a[3:] for a in operands if a.startswith("if=")]
-        return _absolute_paths(inputs, session), _absolute_paths(
+        return _resolve_arguments(inputs, session), _resolve_arguments(
             [a[3:] for a in operands if a.startswith("of=")], session, False
         )
-    named = _file_operands(call, operands)
+    named = _select_file_operands(call, operands)
     outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
     if program in COPIERS and len(named) > 1:
         changed = named if program == "mv" else named[-1:]  # a move also takes its sources away
-        return _absolute_paths([*named[:-1], *values], session), _absolute_paths(changed, session, False)
-    if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _in_place(call)):
-        return [], _absolute_paths([*named, *values], session, False)
-    return _absolute_paths([*named, *(v for v in values if v not in outputs)], session), _absolute_paths(
+        return _resolve_arguments([*named[:-1], *values], session), _resolve_arguments(changed, session, False)
+    if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _edits_in_place(call)):
+        return [], _resolve_arguments([*named, *values], session, False)
+    return _resolve_arguments([*named, *(v for v in values if v not in outputs)], session), _resolve_arguments(
         outputs, session, False
     )
 
 
-def _file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
+def _select_file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
     """Return the operands that may name files."""
     program = call.program
     if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
@@ -315,27 +315,27 @@ def _file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
     return [a for a in operands if "/" in a and not _URL.match(a)] if program == "git" else operands
 
 
-def _in_place(call: ProgramCall) -> bool:
+def _edits_in_place(call: ProgramCall) -> bool:
     return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
-def _absolute_paths(arguments: list[str], session: GuardSession, copies: bool = True) -> list[str]:
-    """Return the absolute paths that arguments may name; with `copies` a copy is what it was copied from."""
-    return [path for argument in arguments for path in _resolve_argument(argument, session, copies)]
+def _resolve_arguments(arguments: list[str], session: GuardSession, follow_copies: bool = True) -> list[str]:
+    """Return the absolute paths that arguments may name; with `follow_copies` a copy is what it was copied from."""
+    return [path for argument in arguments for path in _resolve_argument(argument, session, follow_copies)]
 
 
-def _resolve_argument(argument: str, session: GuardSession, copies: bool) -> list[str]:
+def _resolve_argument(argument: str, session: GuardSession, follow_copies: bool) -> list[str]:
     """Return the paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
     if argument.startswith(FILE_URL):
-        return session.resolve_argument(argument.removeprefix(FILE_URL), copies)
+        return session.resolve_argument(argument.removeprefix(FILE_URL), follow_copies)
     if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
         return []
-    paths = session.resolve_argument(argument, copies)
+    paths = session.resolve_argument(argument, follow_copies)
     for mark in (":/", "=/", "@/"):
         prefix, separator, suffix = argument.partition(mark)
         if separator:
-            paths += session.resolve_argument("/" + suffix, copies)
-            paths += session.resolve_argument(prefix, copies) if mark == ":/" and prefix.startswith("/") else []
+            paths += session.resolve_argument("/" + suffix, follow_copies)
+            paths += session.resolve_argument(prefix, follow_copies) if mark == ":/" and prefix.startswith("/") else []
     return paths
 
 
@@ -350,7 +350,7 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
         urls += matches
         if (match := _HOST_PATH.fullmatch(arg)) and call.program in ("scp", "rsync", "git", "ssh", "sftp"):
             hosts.append(match[1].rpartition("@")[2])
-        elif call.program in _DIALLERS and not matches and arg in call.args:
+        elif call.program in _NETWORK_PROGRAMS and not matches and arg in call.args:
             if _DOMAIN.fullmatch(arg) and call.program in ("curl", "wget", "http", "https", "xh", "lynx", "w3m"):
                 urls.append("http://" + arg)
             elif re.fullmatch(r"(?:[\w-]+@)?[\w-]+(?:\.[\w-]+)*(?::\d+.*)?", arg) and not arg.isdigit():

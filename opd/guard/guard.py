@@ -27,7 +27,7 @@ from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
-from opd.guard.shell.ways import act_in_every_state, act_in_subprocess, list_states, settle_states
+from opd.guard.shell.ways import list_states, run_in_every_state, run_in_subprocess, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
 from opd.text import strip_control_characters, to_one_line
@@ -55,13 +55,13 @@ ARGUMENTS: dict[str, Kind] = {
 WORKDIR_ARGUMENTS = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
 """Arguments that say where a command runs."""
 SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
-PYTHON_TOOLS = ("python", "jupyter", "notebook")
+PYTHON_WORDS = ("python", "jupyter", "notebook")
 """A tool with one of these in its name may take an argument of any name as code."""
-WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
+WRITING_WORDS = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
 """A tool with one of these in its name changes the file that it names."""
-APPENDING = ("append", "insert")
+APPENDING_WORDS = ("append", "insert")
 """With one of these it leaves the rest of the file as it is."""
-WHOLE_TEXT = ("content", "contents", "file_text", "text")
+WHOLE_TEXT_ARGUMENTS = ("content", "contents", "file_text", "text")
 """Arguments of such a tool that hold all of the file's text, or what is added to it."""
 MAX_SHOWN = 4000
 FENCED_CODE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -150,7 +150,7 @@ class Guard:
         # Stage one moves the session on as if the call had run. A blocked call does not run, so that is done to a copy.
         next_session = session.copy()
         next_session.next_call()
-        if next_session.others:
+        if next_session.other_states:
             settle_states(next_session, list_states(next_session))  # where calls do not share a shell, few are left
         finding = self.check_rules(call, next_session)
         verdict = self._make_verdict(call, finding)
@@ -170,7 +170,7 @@ class Guard:
             for name, value in call.arguments.items():
                 kind = _argument_kind(name) if kinds is None else kinds.get(name, "given")
                 act = partial(self._walk_value, walker, call, kind, value)
-                act_in_every_state(session, partial(_in_directory, session, directory, act) if directory else act)
+                run_in_every_state(session, partial(_run_in_directory, session, directory, act) if directory else act)
         except UnreadableCommand as error:
             problem, replacement = str(error), error.error_text or TOO_COMPLEX_ERROR
         except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
@@ -195,12 +195,14 @@ class Guard:
             nested_call = replace(call, arguments=value)
             for name, item in value.items():
                 self._walk_value(walker, nested_call, _argument_kind(name), item, depth + 1)
-        elif isinstance(value, list) and kind == "shell" and _is_vector(value):
+        elif isinstance(value, list) and kind == "shell" and _is_argument_vector(value):
             _refuse_marks(*value)
-            walker.run_program(ProgramRun(value, Streams()))
-        elif kind == "shell" and isinstance(value, str) and _is_vector(arguments := call.arguments.get("args")):
+            walker.walk_function_or_program(ProgramRun(value, Streams()))
+        elif (
+            kind == "shell" and isinstance(value, str) and _is_argument_vector(arguments := call.arguments.get("args"))
+        ):
             _refuse_marks(value, *arguments)
-            walker.run_program(ProgramRun([*(value.split() or [""]), *arguments], Streams()))
+            walker.walk_function_or_program(ProgramRun([*(value.split() or [""]), *arguments], Streams()))
         elif isinstance(value, list):
             for item in value:
                 self._walk_value(walker, call, kind, item, depth + 1)
@@ -218,7 +220,7 @@ class Guard:
             for file_call in patches or [ProgramCall(program="", inputs=(value,))]:
                 walker.add_call(file_call)
         elif kind == "url":
-            walker.run_program(ProgramRun(["curl", value], Streams()))
+            walker.walk_function_or_program(ProgramRun(["curl", value], Streams()))
         elif kind == "given":
             self._check_unknown_text(walker, call, value)
         else:
@@ -228,7 +230,7 @@ class Guard:
         """Check a text with which the tool may do anything. A tool that is a shell may run it. The whole text of a file is passed
         over: it is checked once something runs the file."""
         tool = call.name.lower()
-        if _tool_writes_files(call) and value in _whole_texts(call):
+        if _tool_writes_files(call) and value in _find_whole_texts(call):
             return
         if value[:1] in ("{", "[") and (data := _parse_json(value)) is not None:
             # A depth near the bound: two more levels of JSON in a text are read.
@@ -236,25 +238,25 @@ class Guard:
             return
         walker.add_call(ProgramCall(program="", inputs=(value,)))
         with suppress(UnreadableCommand):  # it is hardly code, then
-            if any(name in tool for name in PYTHON_TOOLS):
+            if any(name in tool for name in PYTHON_WORDS):
                 walker.walk_code("python", value, ProgramRun(["python"], Streams()))
             elif any(name in tool for name in SHELLS):
-                act_in_subprocess(walker.session, partial(walker.walk_text, value))
+                run_in_subprocess(walker.session, partial(walker.walk_text, value))
 
     def _check_file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
         """Check a tool that reads or changes a file, as the program that a shell would use for it."""
-        text = next(iter(_whole_texts(call)), None)
+        text = next(iter(_find_whole_texts(call)), None)
         if path.startswith(("http://", "https://")):
-            walker.run_program(ProgramRun(["curl", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["curl", path], Streams()))
         elif kind == "read" and not _tool_writes_files(call):
-            walker.run_program(ProgramRun(["cat", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["cat", path], Streams()))
         elif text is None:
-            walker.run_program(ProgramRun(["touch", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["touch", path], Streams()))
         else:
-            paths = walker.session.resolve_argument(path, copies=False)
+            paths = walker.session.resolve_argument(path, follow_copies=False)
             # As `cat > path` with the text on its standard input.
             walker.note_call(ProgramRun(["cat"], Streams(stdin=text, has_stdin=True, writes=paths)))
-            is_append = any(word in call.name.lower() for word in APPENDING)
+            is_append = any(word in call.name.lower() for word in APPENDING_WORDS)
             (walker.session.record_append if is_append else walker.session.record_write)(paths[0], text)
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
@@ -294,14 +296,14 @@ class Guard:
         return Opinion(block=block, reason=f"({failure}; on_failure: {self._options.on_failure})"), stage
 
 
-def _in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
+def _run_in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
     """Run `act` as a process that starts in a directory: the session's own directory stays as it is."""
 
     def inside() -> None:
         session.cwd = session.resolve_path(directory)
         act()
 
-    act_in_subprocess(session, inside)
+    run_in_subprocess(session, inside)
 
 
 def _argument_kind(name: str) -> Kind:
@@ -311,12 +313,12 @@ def _argument_kind(name: str) -> Kind:
 
 def _tool_writes_files(call: ToolCall) -> bool:
     """Return True if a tool by its name changes the file that it names."""
-    return any(word in call.name.lower() for word in WRITING)
+    return any(word in call.name.lower() for word in WRITING_WORDS)
 
 
-def _whole_texts(call: ToolCall) -> list[str]:
+def _find_whole_texts(call: ToolCall) -> list[str]:
     """Return the arguments that may hold the text of the file that a tool writes. The first one counts."""
-    return [text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)]
+    return [text for name in WHOLE_TEXT_ARGUMENTS if isinstance(text := call.arguments.get(name), str)]
 
 
 def _parse_json(text: str) -> object:
@@ -327,7 +329,7 @@ def _parse_json(text: str) -> object:
         return None
 
 
-def _is_vector(values: object) -> TypeGuard[list[str]]:
+def _is_argument_vector(values: object) -> TypeGuard[list[str]]:
     """Return True for a list of one program and its arguments, as opposed to a list of commands: a program's name has no blank."""
     if not isinstance(values, list) or not values or not all(isinstance(item, str) for item in values):
         return False

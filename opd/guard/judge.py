@@ -100,7 +100,7 @@ class LogProbJudge:
         prompt = f"{INSTRUCTIONS}\n\n{prompt_text(question)}\n\nVerdict: "
         with self._turn:
             allow, block = self._score_verdicts(prompt)
-        return _by_probability(allow, block, self._threshold)
+        return _decide_by_probability(allow, block, self._threshold)
 
     def _score_verdicts(self, prompt: str) -> tuple[float, float]:
         if self._running is not None and self._running.is_alive():
@@ -133,7 +133,7 @@ def _start_thread(function: Callable[[], T], name: str) -> tuple[Future[T], Thre
     return result, thread
 
 
-def _by_probability(allow: float, block: float, threshold: float) -> Opinion:
+def _decide_by_probability(allow: float, block: float, threshold: float) -> Opinion:
     # Without the larger one taken off, exp() of two log-probs far below 0 would be 0 / 0.
     top = max(allow, block)
     share = math.exp(block - top) / (math.exp(allow - top) + math.exp(block - top))
@@ -224,7 +224,7 @@ class HttpJudge:
             if self._threshold is not None and (tokens := (choice.get("logprobs") or {}).get("content")):
                 scores = _verdict_scores(tokens[0]["top_logprobs"])
                 if scores is not None:
-                    return _by_probability(*scores, self._threshold)
+                    return _decide_by_probability(*scores, self._threshold)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             raise JudgeFailed(
                 f"{self._url.netloc}: no chat completion: {to_one_line(answer.decode(errors='replace'), SHOWN)}"

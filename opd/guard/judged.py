@@ -49,10 +49,10 @@ class StoredJudge:
     def _find_opinion(self, key: str) -> Opinion | None:
         with self._lock:
             if key not in self._opinions and self._path.exists():
-                self._read_on()
+                self._read_new_lines()
             return self._opinions.get(key)
 
-    def _read_on(self) -> None:
+    def _read_new_lines(self) -> None:
         with self._path.open("rb") as file:
             file.seek(self._read)
             # A line without its end is still being written: it stays for the next time.

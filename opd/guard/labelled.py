@@ -125,7 +125,7 @@ def _parse_commands(lines: list[str], source: object) -> Iterator[Case]:
             yield Case(id=case_id, label=label, steps=tuple(trajectory.steps), kind=str(record.get("kind", "")))
 
 
-def _commands_file(path: Path) -> Iterator[Case]:
+def _read_commands(path: Path) -> Iterator[Case]:
     return _parse_commands(_read_lines(path), path)
 
 
@@ -197,7 +197,7 @@ def _read_atif(path: Path) -> Iterator[Case]:
         data = _read_json(file)
         if not isinstance(data, dict) or not isinstance(data.get("steps"), list):
             continue  # tasks, results and indexes lie beside the trajectories
-        label = _label_of(file)
+        label = _choose_label(file)
         calls = [
             c for s in data["steps"] if isinstance(s, dict) for c in s.get("tool_calls") or () if isinstance(c, dict)
         ]
@@ -210,7 +210,7 @@ def _read_atif(path: Path) -> Iterator[Case]:
             yield Case(id=str(file), label=label, steps=steps, labels_trajectory=True)
 
 
-def _label_of(file: Path) -> Label:
+def _choose_label(file: Path) -> Label:
     """Return the label that the names above a trajectory give. Raises: OpdError if they give none, or both."""
     names = " ".join(part.lower() for part in file.parts)
     hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
@@ -251,7 +251,7 @@ def _read_rewardhackbench(path: Path) -> Iterator[Case]:
 
 
 FORMS: dict[str, Callable[[Path], Iterator[Case]]] = {
-    "commands": _commands_file,
+    "commands": _read_commands,
     "trace": _read_trace,
     "atif": _read_atif,
     "rewardhackbench": _read_rewardhackbench,

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 from opd.guard.facts import PYTHONS, ProgramCall
 from opd.guard.session import GuardSession
-from opd.guard.shell.fields import ACTIVE, PLAIN
+from opd.guard.shell.fields import TO_MARKS, TO_TEXT
 from opd.guard.shell.reader import unescape
 
 MAX_TEXT = 1 << 16
@@ -49,7 +49,7 @@ def find_mentions(calls: Sequence[ProgramCall], session: GuardSession) -> list[P
     mentioning_calls = []
     for call in calls:
         paths = dict.fromkeys(
-            session.resolve_path(posixpath.join(session.begins_at, path.translate(ACTIVE)))
+            session.resolve_path(posixpath.join(session.begins_at, path.translate(TO_MARKS)))
             for text in collect_texts(call)
             for path in find_paths(text, _is_operand(text))
         )
@@ -81,7 +81,7 @@ def find_paths(text: str, operand: bool = False) -> tuple[str, ...]:
         return ()
     if len(text) > MAX_TEXT:
         return tuple(dict.fromkeys(_find_absolute_paths(text)))
-    text = text.translate(PLAIN)
+    text = text.translate(TO_TEXT)
     paths = _find_absolute_paths(text)
     if not operand and "/" in text:
         paths += [match[0] for match in _RELATIVE.finditer(text)]

@@ -186,7 +186,7 @@ class CompiledRule:
         )
 
 
-def texts_of(call: ProgramCall) -> Texts:
+def texts_by_key(call: ProgramCall) -> Texts:
     """Return the texts of a call under the keys of clauses."""
     return {key: texts for key, read in READERS.items() if (texts := read(call))}
 
@@ -220,7 +220,7 @@ class RuleSet:
         """Return the hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
         hits = [
             (compiled.order, call_index)
-            for call_index, texts in enumerate(map(texts_of, calls))
+            for call_index, texts in enumerate(map(texts_by_key, calls))
             for compiled in self._rules_for(frozenset(texts), calls[call_index].program)
             if compiled.matches_call(texts, session.begins_at)
         ]
@@ -254,13 +254,13 @@ class _Compiler:
         programs = self.expand_patterns(clause.program)
         for key in TEXTS:
             if key != "program" and (patterns := self.expand_patterns(getattr(clause, key))):
-                tests_by_key[key] = _text_test(key, TextGlobs(patterns))
+                tests_by_key[key] = _make_text_test(key, TextGlobs(patterns))
         for key in PATHS:
             if patterns := self.expand_patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 globs = PathGlobs(patterns, self._such_as)
-                tests_by_key[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
-        tests = [*tests_by_key.values(), *self._tests_of_what_lacks(clause)]
+                tests_by_key[key] = _make_cover_test(globs) if key == "covers" else _make_path_test(key, globs)
+        tests = [*tests_by_key.values(), *self._make_absence_tests(clause)]
         if not tests and not programs:
             raise ConfigError.at(
                 f"rule {self._rule_id}", found="a clause without keys", wanted="at least one", fix="add a key"
@@ -269,14 +269,14 @@ class _Compiler:
             needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests
         )
 
-    def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
+    def _make_absence_tests(self, clause: Clause) -> list[Test]:
         """Return the tests that a call may pass by having nothing under a key."""
         tests: list[Test] = []
         if patterns := self.expand_patterns(clause.hosts_not):
-            tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
+            tests.append(_make_other_test("hosts", TextGlobs(patterns), empty=False))
         if patterns := self.expand_patterns(clause.sources_not):
-            tests.append(_other_test("sources", TextGlobs(patterns), empty=True))
-        return [*tests, *map(_none_test, clause.none)]
+            tests.append(_make_other_test("sources", TextGlobs(patterns), empty=True))
+        return [*tests, *map(_make_none_test, clause.none)]
 
     def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
         """Raises: ConfigError for a glob that no path can fit."""
@@ -307,23 +307,23 @@ class _Compiler:
         return expansion
 
 
-def _text_test(key: str, globs: TextGlobs) -> Test:
+def _make_text_test(key: str, globs: TextGlobs) -> Test:
     return lambda texts, begins_at: globs.hold_one(texts[key])
 
 
-def _other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
+def _make_other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
     return lambda texts, begins_at: any(not globs.matches_text(text) for text in texts[key]) if key in texts else empty
 
 
-def _none_test(key: str) -> Test:
+def _make_none_test(key: str) -> Test:
     return lambda texts, begins_at: key not in texts
 
 
-def _path_test(key: str, globs: PathGlobs) -> Test:
+def _make_path_test(key: str, globs: PathGlobs) -> Test:
     return lambda texts, begins_at: any(globs.matches_path(path, begins_at) for path in texts[key])
 
 
-def _cover_test(globs: PathGlobs) -> Test:
+def _make_cover_test(globs: PathGlobs) -> Test:
     return lambda texts, begins_at: any(globs.covered_by(path, begins_at) for path in texts["covers"])
 
 

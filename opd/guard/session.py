@@ -16,15 +16,15 @@ MAX_WRITTEN = 1 << 16
 """Characters of a text that grows; of a longer one we say that we do not know it."""
 MAX_PATH = 4096
 """Characters of a path that the system takes: no link or file has a longer one."""
-STANDARD_INPUT = "/dev/fd/0"
-STDIN = frozenset({"/dev/stdin", STANDARD_INPUT, "/proc/self/fd/0"})
+STDIN_PATH = "/dev/fd/0"
+STDIN_NAMES = frozenset({"/dev/stdin", STDIN_PATH, "/proc/self/fd/0"})
 """Names of the standard input."""
-CODE = (".js", ".mjs", ".cjs", ".ts", ".rb", ".pl", ".pm", ".php")
+CODE_SUFFIXES = (".js", ".mjs", ".cjs", ".ts", ".rb", ".pl", ".pm", ".php")
 """Ends of names of code that is loaded by name."""
 MAX_NAME = 128
-SHELL = ("cwd", "before", "stack", "variables", "functions", "positional")
+SHELL_FIELDS = ("cwd", "previous_cwd", "directory_stack", "variables", "functions", "positional")
 """Fields of a session about the shell; a subshell changes it for itself alone."""
-FILES = ("links", "copies", "written", "appended")
+FILE_FIELDS = ("links", "copies", "written", "appended")
 """Fields of a session about files; a subshell changes it for all."""
 
 
@@ -40,9 +40,9 @@ class GuardSession:
     root: Path | None = None
     """A directory of this machine that is the `/` of the episode: links and globs are looked up there. None: only the links
     that the episode made are known, and a glob is compared with well-known names."""
-    before: str = ""
+    previous_cwd: str = ""
     """The working directory before the last `cd`; that of the beginning if there was none."""
-    stack: list[str] = field(default_factory=list)
+    directory_stack: list[str] = field(default_factory=list)
     """Directories that `pushd` keeps, the last one first."""
     variables: dict[str, str] = field(default_factory=dict)
     functions: dict[str, object] = field(default_factory=dict)
@@ -59,12 +59,12 @@ class GuardSession:
     """Names of variables that the last call used."""
     begins_at: str = ""
     """The directory in which a new shell begins, if calls do not share one; `cwd` if not given."""
-    others: list[GuardSession] = field(default_factory=list)
+    other_states: list[GuardSession] = field(default_factory=list)
     """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.ways`)."""
 
     def __post_init__(self) -> None:
         self.begins_at = self.begins_at or self.cwd
-        self.before = self.before or self.cwd
+        self.previous_cwd = self.previous_cwd or self.cwd
 
     def copy(self) -> GuardSession:
         """Return a session of its own with the same state."""
@@ -72,8 +72,8 @@ class GuardSession:
         new.variables, new.functions = dict(self.variables), dict(self.functions)
         new.links, new.copies = dict(self.links), dict(self.copies)
         new.written, new.appended = dict(self.written), dict(self.appended)
-        new.stack, new.positional, new.read_variables = list(self.stack), list(self.positional), []
-        new.others = [state.copy() for state in self.others]
+        new.directory_stack, new.positional, new.read_variables = list(self.directory_stack), list(self.positional), []
+        new.other_states = [state.copy() for state in self.other_states]
         return new
 
     def is_similar(self, state: GuardSession) -> bool:
@@ -84,13 +84,13 @@ class GuardSession:
                 getattr(self, name) == getattr(state, name)
                 for name in ("variables", "functions", "positional", "links", "copies")
             )
-            and self._resolve_directory(self.cwd) == self._resolve_directory(state.cwd)
-            and self._resolve_directory(self.before) == self._resolve_directory(state.before)
+            and self._simplify_directory(self.cwd) == self._simplify_directory(state.cwd)
+            and self._simplify_directory(self.previous_cwd) == self._simplify_directory(state.previous_cwd)
             and _agree_where_known(self.written, state.written)
             and _agree_where_known(self.appended, state.appended)
         )
 
-    def _resolve_directory(self, directory: str) -> str:
+    def _simplify_directory(self, directory: str) -> str:
         inside = directory == self.begins_at or directory.startswith(self.begins_at.rstrip("/") + "/")
         return self.begins_at if inside else directory
 
@@ -107,7 +107,7 @@ class GuardSession:
             for key, value in getattr(self, name).items()
         }
         functions = {("function", name, str(id(body))) for name, body in self.functions.items()}
-        return texts | functions | {("cwd", self._resolve_directory(self.cwd)), ("positional", *self.positional)}
+        return texts | functions | {("cwd", self._simplify_directory(self.cwd)), ("positional", *self.positional)}
 
     @property
     def size(self) -> int:
@@ -117,16 +117,16 @@ class GuardSession:
 
     def take_over(self, state: GuardSession) -> None:
         """Take over the state of a copy: its call is let through."""
-        for name in (*SHELL, "read_variables", *FILES, "others"):
+        for name in (*SHELL_FIELDS, "read_variables", *FILE_FIELDS, "other_states"):
             setattr(self, name, getattr(state, name))
 
-    def resolve_path(self, path: str, copies: bool = True) -> str:
+    def resolve_path(self, path: str, follow_copies: bool = True) -> str:
         """Return the path as the system would find it: from the working directory, without `..` and links.
 
-        With `copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
+        With `follow_copies` a copy is what it was copied from: that is what a reader sees, but not what a writer changes.
         """
-        if path.startswith("/proc/self/fd/") or path in STDIN:
-            return STANDARD_INPUT if path in STDIN else "/dev/fd/" + path.rpartition("/")[2]
+        if path.startswith("/proc/self/fd/") or path in STDIN_NAMES:
+            return STDIN_PATH if path in STDIN_NAMES else "/dev/fd/" + path.rpartition("/")[2]
         parts = posixpath.join(self.cwd, path).split("/")[::-1]
         resolved_parts: list[str] = []
         links = 0
@@ -138,20 +138,20 @@ class GuardSession:
                 resolved_parts.append(part)
                 # With its slash a component has two characters at least.
                 looks = links < MAX_LINKS and len(resolved_parts) <= MAX_PATH // 2
-                target = self._resolve_link("/" + "/".join(resolved_parts), bool(parts), copies) if looks else ""
+                target = self._resolve_link("/" + "/".join(resolved_parts), bool(parts), follow_copies) if looks else ""
                 if target:
                     links += 1
                     resolved_parts = [] if target.startswith("/") else resolved_parts[:-1]
                     parts += target.split("/")[::-1]
         return "/" + "/".join(resolved_parts)
 
-    def _resolve_link(self, path: str, inside: bool, copies: bool) -> str:
+    def _resolve_link(self, path: str, inside: bool, follow_copies: bool) -> str:
         """Return the target of a link; empty if it is none. `inside` is true if the path goes on below it."""
         if path == "/proc/self/cwd":
             return self.cwd
         if inside and path.startswith("/proc/") and path.endswith("/root") and path.count("/") == 3:
             return "/"
-        target = (copies and self.copies.get(path)) or self.links.get(path) or self._link_on_disk(path)
+        target = (follow_copies and self.copies.get(path)) or self.links.get(path) or self._link_on_disk(path)
         # A link to something below itself would be followed without end.
         return "" if target.startswith(path + "/") else target
 
@@ -163,14 +163,14 @@ class GuardSession:
         except (OSError, ValueError):  # no link, or no name that the system knows
             return ""
 
-    def resolve_argument(self, field: str, copies: bool = True) -> list[str]:
+    def resolve_argument(self, field: str, follow_copies: bool = True) -> list[str]:
         """Return the absolute paths that an argument may mean: its glob's files where they can be listed, else one pattern."""
         if UNSET in field:  # the variable may be one of the environment, or empty
             return [
-                *self.resolve_argument(field.replace(UNSET, UNKNOWN), copies),
-                *self.resolve_argument(field.replace(UNSET, ""), copies),
+                *self.resolve_argument(field.replace(UNSET, UNKNOWN), follow_copies),
+                *self.resolve_argument(field.replace(UNSET, ""), follow_copies),
             ]
-        path = self.resolve_path(field, copies)
+        path = self.resolve_path(field, follow_copies)
         if self.root is not None and has_glob(path) and UNKNOWN not in path:
             matches = self._list_glob(show_field(path))
             if matches:
@@ -206,7 +206,7 @@ class GuardSession:
         """Return the text of a file as far as the episode wrote it; None if it did not, or if we do not know it."""
         return self.written.get(path, self.appended.get(path))
 
-    def script_at(self, field: str) -> str | None:
+    def written_text_of(self, field: str) -> str | None:
         """Return `written_text` of the file that an argument names."""
         return self.written_text(self.resolve_path(field))
 
@@ -225,8 +225,8 @@ class GuardSession:
         if not self.written or not name or len(name) > MAX_NAME or any(map(str.isspace, name)):
             return None
         base = self.resolve_path(name)
-        for path in (base, *(base + end for end in CODE)):
-            if path.endswith(CODE) and (text := self.written.get(path)):
+        for path in (base, *(base + end for end in CODE_SUFFIXES)):
+            if path.endswith(CODE_SUFFIXES) and (text := self.written.get(path)):
                 return path, text
         return None
 
@@ -234,7 +234,7 @@ class GuardSession:
         """Return True if the episode wrote a part of this file."""
         return path in self.written or path in self.appended
 
-    def set_back(self, values: Mapping[str, str | None]) -> None:
+    def restore_variables(self, values: Mapping[str, str | None]) -> None:
         """Give variables these values back; None: the variable was not set."""
         for name, value in values.items():
             if value is None:
@@ -246,12 +246,12 @@ class GuardSession:
         """Forget what does not last from one call to the next."""
         self.read_variables = []
         if not self.keeps_shell:
-            self.cwd = self.before = self.begins_at
-            self.variables, self.functions, self.stack, self.positional = {}, {}, [], []
+            self.cwd = self.previous_cwd = self.begins_at
+            self.variables, self.functions, self.directory_stack, self.positional = {}, {}, [], []
         # Descriptors and process substitutions end with their call.
         for path in [path for path in self.written if path.startswith("/dev/fd/")]:
             del self.written[path]
-        for state in self.others:
+        for state in self.other_states:
             state.next_call()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import posixpath
 from dataclasses import dataclass, field
 
-from opd.guard.shell.fields import ACTIVE
+from opd.guard.shell.fields import TO_MARKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Code:
         self.texts.append(text)
         if not text or len(text) > 512 or "\n" in text:
             return
-        text = text.translate(ACTIVE) if globs else text
+        text = text.translate(TO_MARKS) if globs else text
         self.strings.append(text)
         if not any(c.isspace() for c in text):
             self.mentions.append(posixpath.join(self.cwd, text))

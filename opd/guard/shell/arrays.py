@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from opd.guard.shell.fields import BREAK, VALUE
+from opd.guard.shell.fields import BREAK, KNOWN_TO_TEXT
 from opd.guard.shell.nodes import Assignment
 
 _INDEX = re.compile(r"[0-9]{1,9}")
 _KEY = re.compile(r"\[\w+\]=")
-EVERY = ("[@]", "[*]")
+ALL_ITEMS = ("[@]", "[*]")
 
 
-def array(fields: Iterable[str]) -> str:
+def join_items(fields: Iterable[str]) -> str:
     """Return the value of an array with these items. Of `[3]=x` the place is not kept."""
-    return BREAK.join(_KEY.sub("", field.translate(VALUE), count=1) for field in fields)
+    return BREAK.join(_KEY.sub("", field.translate(KNOWN_TO_TEXT), count=1) for field in fields)
 
 
-def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
+def assign_variable(variables: dict[str, str], node: Assignment, value: str) -> None:
     """Set or extend a variable, an array or one item of it; an item whose place is not known comes last."""
     base, bracket, index = node.name.partition("[")
     old_value = variables.get(base, "")
@@ -33,7 +33,7 @@ def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
         variables[base] = old_value + value if node.append else value
 
 
-def item(value: str, index: str) -> str:
+def select_item(value: str, index: str) -> str:
     """Return the item of an array at `[index]`; all of them where the place is not known. Without an index it is the first."""
     items = value.split(BREAK)
     if not index:

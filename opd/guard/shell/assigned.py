@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from opd.guard.shell.arrays import array, assign
+from opd.guard.shell.arrays import assign_variable, join_items
 from opd.guard.shell.fields import UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import Assignment
 from opd.guard.shell.outputs import predict_output
@@ -14,7 +14,7 @@ from opd.guard.shell.wrappers import parse_option
 MAX_ITEMS = 256
 
 
-def run_declare(walker: Walker, run: ProgramRun) -> str | None:
+def handle_declare(walker: Walker, run: ProgramRun) -> str | None:
     """`export NAME=value` and the like."""
     walker.note_call(run)
     for arg in run.argv[1:]:
@@ -26,7 +26,7 @@ def run_declare(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def run_unset(walker: Walker, run: ProgramRun) -> str | None:
+def handle_unset(walker: Walker, run: ProgramRun) -> str | None:
     """`unset NAME ...`: variables and functions are forgotten."""
     walker.note_call(run)
     for arg in run.argv[1:]:
@@ -35,7 +35,7 @@ def run_unset(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def read(walker: Walker, run: ProgramRun) -> str | None:
+def handle_read(walker: Walker, run: ProgramRun) -> str | None:
     """`read NAME ...`: the words of a line, the last name gets the rest; with `-a` all are one array."""
     walker.note_call(run)
     names, options = _parse_names(run.argv, "adinNptu")
@@ -48,25 +48,29 @@ def read(walker: Walker, run: ProgramRun) -> str | None:
     separators = walker.session.variables.get("IFS", " \t\n")
     words = _split_words(line, separators, -1 if "a" in options else len(names) - 1)
     if "a" in options:
-        words = [array(words[:MAX_ITEMS])]
+        words = [join_items(words[:MAX_ITEMS])]
     walker.session.variables.update(zip(names, [*words, *[""] * len(names)], strict=False))
     return ""
 
 
-def _split_words(line: str, separators: str, most: int) -> list[str]:
-    """Return the words of a line; `most` is how often it is split."""
+def _split_words(line: str, separators: str, max_splits: int) -> list[str]:
+    """Return the words of a line; `max_splits` is how often it is split."""
     if separators.strip() or not separators:
-        return re.split(f"[{re.escape(separators)}]", line, maxsplit=max(most, 0)) if separators and most else [line]
-    return line.split(maxsplit=most) if most else [line.strip()]
+        return (
+            re.split(f"[{re.escape(separators)}]", line, maxsplit=max(max_splits, 0))
+            if separators and max_splits
+            else [line]
+        )
+    return line.split(maxsplit=max_splits) if max_splits else [line.strip()]
 
 
-def run_mapfile(walker: Walker, run: ProgramRun) -> str | None:
+def handle_mapfile(walker: Walker, run: ProgramRun) -> str | None:
     """`mapfile NAME`: the lines become an array."""
     walker.note_call(run)
     names, _ = _parse_names(run.argv, "dnOsuCc")
     text = run.streams.stdin
     lines = [UNKNOWN] if text is None else text.removesuffix("\n").split("\n")[:MAX_ITEMS]
-    walker.session.variables[names[0] if names else "MAPFILE"] = array(lines)
+    walker.session.variables[names[0] if names else "MAPFILE"] = join_items(lines)
     return ""
 
 
@@ -84,7 +88,7 @@ def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str
     return names, values
 
 
-def run_printf(walker: Walker, run: ProgramRun) -> str | None:
+def handle_printf(walker: Walker, run: ProgramRun) -> str | None:
     """`printf -v NAME ...` sets a variable to what it would print."""
     walker.note_call(run)
     option = show_field(run.argv[1]) if len(run.argv) > 1 else ""
@@ -94,5 +98,5 @@ def run_printf(walker: Walker, run: ProgramRun) -> str | None:
         [option[2:], *run.argv[2:]] if option[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
     )
     output = predict_output([run.argv[0], *arguments], run.streams.stdin, walker.session)
-    assign(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
+    assign_variable(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
     return ""

@@ -12,11 +12,11 @@ from opd.guard.shell.fields import UNKNOWN, is_fully_known
 from opd.guard.shell.nodes import CompoundCommand, For, Literal, Script, Simple
 from opd.guard.shell.ways import (
     Output,
-    act_in_subprocess,
     distinct_states,
-    in_each,
     join_outputs,
     list_states,
+    run_in_each_state,
+    run_in_subprocess,
     settle_states,
 )
 
@@ -29,7 +29,7 @@ FIRST_LINES = 3
 def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, walk: Walk) -> Output:
     """Go through the bodies of a group. Return what it prints; of branches, the output of each on lines of its own."""
     if node.kind == "subshell":
-        return act_in_subprocess(session, partial(walk, node.bodies[0], streams))
+        return run_in_subprocess(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
         return join_outputs([walk(body, streams) for body in node.bodies])
     printed: list[Output] = []
@@ -45,7 +45,8 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
         settle_states(session, _walk_case(session, bodies))
     elif lines := _lines_of_while_read(node, streams):
         settle_states(
-            session, in_each(session, list_states(session), partial(_by_line, walk, node.bodies, streams, lines))
+            session,
+            run_in_each_state(session, list_states(session), partial(_walk_lines, walk, node.bodies, streams, lines)),
         )
     else:
         settle_states(session, _walk_loop(session, *bodies))
@@ -56,25 +57,25 @@ def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> l
     """Go through the branches of an `if`, each after its own test and those before it. The last of an odd number is the `else`."""
     ways, ended = list_states(session), list[GuardSession]()
     for index in range(0, len(bodies) - 1, 2):
-        ways = in_each(session, ways, bodies[index])
-        ended += in_each(session, ways, bodies[index + 1])
-    return [*ended, *(in_each(session, ways, bodies[-1]) if len(bodies) % 2 else ways)]
+        ways = run_in_each_state(session, ways, bodies[index])
+        ended += run_in_each_state(session, ways, bodies[index + 1])
+    return [*ended, *(run_in_each_state(session, ways, bodies[-1]) if len(bodies) % 2 else ways)]
 
 
 def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
     """Go through the branches of a `case`, of which one runs. The first body is the subject."""
-    ways = in_each(session, list_states(session), bodies[0])
-    return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
+    ways = run_in_each_state(session, list_states(session), bodies[0])
+    return [way for body in bodies[1:] for way in run_in_each_state(session, ways, body)] or ways
 
 
 def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
     """Go through a loop: test, body, test, body, test; it may end after each test. Two rounds show what one does to the next."""
-    ways = states = in_each(session, list_states(session), test)
+    ways = states = run_in_each_state(session, list_states(session), test)
     for _ in range(2):
-        after = in_each(session, ways, body)
+        after = run_in_each_state(session, ways, body)
         if all(any(state.is_similar(way) for state in states) for way in after):
             break
-        ways = in_each(session, after, test)
+        ways = run_in_each_state(session, after, test)
         states = distinct_states([*states, *ways])
     return states
 
@@ -92,13 +93,13 @@ def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
     return [line for n, line in enumerate(lines) if n < FIRST_LINES or "/" in line or "." in line][:MAX_ROUNDS]
 
 
-def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:
+def _walk_lines(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:
     for line in lines:
         walk(bodies[0], replace(streams, stdin=line + "\n"))
         walk(bodies[1], streams)
 
 
-def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
+def walk_for(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
     """Go through the body of a `for` for each of its words. Return what it prints, if that is known."""
     printed: list[Output] = []
 
@@ -109,6 +110,6 @@ def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Cal
 
     ways = initial_states = list_states(session)
     for value in values[:MAX_ROUNDS] or [UNKNOWN]:
-        ways = in_each(session, ways, partial(walk_round, value))
+        ways = run_in_each_state(session, ways, partial(walk_round, value))
     settle_states(session, ways if any(map(is_fully_known, values)) else [*ways, *initial_states])
     return join_outputs(printed)

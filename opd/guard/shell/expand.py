@@ -7,33 +7,33 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from opd.guard.session import GuardSession
-from opd.guard.shell.arrays import EVERY, item
+from opd.guard.shell.arrays import ALL_ITEMS, select_item
 from opd.guard.shell.fields import (
-    ACTIVE,
+    ANY_CHARACTER,
+    BRACES_TO_TEXT,
     BREAK,
+    KNOWN_TO_TEXT,
     MAX_FIELDS,
-    ONE,
-    SETTLED,
     STAR,
+    TO_MARKS,
     UNKNOWN,
     UNSET,
-    VALUE,
     expand_braces,
     glob_regex,
     is_fully_known,
     show_field,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
-from opd.guard.shell.work import ITEM, TRIES, WorkBudget
+from opd.guard.shell.work import ITEM, TRIES_PER_UNIT, WorkBudget
 
-SEPARATE = ("@", "[@]")
+KEPT_APART = ("@", "[@]")
 """Ends of names whose items stay apart, also in quotes."""
 MAX_VALUE = 1 << 16
 """Characters of a field; what is longer is cut, so that no expansion can grow without bound."""
 MAX_TRIES = 1 << 22
 """Characters that a pattern may be tried on to cut or to replace something; where it takes more, the result is not known."""
 
-ENVIRONMENT = (
+INHERITED_PREFIXES = (
     "HOME", "USER", "PATH", "SHELL", "TMP", "TEMP", "LANG", "LC_", "TERM", "EDITOR", "HOSTNAME", "RANDOM", "BASH", "SECONDS", "UID",
     "XDG_", "VIRTUAL_ENV", "CONDA", "PYTHON", "GO", "CARGO", "RUST", "JAVA", "NVM", "NODE", "NPM", "GITHUB_", "RUNNER_", "CI", "LD_",
 )  # fmt: skip
@@ -51,9 +51,11 @@ _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 class Expander:
     """Expands words in a session's state. `run` gives the output of a substitution, or None where it is not known."""
 
-    def __init__(self, session: GuardSession, run: Callable[[Script], str | None], work: WorkBudget) -> None:
+    def __init__(
+        self, session: GuardSession, run_substitution: Callable[[Script], str | None], work: WorkBudget
+    ) -> None:
         self.session = session
-        self.run = run
+        self._run_substitution = run_substitution
         self._work = work
 
     def expand_to_fields(self, word: Word) -> list[str]:
@@ -62,7 +64,9 @@ class Expander:
         if text.startswith("~"):
             text = self._expand_home(text)
         fields = [
-            field.translate(SETTLED) for piece in text.split(BREAK) for field in expand_braces(piece, self._work.spend)
+            field.translate(BRACES_TO_TEXT)
+            for piece in text.split(BREAK)
+            for field in expand_braces(piece, self._work.spend)
         ]
         if all(field == "" for field in fields) and not any(_keeps_empty(part) for part in word):
             return []
@@ -73,11 +77,16 @@ class Expander:
         text = self._expand_text(word, split=False)
         if text.startswith("~"):
             text = self._expand_home(text)
-        return text.translate(VALUE)
+        return text.translate(KNOWN_TO_TEXT)
 
     def _expand_home(self, text: str) -> str:
         name, slash, tail = text.partition("/")
-        directories = {"~": self.session.home, "~+": self.session.cwd, "~-": self.session.before, "~root": "/root"}
+        directories = {
+            "~": self.session.home,
+            "~+": self.session.cwd,
+            "~-": self.session.previous_cwd,
+            "~root": "/root",
+        }
         return directories[name] + slash + tail if name in directories else text
 
     def _expand_text(self, word: Word, split: bool) -> str:
@@ -87,18 +96,18 @@ class Expander:
 
     def _expand_part(self, part: Part, split: bool) -> str:
         if isinstance(part, Literal):
-            return part.text if part.quoted or not split else part.text.translate(ACTIVE)
+            return part.text if part.quoted or not split else part.text.translate(TO_MARKS)
         if isinstance(part, Variable):
             value = self._expand_variable(part)
-            apart = part.quoted and split and part.name.endswith(SEPARATE)
+            apart = part.quoted and split and part.name.endswith(KEPT_APART)
             return value if apart else self._split_fields(value, part.quoted or not split)
         if isinstance(part, Substitution):
-            output = self.run(part.body)
+            output = self._run_substitution(part.body)
             return UNKNOWN if output is None else self._split_fields(output.rstrip("\n"), part.quoted or not split)
         if isinstance(part, Arithmetic):
             self._expand_text(part.inner, split=False)
             return UNKNOWN
-        self.run(part.body)
+        self._run_substitution(part.body)
         return UNKNOWN
 
     def _split_fields(self, value: str, as_one_field: bool) -> str:
@@ -106,7 +115,7 @@ class Expander:
             return value.replace(BREAK, " ")
         separators = self.session.variables.get("IFS", " \t\n")
         table = dict.fromkeys(map(ord, separators), BREAK)
-        return value.translate(table | {ord("*"): STAR, ord("?"): ONE})
+        return value.translate(table | {ord("*"): STAR, ord("?"): ANY_CHARACTER})
 
     def _expand_variable(self, part: Variable) -> str:
         if part.index:
@@ -128,14 +137,14 @@ class Expander:
         if _NUMBER.fullmatch(name) and name != "0":
             return session.positional[int(name) - 1] if int(name) <= len(session.positional) else None
         if name in ("PWD", "OLDPWD"):
-            return session.cwd if name == "PWD" else session.before
+            return session.cwd if name == "PWD" else session.previous_cwd
         if name == "IFS":
             return session.variables.get(name, " \t\n")
         base, bracket, index = name.partition("[")
         value = session.variables.get(base)
         if value is None:
             return session.home if base == "HOME" else PROGRAMS_BY_NAME.get(base)
-        return item(value, bracket + index)
+        return select_item(value, bracket + index)
 
     def _apply_operator(self, part: Variable, value: str | None) -> str:
         operator, operand = part.operator, part.operand
@@ -150,13 +159,13 @@ class Expander:
             self._expand_text(operand, split=False)
             return _unset_variable_mark(part.name) if value is None else UNKNOWN
         if operator == "length":
-            return str(value.count(BREAK) + 1 if part.name.endswith(EVERY) else len(value))
+            return str(value.count(BREAK) + 1 if part.name.endswith(ALL_ITEMS) else len(value))
         pattern = self._expand_text(operand, split=True)
         tries = _count_comparisons(value, operator, pattern)
-        self._work.spend(tries // TRIES + ITEM * value.count(BREAK))
+        self._work.spend(tries // TRIES_PER_UNIT + ITEM * value.count(BREAK))
         if tries > MAX_TRIES:
             return UNKNOWN
-        every = part.name in ("@", "*") or part.name.endswith(EVERY)
+        every = part.name in ("@", "*") or part.name.endswith(ALL_ITEMS)
         return (
             _apply_to_items(value, operator, pattern, part.name in ("@", "*"))
             if every
@@ -166,7 +175,7 @@ class Expander:
 
 def _unset_variable_mark(name: str) -> str:
     """Return the mark of a variable that the episode did not set."""
-    own = _NUMBER.fullmatch(name) or (name.isidentifier() and not name.startswith(ENVIRONMENT))
+    own = _NUMBER.fullmatch(name) or (name.isidentifier() and not name.startswith(INHERITED_PREFIXES))
     return UNSET if own and name != "0" else UNKNOWN
 
 
@@ -202,10 +211,10 @@ def apply_text_operator(value: str, operator: str, operand: str) -> str:
     if operator in ("/", "//"):
         old, _, new = operand.partition("/")
         # The length first: the result may be too long to make.
-        remainder, count = _regex(old).subn("", value, count=0 if operator == "//" else 1)
+        remainder, count = _cached_glob_regex(old).subn("", value, count=0 if operator == "//" else 1)
         if not old or len(remainder) + count * len(new) > MAX_VALUE:
             return UNKNOWN if old else value
-        return _regex(old).sub(lambda _: show_field(new), value, count=0 if operator == "//" else 1)
+        return _cached_glob_regex(old).sub(lambda _: show_field(new), value, count=0 if operator == "//" else 1)
     if operator in ("#", "##", "%", "%%"):
         return _cut_match(value, operator, operand)
     return value
@@ -215,12 +224,12 @@ def _cut_match(value: str, operator: str, pattern: str) -> str:
     """Return the value without the shortest or longest beginning or end that fits."""
     backwards = operator[0] == "%"
     text = value[::-1] if backwards else value
-    match = _regex(pattern, backwards, len(operator) == 1).match(text)
+    match = _cached_glob_regex(pattern, backwards, len(operator) == 1).match(text)
     remainder = text[match.end() :] if match else text
     return remainder[::-1] if backwards else remainder
 
 
-_regex = lru_cache(maxsize=256)(glob_regex)
+_cached_glob_regex = lru_cache(maxsize=256)(glob_regex)
 
 
 def _keeps_empty(part: Part) -> bool:

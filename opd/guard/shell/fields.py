@@ -12,7 +12,7 @@ from itertools import pairwise
 
 UNKNOWN = "\ue000"
 """Some text that is not known: the output of a program, a variable that nobody set."""
-STAR, ONE, SET = "\ue001", "\ue002", "\ue003"
+STAR, ANY_CHARACTER, CHARACTER_SET = "\ue001", "\ue002", "\ue003"
 """Unquoted `*`, `?` and `[`."""
 OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 """Unquoted `{`, `,` and `}`."""
@@ -22,20 +22,30 @@ UNSET = "\ue008"
 """A variable that nobody set: nothing, or something of the environment."""
 MARKS = re.compile("[\ue000-\ue008]")
 _BRACES = re.compile(f"[{OPEN}{COMMA}{CLOSE}]")
-ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
-PLAIN = str.maketrans(
-    {UNKNOWN: "…", UNSET: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "}
+TO_MARKS = str.maketrans({"*": STAR, "?": ANY_CHARACTER, "[": CHARACTER_SET, "{": OPEN, ",": COMMA, "}": CLOSE})
+TO_TEXT = str.maketrans(
+    {
+        UNKNOWN: "…",
+        UNSET: "…",
+        STAR: "*",
+        ANY_CHARACTER: "?",
+        CHARACTER_SET: "[",
+        OPEN: "{",
+        COMMA: ",",
+        CLOSE: "}",
+        BREAK: " ",
+    }
 )
-SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
+BRACES_TO_TEXT = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
 """For marks of braces that turned out to be characters."""
-VALUE = {mark: text for mark, text in PLAIN.items() if mark not in (ord(UNKNOWN), ord(UNSET))}
+KNOWN_TO_TEXT = {mark: text for mark, text in TO_TEXT.items() if mark not in (ord(UNKNOWN), ord(UNSET))}
 """For text in which nothing but the unknown keeps its mark."""
 MAX_FIELDS = 256
 
 
 def show_field(field: str) -> str:
     """Return the field as a person would write it; what is not known is an ellipsis."""
-    return field if field.isascii() else field.translate(PLAIN)  # most have no mark, and to translate is slow
+    return field if field.isascii() else field.translate(TO_TEXT)  # most have no mark, and to translate is slow
 
 
 def is_fully_known(field: str) -> bool:
@@ -44,7 +54,7 @@ def is_fully_known(field: str) -> bool:
 
 
 def has_glob(field: str) -> bool:
-    return STAR in field or ONE in field or SET in field
+    return STAR in field or ANY_CHARACTER in field or CHARACTER_SET in field
 
 
 def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:

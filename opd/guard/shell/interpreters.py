@@ -12,11 +12,11 @@ from opd.guard.shell.fields import UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import CompoundCommand, UnreadableCommand
 from opd.guard.shell.parser import parse
 from opd.guard.shell.walk import Handler, ProgramRun, Walker
-from opd.guard.shell.ways import act_in_subprocess
+from opd.guard.shell.ways import run_in_subprocess
 
-_INLINE = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
-_INLINE_LONG = {"--eval", "--print", "--run"}
-_JOINED = {
+_CODE_LETTERS = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
+_LONG_CODE_OPTIONS = {"--eval", "--print", "--run"}
+_JOINED_CODE = {
     "python": re.compile(r"-[^\WcmWX]*c(.+)", re.DOTALL),
     "perl": re.compile(r"-[^\WeEIMmFDdCxi]*[eE](.+)", re.DOTALL),
     "ruby": re.compile(r"-[^\WeIrWxFEKCTi]*e(.+)", re.DOTALL),
@@ -24,30 +24,30 @@ _JOINED = {
     "php": re.compile(r"-[^\WrdczfBRFE]*r(.+)|--run=(.+)", re.DOTALL),
 }
 """Code in one argument with its option, behind other letters whose options have no value."""
-_MODULE = re.compile(r"-[^\WcmWX]*m")
-_VALUED = {"-W", "-X", "-r", "-I", "--require"}
+_MODULE_OPTION = re.compile(r"-[^\WcmWX]*m")
+_OPTIONS_WITH_VALUE = {"-W", "-X", "-r", "-I", "--require"}
 """Options whose value comes next, in languages that do not take code by them."""
 
 
-def run_shell(walker: Walker, run: ProgramRun) -> str | None:
-    letters, operands = _shell_options(run.argv[1:])
+def handle_shell(walker: Walker, run: ProgramRun) -> str | None:
+    letters, operands = _parse_shell_options(run.argv[1:])
     for name, file in pairwise(run.argv):
-        if name in ("--rcfile", "--init-file") and (text := walker.session.script_at(file)):
+        if name in ("--rcfile", "--init-file") and (text := walker.session.written_text_of(file)):
             walker.walk_text(text)
     if "c" in letters:
-        return _inline_shell(walker, run, operands)
+        return _walk_inline_script(walker, run, operands)
     if operands and "s" not in letters:
-        return _script_file(walker, run, run.argv, operands)
+        return _walk_script_file(walker, run, run.argv, operands)
     walker.note_call(run)
     streams = run.streams
     if streams.stdin is not None and is_fully_known(streams.stdin):
-        return walker.walk_text(streams.stdin, Streams(), walker.decoding_tags(streams.sources))
+        return walker.walk_text(streams.stdin, Streams(), walker.make_decoding_tags(streams.sources))
     if streams.has_stdin:
         walker.tag_last_call("unseen")
     return None
 
 
-def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
+def _parse_shell_options(argv: list[str]) -> tuple[str, list[str]]:
     """Return the letters of a shell's options, and its other arguments. What is not known may be an option before `-c`, or
     nothing."""
     letters, unknown, index = "", list[str](), 0
@@ -69,7 +69,7 @@ def _shell_options(argv: list[str]) -> tuple[str, list[str]]:
     return letters, argv[index:] if "c" in letters else unknown + argv[index:]
 
 
-def _inline_shell(walker: Walker, run: ProgramRun, operands: list[str]) -> str | None:
+def _walk_inline_script(walker: Walker, run: ProgramRun, operands: list[str]) -> str | None:
     walker.note_call(run.with_argv(run.argv[:1]))
     if not operands or not is_fully_known(operands[0]):
         walker.tag_last_call("unseen")
@@ -77,11 +77,11 @@ def _inline_shell(walker: Walker, run: ProgramRun, operands: list[str]) -> str |
     text = show_field(operands[0])
     if len(operands) > 1:
         text = text.replace("$0", show_field(operands[1])).replace("${0}", show_field(operands[1]))
-    inside = partial(walker.walk_text, text, run.streams, walker.decoding_tags(run.streams.sources))
-    return walker.with_arguments(operands[2:], inside)
+    inside = partial(walker.walk_text, text, run.streams, walker.make_decoding_tags(run.streams.sources))
+    return walker.run_with_arguments(operands[2:], inside)
 
 
-def _script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: list[str]) -> str | None:
+def _walk_script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: list[str]) -> str | None:
     walker.note_call(run)
     path = walker.session.resolve_path(operands[0])
     text = walker.session.written_text(path)
@@ -93,22 +93,22 @@ def _script_file(walker: Walker, run: ProgramRun, argv: list[str], operands: lis
     return None
 
 
-def run_eval(walker: Walker, run: ProgramRun) -> str | None:
+def handle_eval(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run.with_argv(run.argv[:1]))
     text = " ".join(run.argv[1:])
     if not is_fully_known(text):
         walker.tag_last_call("unseen")
         return None
-    return walker.walk_text(show_field(text), run.streams, walker.decoding_tags(run.streams.sources))
+    return walker.walk_text(show_field(text), run.streams, walker.make_decoding_tags(run.streams.sources))
 
 
-def run_source(walker: Walker, run: ProgramRun) -> str | None:
+def handle_source(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run)
     if len(run.argv) < 2:
         return None
     path = walker.session.resolve_path(run.argv[1])
     if text := walker.session.written_text(path):
-        return walker.walk_text(text, run.streams, walker.decoding_tags(walker.process_sources.get(path, ())))
+        return walker.walk_text(text, run.streams, walker.make_decoding_tags(walker.process_sources.get(path, ())))
     if walker.session.wrote_some(path) or not is_fully_known(path):
         walker.tag_last_call("unseen")
     return None
@@ -116,7 +116,7 @@ def run_source(walker: Walker, run: ProgramRun) -> str | None:
 
 def make_language_handler(language: str) -> Handler:
     def handler(walker: Walker, run: ProgramRun) -> str | None:
-        texts, arguments, module = _inline_code(language, run.argv[1:])
+        texts, arguments, module = _find_inline_code(language, run.argv[1:])
         operands = [arg for arg in arguments if not arg.startswith("-")]
         if texts:
             walker.note_call(run)
@@ -148,7 +148,7 @@ def make_language_handler(language: str) -> Handler:
     return handler
 
 
-def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
+def _find_inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], bool]:
     """Return the code in the arguments, the other arguments, and True if they name a module to run (`python -m`)."""
     texts: list[str] = []
     arguments: list[str] = []
@@ -156,14 +156,14 @@ def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], 
     while index < len(argv):
         arg = show_field(argv[index])
         index += 1
-        if language == "python" and _MODULE.match(arg):
+        if language == "python" and _MODULE_OPTION.match(arg):
             return [], argv, True
-        if joined := _JOINED[language].fullmatch(arg):
+        if joined := _JOINED_CODE[language].fullmatch(arg):
             return [next(filter(None, joined.groups()))], [*arguments, *argv[index:]], False
-        if arg in _INLINE_LONG or (re.fullmatch(r"-[A-Za-z0-9]+", arg) and arg[-1] in _INLINE[language]):
+        if arg in _LONG_CODE_OPTIONS or (re.fullmatch(r"-[A-Za-z0-9]+", arg) and arg[-1] in _CODE_LETTERS[language]):
             texts += argv[index : index + 1]
             index += 1
-        elif arg in _VALUED:
+        elif arg in _OPTIONS_WITH_VALUE:
             index += 1
         else:
             arguments.append(argv[index - 1])
@@ -172,7 +172,7 @@ def _inline_code(language: str, argv: list[str]) -> tuple[list[str], list[str], 
     return texts, arguments, False
 
 
-def run_awk(walker: Walker, run: ProgramRun) -> str | None:
+def handle_awk(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run)
     programs = [arg for arg in run.argv[1:] if "{" in show_field(arg)]
     for text in programs[:1]:
@@ -180,14 +180,14 @@ def run_awk(walker: Walker, run: ProgramRun) -> str | None:
     return None
 
 
-def run_trap(walker: Walker, run: ProgramRun) -> str | None:
+def handle_trap(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run.with_argv(run.argv[:1]))
     if len(run.argv) > 2 and is_fully_known(run.argv[1]) and show_field(run.argv[1]) not in ("-", ""):
-        act_in_subprocess(walker.session, partial(walker.walk_text, show_field(run.argv[1])))
+        run_in_subprocess(walker.session, partial(walker.walk_text, show_field(run.argv[1])))
     return ""
 
 
-def run_alias(walker: Walker, run: ProgramRun) -> str | None:
+def handle_alias(walker: Walker, run: ProgramRun) -> str | None:
     """Define an alias as a function that hands its arguments on."""
     walker.note_call(run)
     for arg in run.argv[1:]:
@@ -198,20 +198,26 @@ def run_alias(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def run_make(walker: Walker, run: ProgramRun) -> str | None:
+def handle_make(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run)
     file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")), "")
     file = file or next(
         (arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), ""
     )
-    text = run.streams.stdin if file == "-" else walker.session.script_at(file) if file else _written_makefile(walker)
+    text = (
+        run.streams.stdin
+        if file == "-"
+        else walker.session.written_text_of(file)
+        if file
+        else _written_makefile(walker)
+    )
     if text is None and (file == "-" or (file and walker.session.resolve_path(file).startswith("/dev/fd/"))):
         walker.tag_last_call("unseen")
     for line in (text or "").split("\n"):
         if line.startswith("\t"):
             # Each line of a recipe has a shell of its own.
             with suppress(UnreadableCommand):  # make's own variables and functions
-                act_in_subprocess(
+                run_in_subprocess(
                     walker.session, partial(walker.walk_text, line.strip().lstrip("@-+").replace("$$", "$"))
                 )
     return None
@@ -219,5 +225,5 @@ def run_make(walker: Walker, run: ProgramRun) -> str | None:
 
 def _written_makefile(walker: Walker) -> str | None:
     """Return the text of the file that make takes by itself, if the episode wrote it."""
-    texts = map(walker.session.script_at, ("GNUmakefile", "makefile", "Makefile"))
+    texts = map(walker.session.written_text_of, ("GNUmakefile", "makefile", "Makefile"))
     return next((text for text in texts if text is not None), None)

@@ -102,7 +102,7 @@ def _output_cat(args: list[str], stdin: str | None, session: GuardSession) -> st
 
 
 def _written_text(path: str, session: GuardSession) -> str | None:
-    return session.script_at(path)
+    return session.written_text_of(path)
 
 
 def _input_text(args: list[str], stdin: str | None, session: GuardSession) -> str | None:

@@ -155,7 +155,7 @@ class Parser(Reader):
         if reserved in ("if", "while", "until", "{"):
             bodies = self._parse_bodies(reserved)
             return CompoundCommand(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._parse_redirects())  # type: ignore[arg-type]
-        if self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
+        if self.peek(2) == "((" and self.find_arithmetic_end(self.at) > 0:
             return CompoundCommand((self._parse_arithmetic(),), "braces", self._parse_redirects())
         if self.peek() == "(":
             self.at += 1
@@ -189,10 +189,10 @@ class Parser(Reader):
 
     def _parse_arithmetic(self) -> Script:
         """`(( ))` as a call of `:`, for the substitutions that are in it."""
-        end = self.arithmetic_end(self.at)
+        end = self.find_arithmetic_end(self.at)
         if end < 0:
             raise UnreadableCommand("(( is not closed")
-        words = self.inner_reader(self.text[self.at + 2 : end]).expanded_text()
+        words = self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()
         self.at = end + 2
         return _script_that_expands((Arithmetic(words),)) if any(map(_runs_when_expanded, words)) else ()
 
@@ -205,7 +205,7 @@ class Parser(Reader):
             return CompoundCommand(
                 (head, *self._parse_bodies(self._expect_reserved_word("do"))), "loop", self._parse_redirects()
             )
-        name = self._plain_word()
+        name = self._read_plain_word()
         self.skip_blanks()
         words: list[Word] = [(Variable("@", quoted=True),)]
         if self.peek() == "\n":
@@ -227,7 +227,7 @@ class Parser(Reader):
             raise UnreadableCommand(f"{reserved} is missing before {self.peek(10)!r}")
         return reserved
 
-    def _plain_word(self) -> str:
+    def _read_plain_word(self) -> str:
         return "".join(part.text for part in self.read_word() if isinstance(part, Literal))
 
     def _parse_case(self) -> Command:
@@ -237,7 +237,7 @@ class Parser(Reader):
         chain: Script = ()
         falls, every = False, False
         self._skip_separators()
-        if self._plain_word() != "in":
+        if self._read_plain_word() != "in":
             raise UnreadableCommand("case without in")
         while True:
             self._skip_separators()
@@ -335,10 +335,14 @@ class Parser(Reader):
         match, bracket = _ASSIGNMENT.match(self.text, self.at), ""
         index: Word = ()
         if match is None and (item := _ITEM.match(self.text, self.at)):
-            end = self.bracket_end(self.text, item.end() - 1)
+            end = self.find_bracket_end(self.text, item.end() - 1)
             match = _ASSIGNMENT.match(item[1] + self.text[end + 1 : end + 3]) if end > 0 else None
             bracket = self.text[item.end() - 1 : end + 1]
-            index = self.inner_reader(bracket[1:-1]).expanded_text() if match and set(bracket) & {"$", "`"} else ()
+            index = (
+                self.make_inner_reader(bracket[1:-1]).read_expanded_text()
+                if match and set(bracket) & {"$", "`"}
+                else ()
+            )
         if match is None:
             return None
         self.at += len(bracket) + len(match[0])

@@ -62,7 +62,7 @@ class Reader:
         """Parse a script up to a closing operator, which is read too. The grammar is the parser's."""
         raise NotImplementedError
 
-    def inner_reader(self, text: str) -> Reader:
+    def make_inner_reader(self, text: str) -> Reader:
         """Return a reader of the same kind for a text inside of this one."""
         return type(self)(text, self.depth + 1)
 
@@ -109,7 +109,7 @@ class Reader:
 
     def _read_extended_glob(self, parts: list[Part]) -> bool:
         """Read the rest of `@(a|b)`, as braces, or of another extended glob, as `*`, if one stands here."""
-        last, end = parts[-1], self.parenthesis_end(self.at)
+        last, end = parts[-1], self.find_parenthesis_end(self.at)
         if not isinstance(last, Literal) or last.quoted or last.text[-1:] not in tuple("@?*+!") or end < 0:
             return False
         body = self.text[self.at + 1 : end].replace("|", ",")
@@ -118,7 +118,7 @@ class Reader:
         self.at = end + 1
         return True
 
-    def parenthesis_end(self, start: int) -> int:
+    def find_parenthesis_end(self, start: int) -> int:
         """Return the index at which the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is
         more than a pattern."""
         end = self.text.find(")", start)
@@ -180,7 +180,7 @@ class Reader:
                     self.at += 1
                 parts.append(Literal(self.text[start : self.at], True))
 
-    def expanded_text(self) -> Word:
+    def read_expanded_text(self) -> Word:
         """Return the whole text as a heredoc is read: expansions work, quotes are characters."""
         parts: list[Part] = []
         self._read_double_quotes(parts, "")
@@ -195,12 +195,12 @@ class Reader:
                 end += 2 if self.text[end] == "\\" else 1
             body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
             self.at = end + 1
-            parts.append(Substitution(self.inner_reader(body).parse_script(""), quoted))
-        elif self.peek(3) == "$((" and (end := self.arithmetic_end(self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 3 : end]).expanded_text()))
+            parts.append(Substitution(self.make_inner_reader(body).parse_script(""), quoted))
+        elif self.peek(3) == "$((" and (end := self.find_arithmetic_end(self.at + 1)) > 0:
+            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 3 : end]).read_expanded_text()))
             self.at = end + 2
-        elif self.peek(2) == "$[" and (end := self.bracket_end(self.text, self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 2 : end]).expanded_text()))
+        elif self.peek(2) == "$[" and (end := self.find_bracket_end(self.text, self.at + 1)) > 0:
+            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()))
             self.at = end + 1
         elif self.peek(2) == "$(":
             self.at += 2
@@ -221,7 +221,7 @@ class Reader:
             parts.append(Literal("$", True))
             self.at += 1
 
-    def arithmetic_end(self, start: int) -> int:
+    def find_arithmetic_end(self, start: int) -> int:
         """Return the index at which the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in
         another one."""
         depth = 0
@@ -232,7 +232,7 @@ class Reader:
         return -1
 
     def _read_parameter(self, parts: list[Part], quoted: bool) -> None:
-        start, end = self.at + 2, self._closing_brace(self.at + 2)
+        start, end = self.at + 2, self._find_closing_brace(self.at + 2)
         body, prefix = self.text[start:end], ""
         self.at = end + 1
         if len(body) > 1 and body[0] in "#!" and (body[1].isalnum() or body[1] in "_@*"):
@@ -241,17 +241,19 @@ class Reader:
         name = match[0] if match else body[:1]
         suffix = body[len(name) :]
         index: Word = ()
-        if suffix.startswith("[") and (end := self.bracket_end(suffix, 0)) > 0:
-            index = self.inner_reader(suffix[1:end]).expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
+        if suffix.startswith("[") and (end := self.find_bracket_end(suffix, 0)) > 0:
+            index = (
+                self.make_inner_reader(suffix[1:end]).read_expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
+            )
             name, suffix = name + suffix[: end + 1], suffix[end + 1 :]
         operator = _OPERATOR.match(suffix)
         if suffix and not operator:
             raise UnreadableCommand(f"an expansion that we do not know: ${{{body}}}")
-        operand = self.inner_reader(suffix[operator.end() :]).read_operand() if operator else ()
+        operand = self.make_inner_reader(suffix[operator.end() :]).read_operand() if operator else ()
         parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted, index))
 
     @staticmethod
-    def bracket_end(text: str, start: int) -> int:
+    def find_bracket_end(text: str, start: int) -> int:
         """Return the index at which the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes
         another one."""
         depth = 0
@@ -272,7 +274,7 @@ class Reader:
                 self._read_part(self.peek(), parts)
         return tuple(parts)
 
-    def _closing_brace(self, start: int) -> int:
+    def _find_closing_brace(self, start: int) -> int:
         depth, index = 1, start
         while index < len(self.text):
             char = self.text[index]
@@ -316,6 +318,6 @@ class Reader:
                 lines.append(line + "\n")
             self.at = min(self.at, len(self.text))
             body = "".join(lines)
-            word: Word = (Literal(body, True),) if quoted else self.inner_reader(body).expanded_text()
+            word: Word = (Literal(body, True),) if quoted else self.make_inner_reader(body).read_expanded_text()
             target.append(Redirect("<<", word, fd=fd))
         self.heredocs.clear()

@@ -9,7 +9,7 @@ from opd.guard.shell.fields import UNKNOWN, UNSET, is_fully_known, show_field
 from opd.guard.shell.walk import ProgramRun, Walker
 
 
-def run_cd(walker: Walker, run: ProgramRun) -> str | None:
+def handle_cd(walker: Walker, run: ProgramRun) -> str | None:
     """`cd`, `pushd`, `popd`, which are taken to succeed; `cd -` goes back."""
     session, program = walker.session, show_field(run.argv[0])
     operands = [arg for arg in run.argv[1:] if not arg.startswith("-") or arg == "-"]
@@ -17,18 +17,18 @@ def run_cd(walker: Walker, run: ProgramRun) -> str | None:
     old_cwd = session.cwd
     target = (operands[0] if operands else session.home).replace(UNSET, "")
     if program == "popd" or (program == "pushd" and not operands):
-        target = session.stack.pop(0) if session.stack else old_cwd
+        target = session.directory_stack.pop(0) if session.directory_stack else old_cwd
     elif target == "-":
-        target = session.before
+        target = session.previous_cwd
     if program == "pushd":
-        session.stack.insert(0, old_cwd)
+        session.directory_stack.insert(0, old_cwd)
     path = session.resolve_path(target) if is_fully_known(target) and len(target) <= MAX_PATH else ""
     session.cwd = path if path and len(path) <= MAX_PATH else posixpath.join(old_cwd, UNKNOWN)
-    session.before = old_cwd
+    session.previous_cwd = old_cwd
     return ""
 
 
-def run_tee(walker: Walker, run: ProgramRun) -> str | None:
+def handle_tee(walker: Walker, run: ProgramRun) -> str | None:
     """Write the standard input to files, and pass it on."""
     walker.note_call(run)
     text = run.streams.stdin
@@ -36,19 +36,19 @@ def run_tee(walker: Walker, run: ProgramRun) -> str | None:
     adds = any(arg == "--append" or (arg[1:2] != "-" and "a" in arg) for arg in options)
     for arg in run.argv[1:]:
         if not arg.startswith("-") and is_fully_known(arg):
-            path = walker.session.resolve_path(arg, copies=False)
+            path = walker.session.resolve_path(arg, follow_copies=False)
             (walker.session.record_append if adds else walker.session.record_write)(path, text)
     return text
 
 
-def set_positional(walker: Walker, run: ProgramRun) -> str | None:
+def handle_set(walker: Walker, run: ProgramRun) -> str | None:
     walker.note_call(run)
     if "--" in run.argv:
         walker.session.positional = run.argv[run.argv.index("--") + 1 :]
     return ""
 
 
-def run_shift(walker: Walker, run: ProgramRun) -> str | None:
+def handle_shift(walker: Walker, run: ProgramRun) -> str | None:
     """`shift N`: the first positional arguments are dropped."""
     walker.note_call(run)
     count = show_field(run.argv[1]) if len(run.argv) > 1 else "1"
@@ -56,7 +56,7 @@ def run_shift(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def run_copy(walker: Walker, run: ProgramRun) -> str | None:
+def handle_copy(walker: Walker, run: ProgramRun) -> str | None:
     """`cp`, `mv`, `ln`: what is behind the new name is what was behind the old one."""
     walker.note_call(run)
     session = walker.session

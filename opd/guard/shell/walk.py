@@ -14,10 +14,10 @@ from opd.guard.code import Code, Started
 from opd.guard.code.other import read_other
 from opd.guard.code.python import read_python
 from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_call, read_code_call
-from opd.guard.session import STANDARD_INPUT, STDIN, GuardSession
-from opd.guard.shell.arrays import array, assign
+from opd.guard.session import STDIN_NAMES, STDIN_PATH, GuardSession
+from opd.guard.shell.arrays import assign_variable, join_items
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
-from opd.guard.shell.compound import loop_over, walk_group
+from opd.guard.shell.compound import walk_for, walk_group
 from opd.guard.shell.expand import Expander
 from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, is_fully_known, show_field
 from opd.guard.shell.nodes import (
@@ -37,8 +37,8 @@ from opd.guard.shell.nodes import Command as Node
 from opd.guard.shell.outputs import DECODERS, HIDERS, predict_output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
-from opd.guard.shell.ways import StateStep, act_in_subprocess, in_turn, join_outputs, list_states, settle_states
-from opd.guard.shell.work import ARGUMENT, COMMAND, GLOB, PYTHON, WorkBudget
+from opd.guard.shell.ways import StateStep, join_outputs, list_states, run_in_subprocess, run_list, settle_states
+from opd.guard.shell.work import ARGUMENT, CODE_CHARACTER, COMMAND, GLOB, WorkBudget
 
 MAX_CALLS = 512
 MAX_NESTED = 12
@@ -76,7 +76,7 @@ class Walker:
 
     def __init__(self, session: GuardSession, special: Mapping[str, Handler]) -> None:
         self.session = session
-        self._special = special
+        self._handlers = special
         self.calls: list[ProgramCall] = []
         self.tags: frozenset[str] = frozenset()
         """Tags of all that is gone through at the moment, such as `decoded`."""
@@ -91,23 +91,23 @@ class Walker:
         self._active_names: list[str] = []
         """The functions and the files that are gone through at the moment."""
         self._distinct_calls: set[ProgramCall] = set()
-        self._nested = self._wrapped = 0
+        self._nesting = self._wrapper_depth = 0
         self._work = WorkBudget()
         self._expander = Expander(session, self._walk_substitution, self._work)
 
     def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Go through a script inside of the script. Return what it prints, if known. Raises: UnreadableCommand."""
-        if self._nested >= MAX_NESTED:
+        if self._nesting >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         self._work.spend(len(text))
         if not is_fully_known(text):
             text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
         old_tags, self.tags = self.tags, self.tags | tags
-        self._nested += 1
+        self._nesting += 1
         try:
             return self.walk_script(parse(text), streams)
         finally:
-            self._nested -= 1
+            self._nesting -= 1
             self.tags = old_tags
 
     def walk_script(self, script: Script, streams: Streams | None = None) -> str | None:
@@ -126,12 +126,12 @@ class Walker:
         steps = [
             StateStep(pipeline.when, partial(self._walk_pipeline, pipeline, streams)) for pipeline in commands.pipelines
         ]
-        run = partial(in_turn, self.session, steps)
-        return act_in_subprocess(self.session, run) if commands.background else run()
+        run = partial(run_list, self.session, steps)
+        return run_in_subprocess(self.session, run) if commands.background else run()
 
     def _walk_substitution(self, script: Script) -> str | None:
         self._work.spend(COMMAND + self.session.size)
-        return act_in_subprocess(self.session, partial(self.walk_script, script))
+        return run_in_subprocess(self.session, partial(self.walk_script, script))
 
     def _walk_pipeline(self, pipeline: Pipeline, outer: Streams) -> tuple[bool | None, str | None]:
         text, sources = outer.stdin, outer.sources
@@ -141,7 +141,7 @@ class Walker:
             previous_start, start = start, len(self.calls)
             inputs = Streams(stdin=text, has_stdin=index > 0 or outer.has_stdin, sources=sources)
             run = partial(self._walk_command, command, inputs)
-            text = run() if is_single else act_in_subprocess(self.session, run)
+            text = run() if is_single else run_in_subprocess(self.session, run)
             sources = tuple(dict.fromkeys([*sources, *_program_names(self.calls[start:])]))
             if index:
                 # The calls of the command before feed those of this one.
@@ -160,11 +160,11 @@ class Walker:
             self.add_call(ProgramCall(program="function", args=(node.name,)))
             self._success = True
             return ""
-        streams = self._redirect_streams(node.redirects, inputs)
-        self._bare_redirects(streams)
+        streams = self._apply_redirects(node.redirects, inputs)
+        self._note_redirects_as_cat(streams)
         if isinstance(node, For):
             values = [field for word in node.words for field in self._expander.expand_to_fields(word)]
-            printed = loop_over(self.session, node, values, partial(self.walk_script, streams=streams))
+            printed = walk_for(self.session, node, values, partial(self.walk_script, streams=streams))
         else:
             printed = walk_group(self.session, node, streams, self.walk_script)
         # `break` stops no more than its loop, and `exit` no more than its subshell.
@@ -176,22 +176,22 @@ class Walker:
     def _walk_simple_command(self, node: Simple, inputs: Streams) -> str | None:
         self.session.read_variables = []
         start = len(self.calls)
-        values = [(a, self._assigned_value(a)) for a in node.assignments]
+        values = [(a, self._expand_assigned_value(a)) for a in node.assignments]
         argv = [field for word in node.words for field in self._expand_fields(word)]
-        streams = self._redirect_streams(node.redirects, inputs)
+        streams = self._apply_redirects(node.redirects, inputs)
         streams.sources = (*streams.sources, *dict.fromkeys(_program_names(self.calls[start:])))
         if not argv:
             self._assign_variables(values)
-            self._bare_redirects(streams)
+            self._note_redirects_as_cat(streams)
             self._success = None if len(self.calls) > start else True
             if any(
                 "/" in value and " " in value for _, value in values
             ):  # a command that the shell starts by itself, say
-                self.add_call(ProgramCall(program="", tags=self._variable_tags(values)))
+                self.add_call(ProgramCall(program="", tags=self._make_variable_tags(values)))
             if self.session.read_variables:  # what it asks of the environment is soon a variable of its own
                 self.add_call(ProgramCall(program="", env=tuple(dict.fromkeys(self.session.read_variables))))
             return streams.stdin if any(r.operator == "<" for r in node.redirects) else ""
-        printed = self._with_variables(values, ProgramRun(argv, streams, self._variable_tags(values)))
+        printed = self._run_with_variables(values, ProgramRun(argv, streams, self._make_variable_tags(values)))
         self._may_stop = self._may_stop or argv[0] in STOPS
         if node.redirects or argv[0] in self.session.functions:
             self._success = None
@@ -199,7 +199,7 @@ class Walker:
             self._success = argv[0] in SUCCEED or (False if argv[0] == "false" else None)
         return self._note_output(streams, printed)
 
-    def _with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
+    def _run_with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
         """Run a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
         old_values = {
@@ -209,20 +209,20 @@ class Walker:
         self._assign_variables(values)
         self.session.read_variables = used
         try:
-            return self.run_program(run)
+            return self.walk_function_or_program(run)
         finally:
-            for state in (self.session, *self.session.others) if old_values else ():
-                state.set_back(old_values)
+            for state in (self.session, *self.session.other_states) if old_values else ():
+                state.restore_variables(old_values)
 
-    def _assigned_value(self, assignment: Assignment) -> str:
+    def _expand_assigned_value(self, assignment: Assignment) -> str:
         """Return the value that is assigned; items of an array with a mark between them."""
         if assignment.index:
             self._expander.expand_to_value(assignment.index)
         if assignment.items is None:
             return self._expander.expand_to_value(assignment.value)
-        return array(field for word in assignment.items for field in self._expand_fields(word))
+        return join_items(field for word in assignment.items for field in self._expand_fields(word))
 
-    def _variable_tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
+    def _make_variable_tags(self, values: list[tuple[Assignment, str]]) -> frozenset[str]:
         """Tags that come from variables set for one call, such as `LD_PRELOAD=...`."""
         names = [(assignment.name.partition("[")[0], show_field(value)) for assignment, value in values]
         return self.tags | {tag for name, value in names for tag in (f"sets:{name}", f"sets:{name}={value}")}
@@ -239,9 +239,9 @@ class Walker:
 
     def _assign_variables(self, values: list[tuple[Assignment, str]]) -> None:
         for assignment, value in values:
-            assign(self.session.variables, assignment, value)
+            assign_variable(self.session.variables, assignment, value)
 
-    def _redirect_streams(self, redirects: list[Redirect], inputs: Streams) -> Streams:
+    def _apply_redirects(self, redirects: list[Redirect], inputs: Streams) -> Streams:
         """Return the streams after the redirections."""
         streams = Streams(stdin=inputs.stdin, has_stdin=inputs.has_stdin, sources=inputs.sources)
         for redirect in redirects:
@@ -287,14 +287,14 @@ class Walker:
             for path in paths:
                 note(path, None)
 
-    def _bare_redirects(self, streams: Streams) -> None:
+    def _note_redirects_as_cat(self, streams: Streams) -> None:
         """Note redirections that have no program, or belong to a whole group, as a call of `cat`."""
         if streams.reads or streams.writes:
             self.add_call(read_call(["cat"], self.session, streams))
 
     def _note_output(self, streams: Streams, printed: str | None) -> str | None:
         """Note what was printed in the files that it went to. Return what the standard output gets."""
-        for state in (self.session, *self.session.others):
+        for state in (self.session, *self.session.other_states):
             for path in streams.truncates:
                 state.record_write(path, printed)
             for path in streams.appends:
@@ -319,7 +319,7 @@ class Walker:
         """Add a tag to the call that was noted last."""
         self.calls[-1] = replace(self.calls[-1], tags=self.calls[-1].tags | {tag})
 
-    def run_program(self, run: ProgramRun) -> str | None:
+    def walk_function_or_program(self, run: ProgramRun) -> str | None:
         """Note what one program call does. Return what it prints, if known. Raises: UnreadableCommand."""
         name = run.argv[0]
         if name in self.session.functions and self._active_names.count(name) < MAX_RECURSION:
@@ -328,25 +328,25 @@ class Walker:
 
     def walk_program(self, run: ProgramRun) -> str | None:
         """Do as `run`, for a program that cannot be a function of the shell."""
-        if self._wrapped >= MAX_WRAPPED:
+        if self._wrapper_depth >= MAX_WRAPPED:
             raise UnreadableCommand("too deeply nested")
-        self._wrapped += 1
+        self._wrapper_depth += 1
         try:
-            return self._walk_external_program(run)
+            return self._walk_by_name(run)
         finally:
-            self._wrapped -= 1
+            self._wrapper_depth -= 1
 
-    def _walk_external_program(self, run: ProgramRun) -> str | None:
+    def _walk_by_name(self, run: ProgramRun) -> str | None:
         name = show_field(run.argv[0]).rpartition("/")[2] if is_fully_known(run.argv[0]) else ""
-        if run.streams.has_stdin and not STDIN.isdisjoint(map(show_field, run.argv[1:])):
-            self.session.written[STANDARD_INPUT] = run.streams.stdin
-        special = self._special.get(name)
+        if run.streams.has_stdin and not STDIN_NAMES.isdisjoint(map(show_field, run.argv[1:])):
+            self.session.written[STDIN_PATH] = run.streams.stdin
+        special = self._handlers.get(name)
         if special is not None:
             own = name in BUILTINS and run.argv[0] == name
-            return special(self, run) if own else act_in_subprocess(self.session, partial(special, self, run))
+            return special(self, run) if own else run_in_subprocess(self.session, partial(special, self, run))
         if "/" in run.argv[0] and (text := self.session.written_text(self.session.resolve_path(run.argv[0]))):
             self.note_call(run)
-            return act_in_subprocess(self.session, partial(self.walk_file, text, run))
+            return run_in_subprocess(self.session, partial(self.walk_file, text, run))
         self.note_call(run)
         return predict_output(run.argv, run.streams.stdin, self.session)
 
@@ -360,25 +360,25 @@ class Walker:
         self.add_call(replace(call, text=written) if written else call)
 
     def _walk_function(self, name: str, run: ProgramRun) -> str | None:
-        if self._nested >= MAX_NESTED:
+        if self._nesting >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
         body: Node = self.session.functions[name]  # type: ignore[assignment]
-        self._nested += 1
+        self._nesting += 1
         self._active_names.append(name)
         try:
-            return self.with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
+            return self.run_with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
         finally:
-            self._nested -= 1
+            self._nesting -= 1
             self._active_names.pop()
             self._may_stop = False
 
-    def with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
+    def run_with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
         """Run `act` with these positional arguments, `$1` and so on."""
         old_arguments, self.session.positional = self.session.positional, arguments
         try:
             return act()
         finally:
-            for state in (self.session, *self.session.others):
+            for state in (self.session, *self.session.other_states):
                 state.positional = old_arguments
 
     def walk_file(self, text: str, run: ProgramRun) -> str | None:
@@ -388,9 +388,9 @@ class Walker:
             if language in first_line:
                 self.walk_code(language, text, run)
                 return None
-        return self.with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
+        return self.run_with_arguments(run.argv[1:], partial(self.walk_text, text, run.streams))
 
-    def decoding_tags(self, sources: tuple[str, ...]) -> frozenset[str]:
+    def make_decoding_tags(self, sources: tuple[str, ...]) -> frozenset[str]:
         """Return the tags of code that came out of these programs, if one of them decodes."""
         hidden = frozenset({"decoded"}) if set(sources) & DECODERS else frozenset[str]()
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
@@ -398,34 +398,34 @@ class Walker:
     def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
         """Note what inline code would do, and go through the commands and the code that it would run. Raises:
         UnreadableCommand."""
-        if self._nested >= MAX_NESTED or len(text) > MAX_CHARACTERS:
+        if self._nesting >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
-        self._work.spend(len(text) * PYTHON)
+        self._work.spend(len(text) * CODE_CHARACTER)
         parsed_code = read_python(text) if language == "python" else read_other(language, text)
-        self._nested += 1
+        self._nesting += 1
         old_tags = self.tags
         try:
-            self._read_code(language, parsed_code, run)
+            self._walk_parsed_code(language, parsed_code, run)
         finally:
-            self._nested -= 1
+            self._nesting -= 1
             self.tags = old_tags
 
-    def _read_code(self, language: str, parsed_code: Code, run: ProgramRun) -> None:
+    def _walk_parsed_code(self, language: str, parsed_code: Code, run: ProgramRun) -> None:
         self.add_call(read_code_call(language, parsed_code, self.session, run.streams, run.tags))
         self.tags = self.tags | ({"decoded"} if "decodes" in parsed_code.tags else set())
         for path, text in parsed_code.files:
-            self.session.record_append(self.session.resolve_path(path, copies=False), text)
+            self.session.record_append(self.session.resolve_path(path, follow_copies=False), text)
         for nested in parsed_code.nested:
             self.walk_code(language, nested, run)
-        for path, text in filter(None, map(self._module_finder(language), parsed_code.loads)):
+        for path, text in filter(None, map(self._choose_file_finder(language), parsed_code.loads)):
             if path not in self._active_names:
                 self._active_names.append(path)
                 self.walk_code(language, text, run)
                 self._active_names.remove(path)
         for started in parsed_code.shell:
-            act_in_subprocess(self.session, partial(self._walk_started_command, language, started))
+            run_in_subprocess(self.session, partial(self._walk_started_command, language, started))
 
-    def _module_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
+    def _choose_file_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
         """Return the function that finds a file of the episode's own by the name by which code of a language loads it."""
         return self.session.written_module if language in PYTHONS else self.session.written_code_file
 

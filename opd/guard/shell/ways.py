@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from opd.guard.session import FILES, GuardSession
+from opd.guard.session import FILE_FIELDS, GuardSession
 
 T = TypeVar("T")
-MAX_WAYS = 4
+MAX_STATES = 4
 """States that are kept. Of more, those are chosen that differ most from each other."""
 
 Output = str | None
@@ -30,7 +30,9 @@ class StateStep:
     """Goes through it; whether it succeeds, and what it prints, None for either if that is not known."""
 
 
-def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[], object]) -> list[GuardSession]:
+def run_in_each_state(
+    session: GuardSession, ways: Sequence[GuardSession], act: Callable[[], object]
+) -> list[GuardSession]:
     """Run `act` in each of these states, and return the states afterwards. The caller settles the session in them."""
     after: list[GuardSession] = []
     for way in ways:
@@ -40,9 +42,9 @@ def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[
     return distinct_states(after)
 
 
-def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
+def run_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
     """Run `act` in every state that the session may be in. If it raises, the states that are left stay as they are."""
-    if not session.others:
+    if not session.other_states:
         act()
         return
     after, waiting = list[GuardSession](), list_states(session)
@@ -60,13 +62,13 @@ def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None
 def enter_state(session: GuardSession, way: GuardSession) -> None:
     """Let the session be in this state alone."""
     session.take_over(way.copy())
-    session.others = []
+    session.other_states = []
 
 
 def list_states(session: GuardSession) -> list[GuardSession]:
     """Return all states that a session may be in, as sessions of their own."""
     current = session.copy()
-    alternatives, current.others = current.others, []
+    alternatives, current.other_states = current.other_states, []
     return [current, *alternatives]
 
 
@@ -74,11 +76,11 @@ def settle_states(session: GuardSession, ways: Iterable[GuardSession]) -> None:
     """Let the session be in one of these states."""
     current, *alternatives = distinct_states(ways)
     session.take_over(current)
-    session.others = alternatives
+    session.other_states = alternatives
 
 
 def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
-    """Return one state for each group of similar ones, `MAX_WAYS` at most."""
+    """Return one state for each group of similar ones, `MAX_STATES` at most."""
     distinct: list[GuardSession] = []
     for way in ways:
         twin = next((state for state in distinct if state.is_similar(way)), None)
@@ -86,16 +88,16 @@ def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
             distinct.append(way)
         else:
             twin.take_files(way)
-        if len(distinct) > 2 * MAX_WAYS:
-            distinct = _most_telling(distinct)
-    return distinct if len(distinct) <= MAX_WAYS else _most_telling(distinct)
+        if len(distinct) > 2 * MAX_STATES:
+            distinct = _choose_most_different(distinct)
+    return distinct if len(distinct) <= MAX_STATES else _choose_most_different(distinct)
 
 
-def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
-    """Return `MAX_WAYS` states: the first, and then each time the one with most that the chosen ones do not have."""
+def _choose_most_different(ways: Sequence[GuardSession]) -> list[GuardSession]:
+    """Return `MAX_STATES` states: the first, and then each time the one with most that the chosen ones do not have."""
     entries = [way.state_entries() for way in ways]
     indices, covered = [0], set(entries[0])
-    while len(indices) < MAX_WAYS:
+    while len(indices) < MAX_STATES:
         candidates = [index for index in range(len(ways)) if index not in indices]
         best = max(candidates, key=lambda index: sum(map(_entry_weight, entries[index] - covered)))
         indices.append(best)
@@ -108,7 +110,7 @@ def _entry_weight(entry: tuple[str, ...]) -> int:
     return 8 if any("/" in part for part in entry[1:]) else 1
 
 
-def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
+def run_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
     """Run `act` as a process of its own: afterwards the shell is as it was, and only files have changed."""
     snapshot, used = session.copy(), session.read_variables
     try:
@@ -121,19 +123,19 @@ def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
 
 def _take_over_files(session: GuardSession, snapshot: GuardSession) -> None:
     """Take over the files of each state that the session may be in, and all else from `snapshot`."""
-    snapshot.others = []
+    snapshot.other_states = []
     ways: list[GuardSession] = []
-    for state in list_states(session) if session.others else [session]:
+    for state in list_states(session) if session.other_states else [session]:
         way = snapshot.copy() if ways else snapshot
-        for name in FILES:
+        for name in FILE_FIELDS:
             setattr(way, name, getattr(state, name))
         ways.append(way)
     settle_states(session, ways)
 
 
-def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
+def run_list(session: GuardSession, steps: Sequence[StateStep]) -> Output:
     """Go through a list such as `a && b || c`, each step in the states in which it may run. Return what it prints."""
-    if len(steps) == 1 and not session.others:
+    if len(steps) == 1 and not session.other_states:
         return steps[0].act()[1]
     printed: list[Output] = []
     good = bad = list_states(session)

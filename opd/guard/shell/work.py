@@ -6,7 +6,7 @@ from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_WORK = 1 << 21
 """Work on one call. One unit is about a character that is parsed, a microsecond."""
-PYTHON = 4
+CODE_CHARACTER = 4
 """Work for a character of Python code."""
 COMMAND = 256
 """Work for a command that is gone through, once more for each round of a loop."""
@@ -16,7 +16,7 @@ GLOB = 512
 """Work for an argument that may be many paths."""
 ITEM = 16
 """Work for an item of an array that is changed."""
-TRIES = 64
+TRIES_PER_UNIT = 64
 """Characters that a pattern is tried on for one unit."""
 
 

@@ -25,66 +25,66 @@ class Wrapper:
     """Options whose value is the directory in which the command runs."""
 
 
-def describe_wrapper(
+def make_wrapper(
     valued: str = "", operands: int = 0, assignments: bool = False, chdir: tuple[str, ...] = ()
 ) -> Wrapper:
     return Wrapper(frozenset(valued.split()), operands, assignments, chdir)
 
 
 WRAPPERS = {
-    "sudo": describe_wrapper(
+    "sudo": make_wrapper(
         "-u -g -C -h -p -U -D -R -T -r -t --user --group --close-from --host --prompt --other-user --chdir --chroot "
         "--command-timeout --role --type",
         assignments=True,
         chdir=("-D", "--chdir"),
     ),
-    "doas": describe_wrapper("-u -C"),
-    "env": describe_wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
-    "nice": describe_wrapper("-n --adjustment"),
-    "ionice": describe_wrapper("-c -n --class --classdata"),
-    "timeout": describe_wrapper("-k -s --kill-after --signal", 1),
-    "nohup": describe_wrapper(),
-    "time": describe_wrapper("-f -o --format --output"),
-    "stdbuf": describe_wrapper("-i -o -e --input --output --error"),
-    "setsid": describe_wrapper(),
+    "doas": make_wrapper("-u -C"),
+    "env": make_wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
+    "nice": make_wrapper("-n --adjustment"),
+    "ionice": make_wrapper("-c -n --class --classdata"),
+    "timeout": make_wrapper("-k -s --kill-after --signal", 1),
+    "nohup": make_wrapper(),
+    "time": make_wrapper("-f -o --format --output"),
+    "stdbuf": make_wrapper("-i -o -e --input --output --error"),
+    "setsid": make_wrapper(),
     **dict.fromkeys(
         ("fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run", "rlwrap", "valgrind", "catchsegv", "prlimit"),
-        describe_wrapper(),
+        make_wrapper(),
     ),
-    **dict.fromkeys(("setarch", "chrt"), describe_wrapper(operands=1)),
-    "command": describe_wrapper(),
-    "builtin": describe_wrapper(),
-    "exec": describe_wrapper("-a"),
-    "busybox": describe_wrapper(),
-    "toybox": describe_wrapper(),
-    "chroot": describe_wrapper("--groups --userspec", 1),
-    "unshare": describe_wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
-    "nsenter": describe_wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
-    "strace": describe_wrapper("-e -o -p -s"),
-    "ltrace": describe_wrapper("-e -o -p -s"),
-    "watch": describe_wrapper("-n --interval"),
-    "flock": describe_wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
-    "ssh": describe_wrapper("-o -p -i -l -F -J", 1),
+    **dict.fromkeys(("setarch", "chrt"), make_wrapper(operands=1)),
+    "command": make_wrapper(),
+    "builtin": make_wrapper(),
+    "exec": make_wrapper("-a"),
+    "busybox": make_wrapper(),
+    "toybox": make_wrapper(),
+    "chroot": make_wrapper("--groups --userspec", 1),
+    "unshare": make_wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
+    "nsenter": make_wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
+    "strace": make_wrapper("-e -o -p -s"),
+    "ltrace": make_wrapper("-e -o -p -s"),
+    "watch": make_wrapper("-n --interval"),
+    "flock": make_wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
+    "ssh": make_wrapper("-o -p -i -l -F -J", 1),
 }
 
 
-_UV = describe_wrapper(
+_UV = make_wrapper(
     "-p --with --with-requirements --python --extra --group --package --project --directory --env-file --index-url"
 )
-_DOCKER = describe_wrapper(
+_DOCKER = make_wrapper(
     "-v -w -e -u -p -h -l -m --name --network --volume --env --env-file --user --workdir --publish --mount --entrypoint "
     "--hostname --label --memory --cpus --gpus --platform",
     1,
 )
-AS_TEXT = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
+TEXT_OPTIONS = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
 """Options behind which the command is one argument, a text that is taken apart."""
 
 
-def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
+def handle_wrapper(walker: Walker, run: ProgramRun) -> str | None:
     name = show_field(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
-    run = run.with_argv(_separate_joined_options(run.argv, wrapper, AS_TEXT.get(name, ())))
-    command = inner_command(run.argv[1:], wrapper)
+    run = run.with_argv(_separate_joined_options(run.argv, wrapper, TEXT_OPTIONS.get(name, ())))
+    command = find_inner_command(run.argv[1:], wrapper)
     inner = command.argv
     outer = run.argv[: len(run.argv) - len(inner)]
     if name not in ("exec", "command", "builtin", "busybox", "toybox", "nohup") or not inner:
@@ -101,7 +101,7 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
     )
     if directory:  # each of these is a process of its own, so that this ends with it
         walker.session.cwd = walker.session.resolve_path(directory)
-    if name == "ssh" or show_field(outer[-1]) in AS_TEXT.get(name, ()):
+    if name == "ssh" or show_field(outer[-1]) in TEXT_OPTIONS.get(name, ()):
         return walker.walk_text(" ".join(show_field(a) for a in inner), run.streams)
     return walker.walk_program(ProgramRun(inner, run.streams, run.tags | command.tags))
 
@@ -121,7 +121,7 @@ def _separate_joined_options(argv: list[str], wrapper: Wrapper, options: tuple[s
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
+class InnerCommand:
     """A command inside of a wrapper's arguments."""
 
     argv: list[str]
@@ -131,7 +131,7 @@ class Inner:
     """Tags of what is set for the command."""
 
 
-def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
+def find_inner_command(argv: list[str], wrapper: Wrapper) -> InnerCommand:
     """Return the command inside of a wrapper's arguments."""
     index, operands, options = 0, wrapper.operands, True
     tags: set[str] = set()
@@ -152,7 +152,7 @@ def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
             index += 1
         else:
             break
-    return Inner(argv[index:], values, frozenset(tags))
+    return InnerCommand(argv[index:], values, frozenset(tags))
 
 
 def parse_option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
@@ -170,7 +170,7 @@ def parse_option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
     return "", None
 
 
-def run_script(walker: Walker, run: ProgramRun) -> str | None:
+def handle_script(walker: Walker, run: ProgramRun) -> str | None:
     """`script -c` and `su -c`: the command is one argument."""
     walker.note_call(run)
     for index, arg in enumerate(run.argv[1:-1], 1):
@@ -179,21 +179,21 @@ def run_script(walker: Walker, run: ProgramRun) -> str | None:
     return None
 
 
-def run_runner(walker: Walker, run: ProgramRun) -> str | None:
+def handle_project_runner(walker: Walker, run: ProgramRun) -> str | None:
     """`uv run`, `poetry run`, `pipenv run`."""
     if run.argv[1:2] != ["run"]:
         walker.note_call(run)
         return None
-    command = inner_command(run.argv[2:], _UV)
+    command = find_inner_command(run.argv[2:], _UV)
     if directory := command.values.get("--directory"):
         walker.session.cwd = walker.session.resolve_path(directory)
     return walker.walk_program(run.with_argv(command.argv)) if command.argv else None
 
 
-def run_docker(walker: Walker, run: ProgramRun) -> str | None:
+def handle_docker(walker: Walker, run: ProgramRun) -> str | None:
     """`docker exec CONTAINER command` and `docker run IMAGE command`."""
     position = next((i for i, arg in enumerate(run.argv) if show_field(arg) in ("exec", "run")), 0)
-    inner = inner_command(run.argv[position + 1 :], _DOCKER).argv if position else []
+    inner = find_inner_command(run.argv[position + 1 :], _DOCKER).argv if position else []
     outer = run.argv[: len(run.argv) - len(inner)]
     mounts = _find_mounts(outer)
     walker.note_call(run.with_argv([mounts[arg][0] if arg in mounts else arg for arg in outer]))
