@@ -1,4 +1,4 @@
-"""Programs that set variables of the shell from their arguments or from their standard input."""
+"""Handlers (`walk.Handler`) of programs that set variables of the shell from their arguments or from their standard input."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from opd.guard.shell.walk import ProgramRun, Walker
 from opd.guard.shell.wrappers import parse_option
 
 MAX_ITEMS = 256
+"""The most items of an array that is read; further ones are left out."""
 
 
 def handle_declare(walker: Walker, run: ProgramRun) -> str | None:
-    """`export NAME=value` and the like."""
+    """Walk `export NAME=value`, `declare`, `local` and the like; the call gets tags such as `sets:NAME`."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         name, equals, value = arg.partition("=")
@@ -27,7 +28,7 @@ def handle_declare(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def handle_unset(walker: Walker, run: ProgramRun) -> str | None:
-    """`unset NAME ...`: variables and functions are forgotten."""
+    """Walk `unset NAME ...`, which drops variables and functions."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         walker.session.variables.pop(show_field(arg), None)
@@ -36,7 +37,7 @@ def handle_unset(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def handle_read(walker: Walker, run: ProgramRun) -> str | None:
-    """`read NAME ...`: the words of a line, the last name gets the rest; with `-a` all are one array."""
+    """Walk `read NAME ...`: each name gets a word of the first line, the last name the rest of it. With `-a` all words are one array."""
     walker.note_call(run)
     names, options = _parse_names(run.argv, "adinNptu")
     names = [options["a"]] if "a" in options else names or ["REPLY"]
@@ -54,18 +55,17 @@ def handle_read(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _split_words(line: str, separators: str, max_splits: int) -> list[str]:
-    """Return the words of a line; `max_splits` is how often it is split."""
-    if separators.strip() or not separators:
-        return (
-            re.split(f"[{re.escape(separators)}]", line, maxsplit=max(max_splits, 0))
-            if separators and max_splits
-            else [line]
-        )
-    return line.split(maxsplit=max_splits) if max_splits else [line.strip()]
+    """Return the words of a line, split at most `max_splits` times; -1: as often as possible, 0: not at all. Separators other than
+    white space count one by one."""
+    if separators and not separators.strip():
+        return line.split(maxsplit=max_splits) if max_splits else [line.strip()]
+    if not separators or not max_splits:
+        return [line]
+    return re.split(f"[{re.escape(separators)}]", line, maxsplit=max(max_splits, 0))
 
 
 def handle_mapfile(walker: Walker, run: ProgramRun) -> str | None:
-    """`mapfile NAME`: the lines become an array."""
+    """Walk `mapfile NAME`, by which the lines of the standard input become an array."""
     walker.note_call(run)
     names, _ = _parse_names(run.argv, "dnOsuCc")
     text = run.streams.stdin
@@ -75,7 +75,8 @@ def handle_mapfile(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names behind the options, and the values of these options by their letters."""
+    """Return the arguments that are no options, and option letter -> value for those options whose letters are in `valued`, the ones
+    that take a value."""
     names: list[str] = []
     values: dict[str, str] = {}
     arguments = iter(map(show_field, argv[1:]))
@@ -89,7 +90,7 @@ def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str
 
 
 def handle_printf(walker: Walker, run: ProgramRun) -> str | None:
-    """`printf -v NAME ...` sets a variable to what it would print."""
+    """Walk `printf`; with `-v NAME` it sets that variable to what it would print."""
     walker.note_call(run)
     option = show_field(run.argv[1]) if len(run.argv) > 1 else ""
     if not option.startswith("-v"):
