@@ -74,14 +74,16 @@ def handle_mapfile(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str]]:
-    """Return the arguments that are no options, and option letter -> value for those options whose letters are in `valued`, the ones
+def _parse_names(argv: list[str], letters_with_value: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments that are no options, and option letter -> value for those options whose letters are in `letters_with_value`, the ones
     that take a value."""
     names: list[str] = []
     values: dict[str, str] = {}
     arguments = iter(map(show_field, argv[1:]))
     for arg in arguments:
-        name, joined = parse_option(arg, {f"-{letter}" for letter in valued}) if arg.startswith("-") else ("", None)
+        name, joined = (
+            parse_option(arg, {f"-{letter}" for letter in letters_with_value}) if arg.startswith("-") else ("", None)
+        )
         if name:
             values[name[1:]] = next(arguments, "") if joined is None else joined
         elif not arg.startswith("-"):

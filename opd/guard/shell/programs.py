@@ -1,6 +1,7 @@
-"""The programs that the walker does not only note: they run others, run code, or change the state of the shell.
+"""The handlers of all programs of which a walker does more than to note the call: they run other programs or code, or change the
+shell's state.
 
-Each handler notes the call and goes on into what it runs. The walker is given them, so that it does not import them.
+A `Walker` gets this table as an argument, since the modules of the handlers import the walker's.
 """
 
 from __future__ import annotations
@@ -56,3 +57,4 @@ PROGRAMS: dict[str, Handler] = {
     "tee": handle_tee,
     "trap": handle_trap,
 }
+"""Name of the program -> its handler."""
