@@ -1,4 +1,8 @@
-"""One program call as the rules see it, and how it is read off the arguments."""
+"""`ProgramCall`, one call of a program as the rules see it, and the functions that make one of arguments or of code.
+
+What an argument means depends on the program: the sets at the top say for which programs it is a file that is read, one that is
+written, a pattern, or none of these. For a program in no set, each argument may be a file that is read.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ WRITERS = frozenset((
     "touch", "truncate", "chmod", "chown", "chgrp", "rm", "rmdir", "unlink", "shred", "tee", "mkdir", "mkfifo",
     "patch", "setfacl", "chattr",
 ))  # fmt: skip
-"""Programs that change every file they name."""
+"""Programs that change every file in their arguments."""
 COPIERS = frozenset(("cp", "mv", "ln", "install", "rsync", "scp", "link"))
 """Programs that read all files but the last and write the last."""
 NO_PATHS = frozenset((
@@ -28,7 +32,7 @@ SCRIPT_FIRST = frozenset((
     "grep", "egrep", "fgrep", "zgrep", "rg", "ag", "sed", "awk", "gawk", "mawk", "nawk", "jq", "yq", "tr", "fd",
     "ack",
 ))  # fmt: skip
-"""Programs whose first argument is a pattern or a script, unless an option gives it."""
+"""Programs whose first argument is a pattern or a script, unless one of `SCRIPT_OPTIONS` gives it."""
 SCRIPT_OPTIONS = frozenset({"-e", "-f", "--expression", "--file", "--regexp"})
 OPTIONS_WITH_VALUE = {
     "git": {"-C", "-c", "--git-dir", "--work-tree", "--namespace"},
@@ -40,7 +44,7 @@ OPTIONS_WITH_VALUE = {
     "scp": {"-i", "-P", "-o", "-l", "-F", "-J"},
     "nc": {"-w", "-p", "-s"},
 }
-"""Options whose next argument is their value."""
+"""Program -> options whose next argument is their value."""
 GIT_FILES = frozenset(
     {"grep", "diff", "show", "log", "ls-files", "add", "checkout", "restore", "blame", "archive", "apply", "rm", "mv"}
 )
@@ -48,7 +52,7 @@ GIT_FILES = frozenset(
 _URL = re.compile(r"\b(?:https?|ftp|git|ssh|rsync|git\+https|svn|wss?)://[^\s'\"<>|;)\]}]+")
 _HOST_PATH = re.compile(r"(?:[\w.-]+@)?([\w-]+(?:\.[\w-]+)+|[\w.-]+@[\w-]+|localhost|\d+\.\d+\.\d+\.\d+):(?!//)(.*)")
 _TAR_LETTERS = re.compile(r"-?\w*C\w*")
-"""Letters of `tar`, one of which takes the next argument for the directory."""
+"""Letters of options of `tar`, with or without the dash, among them the `C` that takes the next argument as the directory."""
 _IN_PLACE = re.compile(r"-[0-9lnpaE]*i(?:\.|$)|--in-place")
 _DEV_TCP = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/")
 _DOMAIN = re.compile(r"(?:[\w-]+\.)+[a-z]{2,}(?::\d+)?(?:/.*)?", re.IGNORECASE)
@@ -65,15 +69,15 @@ _KNOWN_INPUT = frozenset((
     "md5sum", "sha256sum", "rev", "nl", "diff", "cmp", "patch", "git", "xargs", "parallel", "read", "mapfile", "readarray", "sh",
     "bash", "dash", "zsh", "ksh", "ash", "sponge", "fold", "fmt", "tac", "xxd", "od", "make", "gmake", "source", ".", *PYTHONS,
 ))  # fmt: skip
-"""Programs whose standard input nobody has to search for paths: those that only print or store it, and those for which the
-walker reads it."""
+"""Programs whose standard input need not be searched for paths, because they only print or store it, or because the walker reads it."""
 VIEWERS = frozenset((
     *COPIERS, *WRITERS, "cat", "head", "tail", "less", "more", "wc", "ls", "stat", "file", "du", "cd", "pushd", "git", "grep",
     "egrep", "fgrep", "rg", "ag", "sed", "diff", "cmp", "md5sum", "sha256sum", "sort", "uniq", "tr", "cut", "nl", "black", "ruff",
     "flake8", "mypy", "pylint", "isort", "prettier", "eslint", "gofmt", "rustfmt", "shellcheck", "tree", "find", "bat", "xxd", "od",
     "strings", "test", "[", "[[", "sh", "bash", "dash", "zsh", "ksh", "ash", "source", ".", "echo", "printf", *PYTHONS,
 ))  # fmt: skip
-"""Programs for which a file that the episode wrote is only text, and those whose handlers read it."""
+"""Programs for which the text of a file that the episode wrote need not be searched for paths: to them it is only text, or the walker
+reads it."""
 RUNNERS = frozenset((
     "pytest", "py.test", "tox", "nox", "make", "gmake", "ninja", "cmake", "ctest", "npm", "npx", "yarn", "pnpm", "jest", "vitest",
     "mocha", "cargo", "go", "mvn", "gradle", "gradlew", "rake", "bundle", "rspec", "rails", "composer", "phpunit", "dotnet", "sbt",
@@ -84,23 +88,24 @@ RUNNERS = frozenset((
 PROSE_SUFFIXES = (".md", ".rst", ".txt", ".html", ".css", ".csv", ".log", ".svg")
 """Ends of names of files that nothing runs."""
 MAX_ARGUMENT = 1 << 14
-"""Characters of an argument that may be a path, with all its `./`."""
+"""The most characters of an argument that may be a path. It is longer than any path, since an argument may have many `./`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramCall:
-    """One program with what it would read, write and reach; also a piece of inline code, whose language is the program."""
+    """One call of a program, with what it would read, write and reach. A piece of inline code is one, too: its program is the name of the
+    language."""
 
     program: str
     """Name without directory; empty if it is not known."""
     argv: tuple[str, ...] = ()
-    """All arguments as plain text."""
+    """All arguments as plain text, without the program. Inline code: `-c` and its first strings."""
     flags: frozenset[str] = frozenset()
-    """Options without values; `-la` is `-l` and `-a`."""
+    """Options without their values; `-la` is there as `-la`, `-l` and `-a`."""
     args: tuple[str, ...] = ()
-    """Arguments that are no options, the git sub-command not among them."""
+    """Arguments that are no options, without the sub-command of git; the short strings of inline code."""
     reads: tuple[str, ...] = ()
-    """Absolute paths that it may read; globs that could not be resolved are patterns."""
+    """Absolute paths that it may read. A glob that could not be listed is one path, with its marks."""
     writes: tuple[str, ...] = ()
     """Absolute paths that it may change or remove."""
     urls: tuple[str, ...] = ()
@@ -110,49 +115,56 @@ class ProgramCall:
     uses: tuple[str, ...] = ()
     """Dotted names in inline code."""
     env: tuple[str, ...] = ()
-    """Variables of the environment that it prints or expands."""
+    """Variables that it expands or asks for and that the episode did not set."""
     mentions: tuple[str, ...] = ()
-    """Absolute paths that stand in `given`; empty until `find_mentions` has looked for them."""
+    """Absolute paths that stand somewhere in its arguments or `inputs`; empty until `mentions.find_mentions` has looked for them."""
     inputs: tuple[str, ...] = ()
-    """Texts in which a path may stand that is no argument of its own: a tool's argument, standard input, code, and files that the
-    episode wrote and that the program runs or reads."""
+    """Texts beside the arguments in which a path may stand: the argument of a tool, the standard input, strings of code, and files that
+    the episode wrote and that the program runs or reads."""
     text: str = ""
-    """Text that it writes to a file, where we know it."""
+    """The text that it writes to a file; empty if it writes none or we do not know it."""
     sources: tuple[str, ...] = ()
-    """Programs whose output it gets: those before it in the pipeline, and in substitutions of its words."""
+    """Programs whose output it gets, from the pipeline before it or from substitutions in its words."""
     feeds: tuple[str, ...] = ()
-    """Lines of the calls that get its output in the pipeline."""
+    """The calls behind it in the pipeline that get its output, each as its `call_line`."""
     tags: frozenset[str] = frozenset()
-    """`unseen`: runs code that we cannot see. `decoded`: comes out of encoded text. `unknown`: its name is not known.
-    `encoded`: the same, and for no other reason than to hide it. `outward`: a find that begins at a root of the system. `wraps`:
-    runs the program of another call. `writes_unknown`: writes a file that we cannot name. `sets:NAME` and `sets:NAME=VALUE`: a
-    variable set for it."""
+    """What else is known of the call.
+
+    `unseen`: it runs code that we cannot see. `decoded`: it is, or evaluates, code that comes out of encoded text. `encoded`: also that, and
+    the code was encoded for no other reason than to hide it. `unknown`: the name of its program is not known. `outward`: a `find` that
+    begins at a root of the system. `wraps`: it runs the program of another call. `writes_unknown`: it writes a file that we cannot
+    name. `sets:NAME` and `sets:NAME=VALUE`: a variable is set for it."""
 
     def call_line(self) -> str:
-        """Return the call as one line with resolved paths, for verdicts and their cache."""
+        """Return the call as one line, for people and for the judge; an ellipsis stands for a program that is not known. A call without
+        program and arguments is empty."""
         return " ".join((self.program or "…", *self.argv)) if self.argv or self.program else ""
 
 
 @dataclass(slots=True)
 class Streams:
-    """Streams that redirections and the pipeline connect a call to."""
+    """What redirections and the pipeline connect to a call."""
 
     stdin: str | None = None
-    """Text on standard input; None if there is none or it is not known."""
+    """Text on the standard input; None if there is none or it is not known."""
     has_stdin: bool = False
+    """True if something is on the standard input, known or not."""
     sources: tuple[str, ...] = ()
+    """See `ProgramCall.sources`."""
     reads: list[str] = field(default_factory=list)
+    """Paths of files that redirections open for reading."""
     writes: list[str] = field(default_factory=list)
+    """Paths of files that redirections open for writing."""
     truncates: list[str] = field(default_factory=list)
-    """Those of `writes` that the standard output is written to."""
+    """Those of `writes` that get the standard output as their whole text."""
     appends: list[str] = field(default_factory=list)
-    """Those that it is appended to."""
+    """Those of `writes` to which the standard output is appended."""
 
 
 def read_call(
     argv: list[str], session: GuardSession, streams: Streams, tags: frozenset[str] = frozenset()
 ) -> ProgramCall:
-    """Read a program call; `argv` are fields, its first is the program."""
+    """Return the call that these arguments make. `argv` are fields, and the first of them is the program."""
     name = argv[0].rpartition("/")[2]
     program = show_field(name) if is_fully_known(name) else ""
     flags, operands, values = _parse_options(program, argv[1:])
@@ -183,28 +195,29 @@ def read_call(
 
 
 def _collect_inputs(program: str, argv: list[str], session: GuardSession, streams: Streams) -> tuple[str, ...]:
-    """Collect what a program may run beside its arguments: its standard input, and files that the episode wrote."""
+    """Return `ProgramCall.inputs` of a program: its standard input, and the texts of files that the episode wrote and that it may run
+    or that it names."""
     inputs = [streams.stdin] if streams.stdin and program not in _KNOWN_INPUT else []
     if not session.written and not session.appended:
         return tuple(inputs)
-    # The whole text of a file, where it is known, goes before what was appended to it.
-    own = session.appended | session.written
-    runs = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
-    if runs:
-        inputs += [text for path, text in own.items() if text and not path.endswith(PROSE_SUFFIXES)]
+    # Of a file that is in both, the whole text counts.
+    texts = session.appended | session.written
+    may_run_any = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
+    if may_run_any:
+        inputs += [text for path, text in texts.items() if text and not path.endswith(PROSE_SUFFIXES)]
     if program not in VIEWERS:
         named = (session.resolve_path(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
-        inputs += [text for path in named if (text := own.get(path))]
+        inputs += [text for path in named if (text := texts.get(path))]
     return tuple(dict.fromkeys(inputs))
 
 
 def read_code_call(
     language: str, code: Code, session: GuardSession, streams: Streams, tags: frozenset[str]
 ) -> ProgramCall:
-    """Return inline code as one call whose program is its language."""
+    """Return code as one call whose program is its language."""
     writes = [path for name in code.writes for path in session.resolve_argument(name)]
     reads = [path for name in code.mentions for path in session.resolve_argument(name) if path not in writes]
-    if language in PYTHONS:
+    if language in PYTHONS:  # a module is a read of its path, where it may come from outside of the task's directory
         roots = ["/"] if "/" in code.mentions else []
         if not f"{session.cwd}/".startswith(session.begins_at.rstrip("/") + "/"):
             roots.append(session.cwd)
@@ -232,7 +245,7 @@ def read_code_call(
 
 
 def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str], list[str]]:
-    """Split arguments into options, operands, and the values of options that may be paths."""
+    """Return the options, the operands, which are the arguments that are no options, and the values of options."""
     flags: list[str] = []
     operands: list[str] = []
     values: list[str] = []
@@ -248,7 +261,9 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
             values += [next(arguments, "")] if name in valued and not value else []
         elif arg.startswith("-") and len(arg) > 1:
             flags += _split_short_options(arg)
-            values += [arg[arg.index("/") :]] if "/" in arg else []
+            values += (
+                [arg[arg.index("/") :]] if "/" in arg else []
+            )  # a path that is joined to its option: `-I/usr/include`
             values += [next(arguments, "")] if arg in valued else []
         else:
             operands.append(arg)
@@ -256,7 +271,8 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
 
 
 def _move_operands(program: str, argv: list[str], operands: list[str]) -> list[str]:
-    """Return the operands as seen from the directories in which `git -C` and `tar -C` look for them."""
+    """Return the operands as paths below the directories that `git -C` or `tar -C` names, for any of them may be meant. Return none for
+    another program, or for a sub-command of git that takes no files."""
     if program not in ("git", "tar", "bsdtar") or (program == "git" and operands[:1] and operands[0] not in GIT_FILES):
         return []
     directory, directories = "", []
@@ -273,6 +289,8 @@ def _move_operands(program: str, argv: list[str], operands: list[str]) -> list[s
 
 
 def _split_short_options(arg: str) -> list[str]:
+    """Return the options that an argument such as `-la` may be: itself, and each of its letters. If it is long or has more than letters,
+    only its first letter is one, and the rest its value."""
     letters = arg[1:]
     if letters.isalpha() and len(letters) <= 6:
         return [show_field(arg), *(f"-{letter}" for letter in letters)]
@@ -287,10 +305,8 @@ def _find_files(
     if program in NO_PATHS:
         return _resolve_arguments([arg for arg in operands if has_glob(arg)], session), []
     if program == "dd":
-        inputs = [a[3:] for a in operands if a.startswith("if=")]
-        return _resolve_arguments(inputs, session), _resolve_arguments(
-            [a[3:] for a in operands if a.startswith("of=")], session, False
-        )
+        sources, targets = ([arg[3:] for arg in operands if arg.startswith(start)] for start in ("if=", "of="))
+        return _resolve_arguments(sources, session), _resolve_arguments(targets, session, False)
     named = _select_file_operands(call, operands)
     outputs = values if program in ("curl", "wget") and call.flags & {"-o", "-O", "--output"} else []
     if program in COPIERS and len(named) > 1:
@@ -298,13 +314,12 @@ def _find_files(
         return _resolve_arguments([*named[:-1], *values], session), _resolve_arguments(changed, session, False)
     if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _edits_in_place(call)):
         return [], _resolve_arguments([*named, *values], session, False)
-    return _resolve_arguments([*named, *(v for v in values if v not in outputs)], session), _resolve_arguments(
-        outputs, session, False
-    )
+    reads = _resolve_arguments([*named, *(value for value in values if value not in outputs)], session)
+    return reads, _resolve_arguments(outputs, session, False)
 
 
 def _select_file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
-    """Return the operands that may name files."""
+    """Return the operands that may name files; a `find` without any searches the working directory."""
     program = call.program
     if program in SCRIPT_FIRST and not call.flags & SCRIPT_OPTIONS:
         return operands[1:]
@@ -316,16 +331,18 @@ def _select_file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
 
 
 def _edits_in_place(call: ProgramCall) -> bool:
+    """Return True if `sed` or `perl` changes the files that it reads, by `-i`."""
     return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
 def _resolve_arguments(arguments: list[str], session: GuardSession, follow_copies: bool = True) -> list[str]:
-    """Return the absolute paths that arguments may name; with `follow_copies` a copy is what it was copied from."""
+    """Return the absolute paths that arguments may name; for `follow_copies` see `GuardSession.resolve_path`."""
     return [path for argument in arguments for path in _resolve_argument(argument, session, follow_copies)]
 
 
 def _resolve_argument(argument: str, session: GuardSession, follow_copies: bool) -> list[str]:
-    """Return the paths that an argument may name: itself, and what follows `=`, `@` or `host:`."""
+    """Return the absolute paths that one argument may name: itself, and an absolute path behind `=`, `@` or `host:`. Return none if it is
+    a URL, empty, or too long for a path."""
     if argument.startswith(FILE_URL):
         return session.resolve_argument(argument.removeprefix(FILE_URL), follow_copies)
     if argument in ("", "-") or _URL.match(show_field(argument)) or len(argument) > MAX_ARGUMENT or "\n" in argument:
@@ -340,7 +357,7 @@ def _resolve_argument(argument: str, session: GuardSession, follow_copies: bool)
 
 
 def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return URLs and hosts that a call names."""
+    """Return the URLs and the hosts that a call names. Programs that only print their arguments name none."""
     if call.program in ("echo", "printf", "grep", "sed", "cat", "rg"):
         return (), ()
     urls: list[str] = []
@@ -366,5 +383,5 @@ def host_of(url: str) -> str:
 
 
 def find_urls(text: str) -> tuple[str, ...]:
-    """Return URLs in a text."""
+    """Return the different URLs in a text."""
     return tuple(dict.fromkeys(_URL.findall(text)))
