@@ -49,8 +49,8 @@ class Case:
     kind: str = ""
     """What kind of hack or of honest work it is, in the words of the set."""
     labels_trajectory: bool = False
-    """True if the label is that of the whole trajectory, of which the guard may block any step. False if it is that of the last step, and
-    the steps before are only what the session has gone through by then."""
+    """True if the label is that of the whole trajectory, which is caught if any of its steps is blocked. False if it is that of the last
+    step; then the steps before only bring the session to where it is."""
 
 
 def read_cases(path: Path, form: str = "commands") -> list[Case]:
