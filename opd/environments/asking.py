@@ -1,4 +1,4 @@
-"""The base of environments that ask a question: a few tries, feedback after each, and an end."""
+"""The base class of environments that ask a question. The policy has a few tries, and reads feedback after each that is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Judgement:
 
 
 class Asking(ABC):
-    """An environment that ends with the right answer, or after the last try."""
+    """An environment that ends with the right answer, or after the last try. A turn without a call is an answer."""
 
     name: ClassVar[str]
     Options: ClassVar[type[Strict]]
@@ -46,26 +46,26 @@ class Asking(ABC):
         """Judge an answer."""
 
     def step(self, action: Action) -> Outcome:
-        """Carry out the calls, or judge the answer if there are none. Results are made `readable`: a tool may repeat what a
-        call holds."""
+        """Carry out the calls, or judge the answer if there are none. Control characters are taken out of results, for a tool may repeat
+        what a call holds."""
         if not action.calls:
             return self._judge_turn(action.text)
         return Outcome(observation=tuple(strip_control_characters(self.called(call)) for call in action.calls))
 
     def called(self, call: ToolCall) -> str:
-        """Return the result of a tool. An environment with tools has its own; a call of any other tool does not come here."""
+        """Return the result of a call. An environment with tools overrides it; a call of a tool that it does not have never comes here."""
         raise NotImplementedError(f"environment {self.name} has no tool {call.name}")
 
     def close(self) -> None:  # noqa: B027 those that hold something have their own
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
 
     def _begin(self) -> str:
-        """Return the first observation: nothing, the prompt has asked."""
+        """Set all tries back. Return the first observation, which is empty, since the prompt has asked the question."""
         self._tries_left = self._tries
         return ""
 
     def _judge_turn(self, text: str) -> Outcome:
-        """Return the outcome of an answer."""
+        """Return the outcome of an answer, which costs a try: the reward 1 or 0 at the end, else feedback."""
         judged, self._tries_left = self.judge(text), self._tries_left - 1
         info = {"tries": self._tries - self._tries_left}
         if judged.right or not self._tries_left:
@@ -78,10 +78,10 @@ class Asking(ABC):
 
 
 def format_hermes_call(tool: str, arguments: Mapping[str, Any]) -> str:
-    """Return a tool call as a model with a chat template writes it."""
+    """Return the text of a tool call in the format of Hermes, which many models with a chat template write."""
     return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': dict(arguments)})}\n</tool_call>"
 
 
 def format_turn_with_call(tool: str, arguments: Mapping[str, Any]) -> Action:
-    """Return a turn with this one call."""
+    """Return a turn that makes this one call."""
     return Action(text=format_hermes_call(tool, arguments), calls=(ToolCall(name=tool, arguments=arguments),))

@@ -34,7 +34,7 @@ MOVE = Tool(
     },
 )
 Places = dict[str, str]
-"""Thing -> the box that it is in, in the order in which they are told."""
+"""Thing -> the box that it is in. The order is that in which a prompt tells them."""
 
 
 class BoxesOptions(Strict):

@@ -22,10 +22,11 @@ from opd.records.environments import Action, Tool, ToolCall
 from opd.verifiers.numeric import last_number
 
 LONGEST = 200
-"""Characters of an expression: what is nested deeper than this allows is refused before it is parsed."""
+"""The most characters of an expression, so that none is nested too deeply for Python's parser."""
 MOST_DIGITS = 60
-"""Digits of numerator or denominator of any result."""
+"""The most digits of the numerator or denominator of any result."""
 DECIMALS = 6
+"""Decimal places to which a result is rounded."""
 OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -1,8 +1,8 @@
 """Environments of the package `verifiers`, for text alone: its tasks, its answers to a turn, its rubric as the reward.
 
-The environment's own object does the work; this file only turns its loop inside out, because the policy samples elsewhere. That
-needs the interface that `verifiers.load_environment` gives since 0.1.8. Those of its newer interface (task sets and harnesses)
-talk to an endpoint instead.
+The object that `verifiers` loads does the work. In `verifiers` that object runs the whole episode and calls the model; here the policy
+samples elsewhere, so this file calls the parts of its loop one by one. That needs the interface of `verifiers` since 0.1.8. Environments
+of its newer interface (task sets and harnesses) talk to an endpoint instead.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FromVerifiers:
         return Outcome(observation="\n".join(str(message["content"]) for message in new))
 
     def close(self) -> None:
-        """Let go of the loop in which the environment ran."""
+        """Close the event loop in which the environment ran."""
         self._loop.close()
 
     @classmethod
@@ -97,6 +97,8 @@ class FromVerifiers:
         )
 
     def _wait_for_coroutine(self, waiting: Awaitable[T]) -> T:
+        """Run a coroutine of the environment to its end, and return its result."""
+
         async def result() -> T:
             return await waiting
 
@@ -149,6 +151,6 @@ def _draw_rows(environment: Any, n: int, seed: int) -> Iterator[TaskRow]:
 
 
 def _trajectory_step(prompt: Any, turn: list[dict[str, str]]) -> dict[str, Any]:
-    """Return a turn as `verifiers` records it; tokens and log-probs are ours, not its."""
+    """Return a turn in the form in which `verifiers` records it, without tokens and rewards, which are kept elsewhere."""
     nothing = dict.fromkeys(("response", "tokens", "reward", "advantage"))
     return nothing | {"prompt": prompt, "completion": turn, "is_truncated": False, "trajectory_id": "", "extras": {}}

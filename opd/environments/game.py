@@ -5,7 +5,7 @@ A game is a few small functions of its state; this file makes an environment of 
     characters   `hanoi aab=`, the player writes `bc`, reads `aac=`, ...   for a tokenizer of single characters
     chat         the rules in words, then one message for each move        for a model with a chat template
 
-Both are played alike: the text of a turn is the move. Text that is no move costs a turn, and the rules are told again.
+Both are played alike: the text of a turn is the move. A text that is no move costs a turn, and then the player reads the rules again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from opd.settings.yaml_files import validate_section
 State = TypeVar("State")
 Chosen = TypeVar("Chosen", bound=Strict)
 DRAWS_PER_ROW = 50
+"""Tasks that are drawn at most for each row that is asked for, since some are alike or have too few or too many moves."""
 MOST_MOVES = 1000
-"""Bound of every solution. No game here needs as many."""
+"""The most moves of a solution. No game here needs as many."""
 
 
 class TaskRow(TypedDict):
@@ -40,7 +41,7 @@ class TaskRow(TypedDict):
 
 
 class FormOptions(Strict):
-    """Options of everything that is told in two forms."""
+    """Options of every environment that can be told in two forms."""
 
     form: Literal["characters", "chat"] = "characters"
     """`characters`: short lines for a tokenizer of single characters; `chat`: words and messages."""
@@ -62,11 +63,10 @@ def draw_tasks(
     n: int,
     seed: int,
 ) -> list[TaskRow]:
-    """Return `n` rows of an environment with different prompts, the same for the same arguments. `options` is their class, and
-    the keywords that the user gave.
+    """Return `n` rows of the environment `name` with different prompts, the same for the same arguments.
 
-    `draw` yields rows from a random generator and the options, at most so many. Raises: ConfigError for options that do not
-    fit, or if there are fewer such tasks.
+    `options` are the class of the options and the keywords that the user gave. `draw` gets a random generator, the options, and the most
+    rows that it may yield. Raises: ConfigError for options that do not fit, or if there are fewer such tasks.
     """
     setting = f"environment {name}"
     chosen = validate_section(options[0], options[1], setting)
@@ -80,9 +80,9 @@ class Game(ABC, Generic[State]):
     Options: ClassVar[type[GameOptions]] = GameOptions
     tools: tuple[Tool, ...] = ()
     pattern: ClassVar[str]
-    """Regular expression of a move. The last match in a text is the move."""
+    """Regular expression of a move. The last match in the text of a turn is its move."""
     moves: ClassVar[str]
-    """Spelling of the moves, for the form `characters`."""
+    """The moves, or examples of them, as the form `characters` names them after a text that is no move."""
 
     def __init__(self) -> None:
         self.task: Mapping[str, Any] = {}
@@ -111,7 +111,8 @@ class Game(ABC, Generic[State]):
         """Return the state in words."""
 
     @abstractmethod
-    def solved(self, state: State) -> bool: ...
+    def solved(self, state: State) -> bool:
+        """Return True if the state is the end of the game."""
 
     @abstractmethod
     def problem(self, state: State, move: str) -> str:
@@ -130,25 +131,26 @@ class Game(ABC, Generic[State]):
         return ""
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
-        """Begin; the prompt has told everything. `seed` is not needed. Raises: PromptError for metadata of another kind."""
+        """Begin a task, and return an empty observation, since the prompt has told everything. `seed` is not used. Raises: PromptError
+        for metadata that is no task of this game."""
         self._start(metadata)
         return ""
 
     def step(self, action: Action) -> Outcome:
-        """Make the move, if it is one."""
+        """Make the move, if the text names one that is possible; the reward is 1 at the end."""
         self._steps += 1
         move = self.read(action.text)
         problem = "That is no move." if move is None else self.problem(self.state, move)
         if move is None or problem:
             self._invalid += 1
-            return Outcome(observation=self._render_refusal(problem), info=self._count_move())
+            return Outcome(observation=self._render_refusal(problem), info=self._describe_moves())
         self.state = self.after(self.state, move)
         if self.solved(self.state):
-            return Outcome(reward=1.0, done=True, info=self._count_move())
-        return Outcome(observation=self._render_state(), info=self._count_move())
+            return Outcome(reward=1.0, done=True, info=self._describe_moves())
+        return Outcome(observation=self._render_state(), info=self._describe_moves())
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, since nothing is held."""
 
     def solve(self) -> Action:
         """Return the action of an expert in the present state."""
@@ -179,6 +181,7 @@ class Game(ABC, Generic[State]):
 
     @classmethod
     def _draw_rows(cls, rng: random.Random, options: GameOptions, limit: int) -> Iterator[TaskRow]:
+        """Draw `limit` tasks, and yield the rows of those whose solution has as many moves as the options want."""
         for _ in range(limit):
             game, task = cls(), {"game": cls.name, "form": options.form} | cls.draw(rng, options)
             game._start(task)
@@ -191,6 +194,7 @@ class Game(ABC, Generic[State]):
                 }
 
     def _start(self, metadata: Mapping[str, Any]) -> None:
+        """Set task and state. Raises: PromptError."""
         self.task = metadata
         try:
             if metadata["game"] != self.name or metadata["form"] not in ("characters", "chat"):
@@ -220,5 +224,6 @@ class Game(ABC, Generic[State]):
             return f"no, {self.moves}: {self._render_state()}"
         return f"{problem} {self.rules()}\n{self._render_state()}"
 
-    def _count_move(self) -> dict[str, Any]:
+    def _describe_moves(self) -> dict[str, Any]:
+        """Return the `info` of an outcome: turns so far, and how many of them were no possible move."""
         return {"steps": self._steps, "invalid": self._invalid}

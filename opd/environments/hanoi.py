@@ -71,8 +71,9 @@ class Hanoi(Game[str]):
         return state[:disk] + move[1] + state[disk + 1 :]
 
     def best(self, state: str) -> str:
-        """Return the next move. The largest disk that is not in place has to go to its peg, so that all smaller ones have to go
-        to the third peg; the same then holds for the largest of those."""
+        """Return the next move. The largest disk that is not in place has to go to its goal. Before it can, all smaller disks have to go
+        to the third peg, which is thus the goal of the next smaller disk, and so on. The move is that of the smallest disk that is not at
+        its goal."""
         goal, move = GOAL, ""
         for peg in reversed(state):
             if peg != goal:

@@ -79,16 +79,18 @@ class LightsOut(Game[Lights]):
 
 
 def press_light(state: Lights, row: int, column: int) -> Lights:
-    """Return the lights after one press."""
+    """Return the lights after one press, which turns over three lights of its own row and one of each row beside it."""
     bit, size = 1 << column, len(state)
-    cross = (bit | bit << 1 | bit >> 1) & ((1 << size) - 1)
-    return tuple(lights ^ (cross if at == row else bit if abs(at - row) == 1 else 0) for at, lights in enumerate(state))
+    own_row = (bit | bit << 1 | bit >> 1) & ((1 << size) - 1)  # without lights outside of the grid
+    flips = {row - 1: bit, row: own_row, row + 1: bit}
+    return tuple(lights ^ flips.get(at, 0) for at, lights in enumerate(state))
 
 
 def fewest_presses(state: Lights) -> list[tuple[int, int]] | None:
-    """Return the fewest presses that turn everything off; None if none do. No light needs two, and the order does not matter.
+    """Return the fewest presses that turn everything off, as row and column; None if none do.
 
-    The presses of the first row decide all others: each light that is still on has to be put out from the row below it.
+    No light has to be pressed twice, and the order does not matter. The presses in the first row decide all others, since a light of
+    a row that is then still on can only be put out from the row below it. So each set of presses in the first row is tried.
     """
     size = len(state)
     ways = (_chase_lights(state, [c for c in range(size) if first_row >> c & 1]) for first_row in range(1 << size))
@@ -96,6 +98,8 @@ def fewest_presses(state: Lights) -> list[tuple[int, int]] | None:
 
 
 def _chase_lights(state: Lights, columns: list[int]) -> list[tuple[int, int]] | None:
+    """Press these columns of the first row, and then row by row what puts out the row above. Return all presses; None if lights of the
+    last row stay on."""
     presses = []
     for row in range(len(state)):
         for column in columns:

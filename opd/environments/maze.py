@@ -18,7 +18,7 @@ Cell = tuple[int, int]
 STEPS: dict[str, Cell] = {"u": (-1, 0), "d": (1, 0), "l": (0, -1), "r": (0, 1)}
 WORDS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 LOOPS = 0.1
-"""Share of the walls between two ways that are opened, so that there may be two ways to a goal."""
+"""The chance that a wall between two ways is opened, so that there may be two ways to a goal."""
 
 
 class MazeOptions(GameOptions):
@@ -97,7 +97,11 @@ class Maze(Game[Cell]):
 
 
 def carve_maze(rng: random.Random, size: int) -> set[Cell]:
-    """Return the free cells of a random maze: ways one cell wide and a few loops, with a way from each cell to each other one."""
+    """Return the free cells of a random maze: ways one cell wide and a few loops, with a way from each cell to each other one.
+
+    A trail grows at random into cells that touch no other free cell, and goes back where there is none. Then some walls between
+    two free cells are opened.
+    """
     cells = {(row, column) for row in range(size) for column in range(size)}
     trail = [rng.choice(sorted(cells))]
     free = set(trail)
@@ -113,9 +117,9 @@ def carve_maze(rng: random.Random, size: int) -> set[Cell]:
 
 
 def distances_to_goal(goal: Cell, free: set[Cell]) -> dict[Cell, int]:
-    """Return the steps to the goal from every cell from which there is a way."""
+    """Return cell -> number of steps to the goal, for every cell from which there is a way."""
     distances, reached = {goal: 0}, [goal]
-    for cell in reached:
+    for cell in reached:  # the list grows meanwhile, nearer cells first
         for near in _neighbours(cell):
             if near in free and near not in distances:
                 distances[near] = distances[cell] + 1

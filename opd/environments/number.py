@@ -11,7 +11,7 @@ from pydantic import Field
 from opd.environments.game import Game, GameOptions
 
 Range = tuple[int, int, bool]
-"""Lowest and highest number that the secret may be, and whether it was named."""
+"""Lowest and highest number that the secret may still be, and True once it was guessed."""
 
 
 class NumberOptions(GameOptions):

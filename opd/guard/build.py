@@ -1,4 +1,4 @@
-"""From the section `guard` of a pipeline to a guard."""
+"""Builds a guard from the section `guard` of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from opd.settings.named import import_user_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardSpec:
-    """The plan from which a worker makes a guard; it needs no file of rules."""
+    """All that a worker needs to build the guard. The rules are in it, so that the worker reads no file of rules."""
 
     config: GuardConfig
     rules: tuple[RuleFile, ...]
     judged: Path | None = None
-    """File of the run that keeps the judge's answers; None: they are kept in memory."""
+    """File of the run that keeps the judge's opinions; None: they are kept in memory."""
     digest: str
-    """Equal for equal guards."""
+    """A hash of all else in the spec: guards with the same digest are the same."""
 
 
 def guard_spec(config: GuardConfig, judged: Path | None = None) -> GuardSpec:
@@ -38,27 +38,29 @@ def guard_spec(config: GuardConfig, judged: Path | None = None) -> GuardSpec:
 
 
 _SHARED: dict[str, Guard] = {}
+"""Digest of a spec -> the guard of this process for it."""
 _LOCK = Lock()
 
 
 def shared_guard(spec: GuardSpec) -> Guard:
-    """Return this process's guard for a spec; the first call builds it. All episodes share it, and with it its judge's cached
-    answers. A judge that is a model here is loaded then, so make the first call from the main thread (see `ModelScorer`).
+    """Return the guard of this process for a spec; the first call builds it. All episodes share it, and so the cached opinions of its
+    judge. The first call also loads the model of a judge in this process, so make it from the main thread (see `ModelScorer`).
 
     Raises: as `build_guard`.
     """
     with _LOCK:
         if spec.digest not in _SHARED:
-            _SHARED[spec.digest] = _build_rules(spec.config, spec.rules, spec.judged)
+            _SHARED[spec.digest] = _build_guard_of_rules(spec.config, spec.rules, spec.judged)
         return _SHARED[spec.digest]
 
 
 def build_guard(config: GuardConfig) -> Guard:
     """Return the guard that a section describes. Raises: ConfigError for rules or a scorer that cannot be used."""
-    return _build_rules(config, [read_rules(name) for name in config.rules], None)
+    return _build_guard_of_rules(config, [read_rules(name) for name in config.rules], None)
 
 
-def _build_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
+def _build_guard_of_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | None) -> Guard:
+    """Return the guard of a section whose rules are already read; `judged` as in `GuardSpec`. Raises: as `build_guard`."""
     judge: Judge | None = None
     if config.judge is not None:
         inner_judge = _build_judge(config.judge, config.deadline_s)
@@ -80,6 +82,7 @@ def _build_rules(config: GuardConfig, rules: Sequence[RuleFile], judged: Path | 
 
 
 def _build_judge(config: JudgeConfig, deadline_s: float) -> Judge:
+    """Return the judge of a section, without a cache: a server, a model in this process, or the user's scorer."""
     if isinstance(config, EndpointConfig):
         return HttpJudge(
             config.base_url,
@@ -103,6 +106,6 @@ def users_scorer(reference: str) -> PromptScorer:
 
 
 def _judge_identity(config: JudgeConfig) -> str:
-    """Return a judge's name in the file of its answers. The same model at another address is the same judge."""
+    """Return the name of a judge in the file of its opinions. The same model at another address is the same judge."""
     model = config.model if isinstance(config, EndpointConfig) else config.model or config.scorer
     return f"{config.kind}/{model}/{config.threshold}"

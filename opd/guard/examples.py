@@ -1,4 +1,4 @@
-"""Try the rules of a user's own files on the examples in them, before they are used: most broken patterns show there."""
+"""Tries the rules of a user's own files on the examples in them before they are used, since most broken patterns show there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from opd.records.environments import ToolCall
 
 
 def refuse_wrong_rules(spec: GuardSpec) -> None:
-    """Try the rules of somebody's own files; the examples of ours run as tests. Raises: ConfigError."""
+    """Try the rules of each file of a spec but our own, whose examples run as tests. Raises: ConfigError as `refuse_wrong_examples`."""
     for name, rules in zip(spec.config.rules, spec.rules, strict=True):
         if name != SHIPPED:
             refuse_wrong_examples(name, rules)
 
 
 def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
-    """Try each rule alone on its `hit`, and all rules of the file on each `miss`. Raises: ConfigError for one that fails."""
+    """Try each rule of the file `name` alone on the commands under its `hit`, and all rules of the file together on those under each
+    `miss`. Raises: ConfigError for the first command that is not hit, or is hit and should not be."""
     file_guard = Guard(RuleSet([rules]))
     for rule in rules.rules:
         rule_guard = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
@@ -33,4 +34,5 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
 
 
 def _check_example(guard: Guard, command: str) -> GuardFinding:
+    """Return what the rules find about a command of a shell, as the first call of an episode."""
     return guard.check_rules(ToolCall(name="bash", arguments={"command": command}), guard.session())

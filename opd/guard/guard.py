@@ -1,4 +1,5 @@
-"""The guard: rules on what a tool call would do, a judge on what they find suspicious, and an answer the policy can live with.
+"""The guard. Rules decide on what a tool call would do, a judge on what the rules find suspicious, and the policy reads an ordinary error
+in place of the result of a blocked call.
 
 call ──▶ stage one: parse, walk, rules ──nothing──▶ allowed
              │            └──certain──▶ blocked
@@ -27,14 +28,14 @@ from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
-from opd.guard.shell.ways import act_in_every_state, act_in_subprocess, list_states, settle_states
+from opd.guard.shell.ways import list_states, run_in_every_state, run_in_subprocess, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
 from opd.text import strip_control_characters, to_one_line
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
-"""A list is a program with its arguments if it is `shell`, and several scripts if it is `scripts`. `given` is what the tool may do
-anything with: only the paths that stand in it are looked at. `text` is not read."""
+"""What an argument of a tool holds. A list of texts is one program with its arguments if it is `shell`, and several scripts if it is
+`scripts`. With a `given` argument the tool may do anything, so only the paths that stand in it count. `text` is not looked at."""
 ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("command", "cmd", "script", "bash", "shell", "bash_command", "argv", "command_line", "cmdline"), "shell"),
     **dict.fromkeys(("commands", "keystrokes", "cmds", "scripts"), "scripts"),
@@ -51,31 +52,33 @@ ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("url", "urls", "link", "links", "href"), "url"),
     **dict.fromkeys(("thought", "thoughts", "thinking", "reasoning", "explanation", "message", "summary", "description"), "text"),
 }  # fmt: skip
-"""Kind of an argument by its name, where the tool is not described; one with another name is `given`."""
+"""Name of an argument -> its kind, for a tool that the pipeline does not describe. An argument of any other name is `given`."""
 WORKDIR_ARGUMENTS = ("cwd", "workdir", "working_directory", "working_dir", "work_dir")
 """Arguments that say where a command runs."""
-SHELLS = ("bash", "shell", "terminal", "exec", "command", "console")
-PYTHON_TOOLS = ("python", "jupyter", "notebook")
+SHELL_WORDS = ("bash", "shell", "terminal", "exec", "command", "console")
+"""A tool with one of these in its name may run an argument of any name as a script."""
+PYTHON_WORDS = ("python", "jupyter", "notebook")
 """A tool with one of these in its name may take an argument of any name as code."""
-WRITING = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
+WRITING_WORDS = ("write", "edit", "create", "replace", "insert", "append", "delete", "remove", "patch", "save")
 """A tool with one of these in its name changes the file that it names."""
-APPENDING = ("append", "insert")
-"""With one of these it leaves the rest of the file as it is."""
-WHOLE_TEXT = ("content", "contents", "file_text", "text")
-"""Arguments of such a tool that hold all of the file's text, or what is added to it."""
+APPENDING_WORDS = ("append", "insert")
+"""A tool with one of these in its name adds to the file, and leaves the rest of it as it is."""
+WHOLE_TEXT_ARGUMENTS = ("content", "contents", "file_text", "text")
+"""Arguments of a tool that writes a file that hold the whole text of the file, or the text that is added to it."""
 MAX_SHOWN = 4000
+"""The most characters of `Verdict.command`."""
 FENCED_CODE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-"""Fenced code in an answer, closed or not: its language and its text."""
+"""Fenced code in an answer, with or without the closing fence: its language and its text."""
 LANGUAGES = {
     **dict.fromkeys(("", "bash", "sh", "shell", "console", "zsh"), "command"),
     **dict.fromkeys(("python", "py", "python3"), "code"),
 }
-"""Language of fenced code -> the argument of a call that such code is."""
+"""Language of fenced code -> name of the argument in which the code is checked. Code of other languages is not."""
 ANSWER_REASON = "An answer, which is read whole: it cheats if it only works for the visible tests, or takes its result from the grader."
 BLOCKED_ANSWER_ERROR = "The task is not finished yet."
 """The observation after a blocked answer for which no program has an error."""
 TOO_COMPLEX_ERROR = "bash: fork: Resource temporarily unavailable"
-"""The observation after a call that is too much for us to read."""
+"""The observation after a call that we cannot read though the shell might."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,35 +86,39 @@ class GuardOptions:
     """Settings of a guard, apart from its rules and its judge."""
 
     on_failure: Literal["allow", "block"] = "block"
+    """What happens to a suspicious call if there is no judge, or if the judge does not answer."""
     tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
+    """Tool -> argument -> kind, for tools that the pipeline describes. Without an entry of a tool its arguments' names decide."""
     workdir: str = "/workspace"
     home: str = "/root"
     keeps_shell: bool = True
     only_tools: frozenset[str] | None = None
     """Tools whose calls are checked; None: all."""
     answers: bool = False
-    """True if turns without a call are checked, too."""
+    """True if turns without a call, which are answers, are checked, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFinding:
-    """The result of stage one for a call."""
+    """What stage one finds about a tool call."""
 
     suspicion: Suspicion
     reason: str = ""
+    """Why the call is suspicious, for people and for the judge."""
     hit: Hit | None = None
     calls: Sequence[ProgramCall] = ()
+    """The program calls that the tool call would make."""
     replacement: str = ""
-    """The observation if the call is blocked and no rule hit."""
+    """The observation if the call is blocked though no rule hit."""
 
     @property
     def command(self) -> str:
-        """The calls, one line each."""
+        """The program calls, one line each."""
         return "\n".join(line for call in self.calls if (line := call.call_line()))
 
 
 class Guard:
-    """Both stages. Safe to share between episodes: what is known of one lies in its session."""
+    """Both stages. Episodes and threads may share a guard, for what it knows of an episode is kept in the episode's session."""
 
     def __init__(self, rules: RuleSet, judge: Judge | None = None, options: GuardOptions | None = None) -> None:
         self._rules = rules
@@ -129,7 +136,8 @@ class Guard:
         return (only is None or tool in only) if tool else self._options.answers
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
-        """Return the verdict on a turn without calls: on the code that is fenced in it, else that of the judge on all of it."""
+        """Return the verdict on a turn without calls. Each piece of fenced code in it is checked as a call; if none is blocked, the judge
+        is asked about the whole text."""
         for language, code in FENCED_CODE.findall(text):
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
@@ -146,12 +154,13 @@ class Guard:
         return verdict if verdict.allowed else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
 
     def check(self, call: ToolCall, session: GuardSession) -> Verdict:
-        """Return the verdict on a call. Only if it may run, the session takes over what it changes."""
-        # Stage one moves the session on as if the call had run. A blocked call does not run, so that is done to a copy.
+        """Return the verdict on a call. The session changes as the call would change it, but only if the call may run."""
+        # Stage one moves its session on as if the call had run. As a blocked call does not run, it gets a copy.
         next_session = session.copy()
         next_session.next_call()
-        if next_session.others:
-            settle_states(next_session, list_states(next_session))  # where calls do not share a shell, few are left
+        if next_session.other_states:
+            # Where calls do not share a shell, `next_call` has made many of the states equal.
+            settle_states(next_session, list_states(next_session))
         finding = self.check_rules(call, next_session)
         verdict = self._make_verdict(call, finding)
         if verdict.allowed:
@@ -159,7 +168,7 @@ class Guard:
         return verdict
 
     def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
-        """Apply the rules, without a judge. The session changes as the call would change it."""
+        """Return what stage one finds, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
         kinds = self._options.tools.get(call.name)
         directory = next(
@@ -170,13 +179,13 @@ class Guard:
             for name, value in call.arguments.items():
                 kind = _argument_kind(name) if kinds is None else kinds.get(name, "given")
                 act = partial(self._walk_value, walker, call, kind, value)
-                act_in_every_state(session, partial(_in_directory, session, directory, act) if directory else act)
+                run_in_every_state(session, partial(_run_in_directory, session, directory, act) if directory else act)
         except UnreadableCommand as error:
             problem, replacement = str(error), error.error_text or TOO_COMPLEX_ERROR
-        except Exception as error:  # noqa: BLE001 whatever a policy writes, no call may end its run
+        except Exception as error:  # noqa: BLE001 whatever a policy writes, none of its calls may end the run
             problem = f"to read it failed with {to_one_line(repr(error), 200)}"
-        calls = list(dict.fromkeys(walker.calls))  # most are the same in each state that the shell may be in
-        # Paths anywhere in the texts are the last resort: they are looked for where no rule hits the calls as they were read.
+        calls = list(dict.fromkeys(walker.calls))  # most calls are the same in each state that the shell may be in
+        # Only if no rule hits the calls as they were read, we look for paths that stand anywhere in their texts.
         hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
             find_mentions(calls, session), session
         )
@@ -185,8 +194,8 @@ class Guard:
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
 
     def _walk_value(self, walker: Walker, call: ToolCall, kind: Kind, value: object, depth: int = 0) -> None:
-        """Go through the value of an argument. Items of a list have the list's kind; values of an object have the kind of their
-        names."""
+        """Walk the value of an argument. Items of a list have the kind of the list, values of an object the kinds of their own names.
+        Raises: UnreadableCommand."""
         if kind == "text":
             return
         if depth > MAX_NESTED:
@@ -195,12 +204,14 @@ class Guard:
             nested_call = replace(call, arguments=value)
             for name, item in value.items():
                 self._walk_value(walker, nested_call, _argument_kind(name), item, depth + 1)
-        elif isinstance(value, list) and kind == "shell" and _is_vector(value):
+        elif isinstance(value, list) and kind == "shell" and _is_argument_vector(value):
             _refuse_marks(*value)
-            walker.run_program(ProgramRun(value, Streams()))
-        elif kind == "shell" and isinstance(value, str) and _is_vector(arguments := call.arguments.get("args")):
+            walker.walk_function_or_program(ProgramRun(value, Streams()))
+        elif (
+            kind == "shell" and isinstance(value, str) and _is_argument_vector(arguments := call.arguments.get("args"))
+        ):
             _refuse_marks(value, *arguments)
-            walker.run_program(ProgramRun([*(value.split() or [""]), *arguments], Streams()))
+            walker.walk_function_or_program(ProgramRun([*(value.split() or [""]), *arguments], Streams()))
         elif isinstance(value, list):
             for item in value:
                 self._walk_value(walker, call, kind, item, depth + 1)
@@ -209,6 +220,7 @@ class Guard:
             self._check_text(walker, call, kind, value)
 
     def _check_text(self, walker: Walker, call: ToolCall, kind: Kind, value: str) -> None:
+        """Walk a text of any kind as the program calls that stand for it."""
         if kind in ("shell", "scripts"):
             walker.walk_text(value)
         elif kind == "python":
@@ -218,46 +230,47 @@ class Guard:
             for file_call in patches or [ProgramCall(program="", inputs=(value,))]:
                 walker.add_call(file_call)
         elif kind == "url":
-            walker.run_program(ProgramRun(["curl", value], Streams()))
+            walker.walk_function_or_program(ProgramRun(["curl", value], Streams()))
         elif kind == "given":
             self._check_unknown_text(walker, call, value)
         else:
             self._check_file(walker, call, value, kind)
 
     def _check_unknown_text(self, walker: Walker, call: ToolCall, value: str) -> None:
-        """Check a text with which the tool may do anything. A tool that is a shell may run it. The whole text of a file is passed
-        over: it is checked once something runs the file."""
+        """Walk a text with which the tool may do anything: as a call with that text among its `inputs`, and if the tool may be a shell or
+        Python also as code. The whole text of a file is passed over, since it is checked once something runs the file."""
         tool = call.name.lower()
-        if _tool_writes_files(call) and value in _whole_texts(call):
+        if _tool_writes_files(call) and value in _find_whole_texts(call):
             return
         if value[:1] in ("{", "[") and (data := _parse_json(value)) is not None:
-            # A depth near the bound: two more levels of JSON in a text are read.
+            # The depth is near its bound, so that no more than two further levels are read.
             self._walk_value(walker, call, "given", data, MAX_NESTED - 2)
             return
         walker.add_call(ProgramCall(program="", inputs=(value,)))
-        with suppress(UnreadableCommand):  # it is hardly code, then
-            if any(name in tool for name in PYTHON_TOOLS):
+        with suppress(UnreadableCommand):  # then it is hardly code
+            if any(name in tool for name in PYTHON_WORDS):
                 walker.walk_code("python", value, ProgramRun(["python"], Streams()))
-            elif any(name in tool for name in SHELLS):
-                act_in_subprocess(walker.session, partial(walker.walk_text, value))
+            elif any(name in tool for name in SHELL_WORDS):
+                run_in_subprocess(walker.session, partial(walker.walk_text, value))
 
     def _check_file(self, walker: Walker, call: ToolCall, path: str, kind: Kind) -> None:
-        """Check a tool that reads or changes a file, as the program that a shell would use for it."""
-        text = next(iter(_whole_texts(call)), None)
+        """Walk a tool that reads or changes a file, as the program that a shell would use for it: `curl`, `cat` or `touch`."""
+        text = next(iter(_find_whole_texts(call)), None)
         if path.startswith(("http://", "https://")):
-            walker.run_program(ProgramRun(["curl", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["curl", path], Streams()))
         elif kind == "read" and not _tool_writes_files(call):
-            walker.run_program(ProgramRun(["cat", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["cat", path], Streams()))
         elif text is None:
-            walker.run_program(ProgramRun(["touch", path], Streams()))
+            walker.walk_function_or_program(ProgramRun(["touch", path], Streams()))
         else:
-            paths = walker.session.resolve_argument(path, copies=False)
-            # As `cat > path` with the text on its standard input.
+            paths = walker.session.resolve_argument(path, follow_copies=False)
+            # It is like `cat > path` with the text on the standard input.
             walker.note_call(ProgramRun(["cat"], Streams(stdin=text, has_stdin=True, writes=paths)))
-            is_append = any(word in call.name.lower() for word in APPENDING)
+            is_append = any(word in call.name.lower() for word in APPENDING_WORDS)
             (walker.session.record_append if is_append else walker.session.record_write)(paths[0], text)
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
+        """Return the verdict that follows from a finding; about a suspicious call that no rule blocks, the judge is asked."""
         rule = finding.hit.rule if finding.hit else None
         fields = {
             "suspicion": finding.suspicion,
@@ -266,21 +279,21 @@ class Guard:
         }
         if finding.suspicion == "none":
             return Verdict(allowed=True, stage="rules", **fields)  # type: ignore[arg-type]
-        dummy = strip_control_characters(
-            DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement
-        )
+        error_text = DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement
+        observation = strip_control_characters(error_text)
         if finding.suspicion == "certain":
-            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=dummy, **fields)  # type: ignore[arg-type]
+            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=observation, **fields)  # type: ignore[arg-type]
         opinion, stage = self._ask_judge(call, finding)
         return Verdict(
             allowed=not opinion.block,
             stage=stage,
             reason=f"{finding.reason} {opinion.reason}".strip(),
-            observation=dummy if opinion.block else "",
+            observation=observation if opinion.block else "",
             **fields,  # type: ignore[arg-type]
         )
 
     def _ask_judge(self, call: ToolCall, finding: GuardFinding) -> tuple[Opinion, Stage]:
+        """Return the judge's opinion, or what `on_failure` says if there is none, and the stage that it comes from."""
         failure = "no judge is set"
         stage: Stage = "no_judge"
         if self._judge is not None:
@@ -294,14 +307,14 @@ class Guard:
         return Opinion(block=block, reason=f"({failure}; on_failure: {self._options.on_failure})"), stage
 
 
-def _in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
+def _run_in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
     """Run `act` as a process that starts in a directory: the session's own directory stays as it is."""
 
     def inside() -> None:
         session.cwd = session.resolve_path(directory)
         act()
 
-    act_in_subprocess(session, inside)
+    run_in_subprocess(session, inside)
 
 
 def _argument_kind(name: str) -> Kind:
@@ -310,13 +323,13 @@ def _argument_kind(name: str) -> Kind:
 
 
 def _tool_writes_files(call: ToolCall) -> bool:
-    """Return True if a tool by its name changes the file that it names."""
-    return any(word in call.name.lower() for word in WRITING)
+    """Return True if a tool, to judge by its name, changes the file that its arguments name."""
+    return any(word in call.name.lower() for word in WRITING_WORDS)
 
 
-def _whole_texts(call: ToolCall) -> list[str]:
-    """Return the arguments that may hold the text of the file that a tool writes. The first one counts."""
-    return [text for name in WHOLE_TEXT if isinstance(text := call.arguments.get(name), str)]
+def _find_whole_texts(call: ToolCall) -> list[str]:
+    """Return the arguments that may hold the whole text of the file that a tool writes. If there are several, the first counts."""
+    return [text for name in WHOLE_TEXT_ARGUMENTS if isinstance(text := call.arguments.get(name), str)]
 
 
 def _parse_json(text: str) -> object:
@@ -327,8 +340,9 @@ def _parse_json(text: str) -> object:
         return None
 
 
-def _is_vector(values: object) -> TypeGuard[list[str]]:
-    """Return True for a list of one program and its arguments, as opposed to a list of commands: a program's name has no blank."""
+def _is_argument_vector(values: object) -> TypeGuard[list[str]]:
+    """Return True for a list of one program and its arguments, and not of commands. Its first item then has no blank, as no program's
+    name has one."""
     if not isinstance(values, list) or not values or not all(isinstance(item, str) for item in values):
         return False
     return not any(map(str.isspace, values[0]))
@@ -341,6 +355,7 @@ def _refuse_marks(*texts: str) -> None:
 
 
 def _make_finding(hit: Hit, calls: Sequence[ProgramCall]) -> GuardFinding:
-    certain: Suspicion = "certain" if hit.rule.verdict == "block" else "rule"
+    """Return the finding for a rule that hit: `certain` if the rule blocks, `rule` if it asks the judge."""
+    suspicion: Suspicion = "certain" if hit.rule.verdict == "block" else "rule"
     reason = f"{hit.rule.about} ({show_field(hit.call.call_line())[:200]})"
-    return GuardFinding(suspicion=certain, reason=reason, hit=hit, calls=calls)
+    return GuardFinding(suspicion=suspicion, reason=reason, hit=hit, calls=calls)

@@ -1,9 +1,9 @@
-"""The judge's answers of a run, in one file: what it said once stands, for every worker and after every resume.
+"""The judge's opinions of a run, kept in one file, so that every worker, also after a resume, goes by what the judge said first.
 
-    question ──▶ in the file? ──no──▶ judge ──▶ appended ──▶ the first answer in the file counts
+    question ──▶ in the file? ──no──▶ judge ──▶ appended ──▶ the first opinion in the file counts
 
-All workers append to the same file, a line at a time, and read what others appended before they ask. If two of them ask at the
-same time, both then take the line that came first.
+All workers append to the same file, a line at a time, and read what others appended before they ask the judge. If two of them ask the
+same question at the same time, both then go by the line that came first.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from opd.guard.records import Judge, Opinion, Question
 
 
 class StoredJudge:
-    """Asks another judge once for each different question of a run. Failures are not stored."""
+    """Asks another judge once for each different question of a run, and stores its opinions. Failures are not stored."""
 
     def __init__(self, judge: Judge, path: Path, identity: str) -> None:
-        """`identity` names the judge; a judge of another name does not get its answers."""
+        """`path` is the file. `identity` names the judge; an opinion of a judge with another name does not count."""
         self._judge = judge
         self._path = path
         self._identity = identity
         self._opinions: dict[str, Opinion] = {}
-        self._read = 0
-        """Bytes of the file that are in `_opinions`."""
+        self._bytes_read = 0
+        """The length of the beginning of the file whose lines are in `_opinions`."""
         self._lock = Lock()
         self._question_locks: dict[str, Lock] = {}
+        """Key of a question -> the lock of the thread that asks it."""
 
     def judge(self, question: Question) -> Opinion:
-        """Return the stored opinion, or a new one, which is stored. Raises: JudgeFailed; StorageError if the disk refuses it."""
+        """Return the stored opinion; if there is none, ask the judge and store its opinion. Raises: JudgeFailed; StorageError if the file
+        cannot be written."""
         key = sha256(json.dumps([self._identity, *astuple(question)]).encode()).hexdigest()
         with self._lock:
             question_lock = self._question_locks.setdefault(key, Lock())
-        with question_lock:  # other threads with the same question wait for this answer
+        with question_lock:  # other threads with the same question wait for this opinion
             opinion = self._find_opinion(key)
             if opinion is None:
                 self._store_opinion(key, question, self._judge.judge(question))
@@ -47,23 +49,29 @@ class StoredJudge:
         return opinion
 
     def _find_opinion(self, key: str) -> Opinion | None:
+        """Return the opinion with this key, after a look at new lines of the file; None if there is none."""
         with self._lock:
             if key not in self._opinions and self._path.exists():
-                self._read_on()
+                self._read_new_lines()
             return self._opinions.get(key)
 
-    def _read_on(self) -> None:
+    def _read_new_lines(self) -> None:
+        """Add the opinions that were appended to the file since the last call."""
         with self._path.open("rb") as file:
-            file.seek(self._read)
-            # A line without its end is still being written: it stays for the next time.
+            file.seek(self._bytes_read)
+            # A line without its end is still being written, so it is left for the next time.
             complete_lines, end, _ = file.read().rpartition(b"\n")
-        self._read += len(complete_lines) + len(end)
+        self._bytes_read += len(complete_lines) + len(end)
         for line in complete_lines.splitlines():
             try:
                 data = json.loads(line)
-                # The first answer in the file counts, also for the worker that appended a later one.
+                # The first opinion in the file counts, also for the worker that appended a later one.
                 self._opinions.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
-            except (ValueError, KeyError, TypeError):  # empty, or cut when its writer was killed
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+            ):  # an empty line, or one that was cut off when its writer was killed
                 continue
 
     def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:

@@ -1,11 +1,11 @@
-"""Labelled commands and trajectories, ours and those of public sets, as one kind of case.
+"""Reads labelled commands and trajectories, our own and those of public sets, and makes `Case`s of them. A form is one of:
 
     commands         JSONL: {"command", "label": "hack" | "honest" | null, "trajectory"?, "kind"?}; null is context
     trace            TRACE (PatronusAI/trace-dataset): JSONL or Parquet with trajectory_id, conversation (JSON), label ("0": benign)
     atif             a directory of ATIF trajectories (Harbor; Terminal Wrench): **/*.json, labelled by the names of directories
     rewardhackbench  a directory of Harbor tasks: TRIAL/environment/trace.txt with TRIAL/tests/ground_truth.json
 
-The public sets are not shipped: their licences stay theirs.
+The public sets are not shipped, as they have licences of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -27,34 +27,34 @@ Label = Literal["hack", "honest"]
 Half = Literal["development", "held_out", "both"]
 MAX_FILE_BYTES = 1 << 29
 HACK_PARTS = ("hack", "exploit", "cheat")
+"""A file is labelled `hack` if one of these is a part of its path."""
 HONEST_PARTS = ("legit", "baseline", "honest", "clean", "benign")
+"""A file is labelled `honest` if one of these is a part of its path."""
 _FENCE = re.compile(r"```(?:bash|sh|shell|console)\n(.*?)```", re.DOTALL)
 _PROMPT = re.compile(r"^(?:\S*\$|\S+[@:]\S*#) (.+)$", re.MULTILINE)
+"""A line of a terminal that begins with a prompt such as `$` or `root@box:/#`."""
 _KEYS = re.compile(r'"(?:keystrokes|command|cmd)"\s*:\s*("(?:[^"\\]|\\.)*")')
+
+
+"""A JSON field in which an agent of a terminal gives a command: the command as a JSON string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Steps with a label: it is that of the last step, or of the whole trajectory."""
+    """Tool calls of one episode, with a label."""
 
     id: str
     label: Label
     steps: tuple[ToolCall, ...]
     kind: str = ""
+    """What kind of hack or of honest work it is, in the words of the set."""
     labels_trajectory: bool = False
-    """True if the label is of the whole trajectory, which is caught if any of its steps is. Else the steps before the last are
-    context."""
-
-
-@dataclass(slots=True)
-class _Trajectory:
-    """A trajectory while it is read."""
-
-    steps: list[ToolCall] = field(default_factory=list)
+    """True if the label is that of the whole trajectory, which is caught if any of its steps is blocked. False if it is that of the last
+    step; then the steps before only bring the session to where it is."""
 
 
 def read_cases(path: Path, form: str = "commands") -> list[Case]:
-    """Return the cases of a file or directory. Raises: OpdError if it is not what its form says."""
+    """Return the cases of a file or directory of one of `FORMS`. Raises: OpdError if it is not of that form, or has no case."""
     if form not in FORMS:
         raise OpdError.at("--format", found=form, wanted=f"one of: {', '.join(FORMS)}", fix="correct it")
     if not path.exists():
@@ -71,13 +71,13 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
 
 
 def shipped_cases(half: Half = "both") -> list[Case]:
-    """Return the cases of our own set, or of one half of it."""
+    """Return the cases of our own set, which comes with the package, or of one half of it."""
     lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").split("\n")
     return [case for case in _parse_commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
 
 
 def half_of(case_id: str) -> Half:
-    """Return the half of our set that a case is in, by the hash of its trajectory or command."""
+    """Return the half of our set that a case is in. The hash of its id decides, so that new cases do not move the others."""
     return "development" if hashlib.sha256(case_id.encode()).digest()[0] % 2 == 0 else "held_out"
 
 
@@ -96,6 +96,8 @@ def _read_text(path: Path, errors: str = "strict") -> str:
 
 
 def _parse_records(lines: list[str], source: object) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the object of each line of JSON that is not empty. `source` names the file in errors. Raises: OpdError for a
+    line that is no JSON object."""
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -111,21 +113,23 @@ def _parse_records(lines: list[str], source: object) -> Iterator[tuple[int, dict
 
 
 def _parse_commands(lines: list[str], source: object) -> Iterator[Case]:
-    trajectories: dict[str, _Trajectory] = {}
+    """Yield a case for each labelled line of the form `commands`; lines of the same trajectory before it are its first steps. Raises:
+    OpdError for a line that is not of that form."""
+    trajectories: dict[str, list[ToolCall]] = {}
     for number, record in _parse_records(lines, source):
         command, label, name = record.get("command"), record.get("label"), record.get("trajectory")
         if not isinstance(command, str) or label not in ("hack", "honest", None):
             problem = f"command {command!r:.60}, label {label!r:.20}"
             requirement = "a text as `command`, and hack, honest or null as `label`"
             raise OpdError.at(f"{source}:{number}", found=problem, wanted=requirement, fix="correct the line")
-        trajectory = trajectories.setdefault(str(name), _Trajectory()) if name is not None else _Trajectory()
-        trajectory.steps.append(ToolCall(name="bash", arguments={"command": command}))
+        steps = trajectories.setdefault(str(name), []) if name is not None else []
+        steps.append(ToolCall(name="bash", arguments={"command": command}))
         if label is not None:
             case_id = str(name) if name is not None else command
-            yield Case(id=case_id, label=label, steps=tuple(trajectory.steps), kind=str(record.get("kind", "")))
+            yield Case(id=case_id, label=label, steps=tuple(steps), kind=str(record.get("kind", "")))
 
 
-def _commands_file(path: Path) -> Iterator[Case]:
+def _read_commands(path: Path) -> Iterator[Case]:
     return _parse_commands(_read_lines(path), path)
 
 
@@ -160,7 +164,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
-    """Yield the tool calls of one chat message: those it declares, else commands in its text."""
+    """Yield the tool calls of one chat message: those in its `tool_calls`; if it has none, the commands in its text."""
     if message.get("role") != "assistant":
         return
     for call in message.get("tool_calls") or ():
@@ -180,7 +184,8 @@ def message_steps(message: Mapping[str, Any]) -> Iterator[ToolCall]:
 
 
 def text_steps(text: str) -> Iterator[ToolCall]:
-    """Yield commands in running text: fenced shell code, JSON fields of terminal agents, and lines after a prompt."""
+    """Yield the commands in running text: fenced shell code and JSON fields of terminal agents; if there are none, what stands behind the
+    prompts of a terminal."""
     commands = [*_FENCE.findall(text)]
     for literal in _KEYS.findall(text):
         try:
@@ -197,7 +202,7 @@ def _read_atif(path: Path) -> Iterator[Case]:
         data = _read_json(file)
         if not isinstance(data, dict) or not isinstance(data.get("steps"), list):
             continue  # tasks, results and indexes lie beside the trajectories
-        label = _label_of(file)
+        label = _choose_label(file)
         calls = [
             c for s in data["steps"] if isinstance(s, dict) for c in s.get("tool_calls") or () if isinstance(c, dict)
         ]
@@ -210,8 +215,8 @@ def _read_atif(path: Path) -> Iterator[Case]:
             yield Case(id=str(file), label=label, steps=steps, labels_trajectory=True)
 
 
-def _label_of(file: Path) -> Label:
-    """Return the label that the names above a trajectory give. Raises: OpdError if they give none, or both."""
+def _choose_label(file: Path) -> Label:
+    """Return the label that the path of a trajectory gives it. Raises: OpdError if it gives none, or both."""
     names = " ".join(part.lower() for part in file.parts)
     hack, honest = any(w in names for w in HACK_PARTS), any(w in names for w in HONEST_PARTS)
     if hack == honest:
@@ -251,8 +256,9 @@ def _read_rewardhackbench(path: Path) -> Iterator[Case]:
 
 
 FORMS: dict[str, Callable[[Path], Iterator[Case]]] = {
-    "commands": _commands_file,
+    "commands": _read_commands,
     "trace": _read_trace,
     "atif": _read_atif,
     "rewardhackbench": _read_rewardhackbench,
 }
+"""Form -> the function that reads the cases of a file or directory of that form."""

@@ -32,8 +32,8 @@ class ToolGuard(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The question to a judge about one call. An answer counts for an equal question alone: `command` does not tell what is
-    written into a file or given to a program, and one answer for all of that would let everything through."""
+    """The question to a judge about one call. An opinion counts for an equal question alone, and not for any with the same `command`:
+    that does not tell what is written into a file or given to a program, so one opinion would let all of it through."""
 
     tool: str
     text: str
@@ -53,11 +53,11 @@ class Opinion:
 
 
 class JudgeFailed(Exception):
-    """There is no answer: no server, too late, or not one that can be read. `on_failure` decides."""
+    """The judge gave no opinion: no server, too late, or nothing that can be read. The guard's `on_failure` then decides."""
 
 
 class Judge(Protocol):
-    """Stage two."""
+    """Stage two of the guard."""
 
     def judge(self, question: Question) -> Opinion:
         """Return an opinion about the call. Raises: JudgeFailed."""

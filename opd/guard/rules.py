@@ -1,6 +1,7 @@
-"""Stage one: rules in YAML, compared with the calls that a command would make.
+"""Stage one: rules in YAML, compared with the program calls that a command would make.
 
-A rule has clauses. A clause holds if one call fits all of its keys; a rule hits if one clause holds and no `unless` does.
+A rule has clauses. A clause fits a call if all of its keys do. A rule hits a call if one of its clauses under `any` fits the call and none
+under `unless` does.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from opd.settings.yaml_files import load_yaml, parse_yaml, validate_section
 SHIPPED = "shipped"
 """The name of our own rules in `guard.rules`."""
 Texts = Mapping[str, Sequence[str]]
-"""Texts of a call under each key, without keys that have nothing."""
+"""Key of a clause -> the texts of a call that its patterns are compared with. A key for which a call has no text is left out."""
 Test = Callable[[Texts, str], bool]
-"""A test of a call's texts; beside them, where the session begins."""
+"""Tests a call by its texts; the second argument is the directory where the session begins."""
 
 TEXTS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "program": lambda call: (call.program,),
@@ -42,7 +43,7 @@ TEXTS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "feeds": lambda call: call.feeds,
     "tags": lambda call: tuple(call.tags),
 }
-"""Keys whose patterns are globs over text, and the texts that they are compared with."""
+"""Key whose patterns are globs over text -> the function that reads the texts to compare them with."""
 PATHS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "paths": lambda call: call.reads + call.writes,
     "reads": lambda call: call.reads,
@@ -50,11 +51,12 @@ PATHS: dict[str, Callable[[ProgramCall], Sequence[str]]] = {
     "mentions": lambda call: call.mentions,
     "covers": lambda call: call.reads,
 }
+"""Key whose patterns are globs over paths -> the function that reads the paths to compare them with."""
 READERS = TEXTS | PATHS
 
 
 class Clause(Strict):
-    """What one call must fit. Each key holds if any of its patterns fits; all keys have to hold."""
+    """What a call must be like. A key fits if any of its patterns does, and all keys that are given have to fit."""
 
     program: list[str] = []
     """Names of the program, without directory; inline code has its language."""
@@ -135,27 +137,27 @@ class Hit:
 
 
 MAX_NARROWED = 4096
-"""Programs with keys for which the rules that may hit are kept."""
+"""The most entries of `RuleSet._narrowed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledClause:
-    """A clause as the tests of its keys."""
+    """A clause in the form in which calls are compared with it."""
 
     needs: frozenset[str]
-    """Keys that a call must have, apart from `program`, which every call has."""
+    """Keys under which a call must have texts, apart from `program`, which every call has."""
     programs: TextGlobs | None
-    """Names of programs that it is about; None: any."""
+    """Names of the programs that the clause is about; None: any program."""
     tests: Sequence[Test]
-    """The tests of all keys but `program`."""
+    """One test for each key but `program`."""
 
-    def may_hold(self, keys: frozenset[str], program: str) -> bool:
-        """Return True if some call of this program with these keys fits."""
+    def may_fit(self, keys: frozenset[str], program: str) -> bool:
+        """Return True if a call of this program that has texts under these keys may fit."""
         return self.needs <= keys and (self.programs is None or self.programs.matches_text(program))
 
     def matches_call(self, texts: Texts, begins_at: str) -> bool:
-        """Return True if a call with these texts fits, if one of its program and its keys may."""
-        for test in self.tests:  # noqa: SIM110 a generator would take most of the time
+        """Return True if the call with these texts fits; `may_fit` must hold for its keys and its program."""
+        for test in self.tests:  # noqa: SIM110 a generator would take longer than the tests
             if not test(texts, begins_at):
                 return False
         return True
@@ -163,15 +165,16 @@ class CompiledClause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRule:
-    """A rule with its clauses as tests."""
+    """A rule in the form in which calls are compared with it."""
 
     order: tuple[bool, int]
-    """Its place: if two rules hit, the lower one decides. Rules that block come first, then those that are written first."""
+    """False for a rule that blocks, and the number of the rule. If two rules hit, the lower order decides: one that blocks comes before
+    one that asks the judge, else the one that is written first."""
     any: Sequence[CompiledClause]
     unless: Sequence[CompiledClause]
 
     def matches_call(self, texts: Texts, begins_at: str) -> bool:
-        """Return True if it hits a call with these texts."""
+        """Return True if the rule hits the call with these texts."""
         for clause in self.any:
             if clause.matches_call(texts, begins_at):
                 return not any(clause.matches_call(texts, begins_at) for clause in self.unless)
@@ -181,25 +184,28 @@ class CompiledRule:
         """Return the rule without clauses that no call of this program with these keys can fit."""
         return replace(
             self,
-            any=[clause for clause in self.any if clause.may_hold(keys, program)],
-            unless=[clause for clause in self.unless if clause.may_hold(keys, program)],
+            any=[clause for clause in self.any if clause.may_fit(keys, program)],
+            unless=[clause for clause in self.unless if clause.may_fit(keys, program)],
         )
 
 
-def texts_of(call: ProgramCall) -> Texts:
-    """Return the texts of a call under the keys of clauses."""
+def texts_by_key(call: ProgramCall) -> Texts:
+    """Return key of clauses -> the texts that a call has under it."""
     return {key: texts for key, read in READERS.items() if (texts := read(call))}
 
 
 class RuleSet:
-    """Compiled rules of one or more files. `protected` are globs of paths that an environment hides from its policy."""
+    """The rules of one or more files, compiled."""
 
     def __init__(self, rule_files: Sequence[RuleFile], protected: Sequence[str] = ()) -> None:
+        """`protected` are globs of further paths that the rules protect; they join the list `protected` of each file. Raises: ConfigError
+        for a rule that cannot be used."""
         self.rules: list[Rule] = []
         self._compiled: list[CompiledRule] = []
         self._narrowed: dict[tuple[frozenset[str], str], list[CompiledRule]] = {}
-        """The rules for calls of a program with these keys. Most calls lack most keys, and most clauses are about other programs:
-        then no pattern of those is compared. Programs that no clause names share the entry of the empty name."""
+        """Keys of a call and name of its program -> the rules that may hit such a call, with no other clauses than may fit. Most calls
+        lack most keys and most clauses are about other programs, so this saves most comparisons. Programs that no clause names share the
+        entry of the empty name."""
         programs: list[str] = []
         for rule_file in rule_files:
             names = dict(rule_file.names)
@@ -217,10 +223,10 @@ class RuleSet:
         self._programs = TextGlobs(programs)
 
     def find_deciding_hit(self, calls: Sequence[ProgramCall], session: GuardSession) -> Hit | None:
-        """Return the hit that decides: the first of a rule that blocks, else the first of any; None if no rule hits."""
+        """Return the hit of the rule with the lowest `CompiledRule.order`, on the first call that it hits; None if no rule hits."""
         hits = [
             (compiled.order, call_index)
-            for call_index, texts in enumerate(map(texts_of, calls))
+            for call_index, texts in enumerate(map(texts_by_key, calls))
             for compiled in self._rules_for(frozenset(texts), calls[call_index].program)
             if compiled.matches_call(texts, session.begins_at)
         ]
@@ -230,37 +236,41 @@ class RuleSet:
         return Hit(rule=self.rules[number], call=calls[call_index])
 
     def _rules_for(self, keys: frozenset[str], program: str) -> list[CompiledRule]:
+        """Return the rules that may hit a call of this program that has texts under these keys."""
         program = program.lower() if self._programs.matches_text(program) else ""
         rules = self._narrowed.get((keys, program))
         if rules is None:
             narrowed = [rule.narrow_to_program(keys, program) for rule in self._compiled]
             rules = [rule for rule in narrowed if rule.any]
-            if len(self._narrowed) < MAX_NARROWED:  # a glob fits any number of names
+            if (
+                len(self._narrowed) < MAX_NARROWED
+            ):  # a glob of programs fits any number of names that a policy may think of
                 self._narrowed[keys, program] = rules
         return rules
 
 
 class _Compiler:
-    """Clauses to functions."""
+    """Compiles the clauses of one rule."""
 
     def __init__(self, names: Mapping[str, list[str]], such_as: Sequence[str], rule_id: str) -> None:
+        """`names` are the lists for which `@name` stands, `such_as` the well-known paths that an unexpanded glob is compared with."""
         self._names = names
         self._such_as = such_as
         self._rule_id = rule_id
 
     def compile_clause(self, clause: Clause) -> CompiledClause:
-        """Return the tests of a clause. Raises: ConfigError for a name that is not there, or a clause without keys."""
+        """Return the compiled clause. Raises: ConfigError for an `@name` that is not defined, a broken glob, or a clause without keys."""
         tests_by_key: dict[str, Test] = {}
         programs = self.expand_patterns(clause.program)
         for key in TEXTS:
             if key != "program" and (patterns := self.expand_patterns(getattr(clause, key))):
-                tests_by_key[key] = _text_test(key, TextGlobs(patterns))
+                tests_by_key[key] = _make_text_test(key, TextGlobs(patterns))
         for key in PATHS:
             if patterns := self.expand_patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 globs = PathGlobs(patterns, self._such_as)
-                tests_by_key[key] = _cover_test(globs) if key == "covers" else _path_test(key, globs)
-        tests = [*tests_by_key.values(), *self._tests_of_what_lacks(clause)]
+                tests_by_key[key] = _make_cover_test(globs) if key == "covers" else _make_path_test(key, globs)
+        tests = [*tests_by_key.values(), *self._make_absence_tests(clause)]
         if not tests and not programs:
             raise ConfigError.at(
                 f"rule {self._rule_id}", found="a clause without keys", wanted="at least one", fix="add a key"
@@ -269,20 +279,21 @@ class _Compiler:
             needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests
         )
 
-    def _tests_of_what_lacks(self, clause: Clause) -> list[Test]:
-        """Return the tests that a call may pass by having nothing under a key."""
+    def _make_absence_tests(self, clause: Clause) -> list[Test]:
+        """Return the tests that a call may also pass if it has no text under their key, so that the key is not among `needs`."""
         tests: list[Test] = []
         if patterns := self.expand_patterns(clause.hosts_not):
-            tests.append(_other_test("hosts", TextGlobs(patterns), empty=False))
+            tests.append(_make_other_test("hosts", TextGlobs(patterns), empty=False))
         if patterns := self.expand_patterns(clause.sources_not):
-            tests.append(_other_test("sources", TextGlobs(patterns), empty=True))
-        return [*tests, *map(_none_test, clause.none)]
+            tests.append(_make_other_test("sources", TextGlobs(patterns), empty=True))
+        return [*tests, *map(_make_none_test, clause.none)]
 
     def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
-        """Raises: ConfigError for a glob that no path can fit."""
+        """Raises: ConfigError for a glob that no absolute path can fit."""
         for pattern in patterns:
-            fits = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
-            if not fits or not is_valid_glob(pattern):
+            # A NUL is the pattern of an empty list; see `expand_patterns`.
+            is_absolute = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
+            if not is_absolute or not is_valid_glob(pattern):
                 raise ConfigError.at(
                     f"rule {self._rule_id}: {key}",
                     found=repr(pattern),
@@ -291,13 +302,15 @@ class _Compiler:
                 )
 
     def expand_patterns(self, patterns: Sequence[str], within: tuple[str, ...] = ()) -> list[str]:
-        """Return the patterns with those that names stand for. Raises: ConfigError for a name that is not there."""
+        """Return the patterns, each `@name` replaced by the list of that name. `within` are the names that are being replaced. Raises:
+        ConfigError for a name that is not defined or stands in its own list."""
         expansion: list[str] = []
         for pattern in patterns:
             if not pattern.startswith("@"):
                 expansion.append(pattern)
             elif pattern[1:] in self._names and pattern not in within:
-                # An empty list fits nothing, as no argument holds a NUL. With no pattern at all the clause would lose this key.
+                # An empty list has to fit nothing. Without any pattern the clause would lose this key, and so fit more. No argument holds
+                # a NUL, so a pattern that is one fits none.
                 expansion += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
                 names = ", ".join(sorted(self._names))
@@ -307,32 +320,37 @@ class _Compiler:
         return expansion
 
 
-def _text_test(key: str, globs: TextGlobs) -> Test:
+def _make_text_test(key: str, globs: TextGlobs) -> Test:
+    """Return the test that some text under the key fits."""
     return lambda texts, begins_at: globs.hold_one(texts[key])
 
 
-def _other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
+def _make_other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
+    """Return the test that some text under the key fits none of the globs. `empty` is its result for a call without texts there."""
     return lambda texts, begins_at: any(not globs.matches_text(text) for text in texts[key]) if key in texts else empty
 
 
-def _none_test(key: str) -> Test:
+def _make_none_test(key: str) -> Test:
+    """Return the test that a call has no text under the key."""
     return lambda texts, begins_at: key not in texts
 
 
-def _path_test(key: str, globs: PathGlobs) -> Test:
+def _make_path_test(key: str, globs: PathGlobs) -> Test:
+    """Return the test that some path under the key fits."""
     return lambda texts, begins_at: any(globs.matches_path(path, begins_at) for path in texts[key])
 
 
-def _cover_test(globs: PathGlobs) -> Test:
+def _make_cover_test(globs: PathGlobs) -> Test:
+    """Return the test of the key `covers`."""
     return lambda texts, begins_at: any(globs.covered_by(path, begins_at) for path in texts["covers"])
 
 
 def shipped_rules() -> RuleFile:
-    """Return our own rules."""
+    """Return our own rules, which come with the package."""
     text = files("opd.guard").joinpath("rules.yaml").read_text(encoding="utf-8")
     return validate_section(RuleFile, parse_yaml(text), "the shipped rules")
 
 
 def read_rules(name: str) -> RuleFile:
-    """Return the rules of a file, or the shipped ones by their name. Raises: ConfigError if they cannot be used."""
+    """Return the rules of the file at this path, or our own if the name is `shipped`. Raises: ConfigError if they cannot be used."""
     return shipped_rules() if name == SHIPPED else validate_section(RuleFile, load_yaml(Path(name)), name)

@@ -1,4 +1,4 @@
-"""A judge's model in this process: the log-probs of the two verdicts after a question, by transformers on the CPU."""
+"""The model of a judge in this process. It gives the log-probs of the two verdicts behind a question, by transformers on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from opd.prompts.harmless import escape_specials, special_texts
 
 
 class ModelScorer:
-    """Implements `opd.guard.judge.PromptScorer`. Make it in the main thread: transformers changes torch's default type meanwhile."""
+    """Implements `opd.guard.judge.PromptScorer`. Make it in the main thread, since transformers changes the default type of torch, for
+    all threads, while it loads a model."""
 
     def __init__(self, model_dir: Path) -> None:
         """Load a Hugging Face directory: safetensors, its tokenizer, and its chat template if it has one."""
@@ -29,17 +30,18 @@ class ModelScorer:
         return [self._verdict_logprob(prompt_ids, encode_text(self._tokenizer, text)) for text in continuations]
 
     def _encode_question(self, prompt: str) -> list[int]:
-        """With a chat template the question is a message of the user, and the verdict begins the model's turn. A call cannot
-        forge one: special tokens in it are broken up."""
+        """Return the token ids of a question. With a chat template the question is a message of the user, and the verdict begins the
+        model's turn. Special tokens in the question are broken up, so that a call in it cannot forge a turn."""
         prompt = escape_specials(prompt, self._special)
         messages = prompt if self._tokenizer.chat_template is None else [{"role": "user", "content": prompt}]
         return list(encode_prompt(self._tokenizer, messages))
 
     def _verdict_logprob(self, prompt_ids: list[int], verdict_ids: list[int]) -> float:
+        """Return the log-prob of the verdict's tokens together behind the prompt, nats."""
         import torch
 
         with torch.inference_mode():
             logits_T_V = self._lm(torch.tensor([[*prompt_ids, *verdict_ids]]), use_cache=False).logits[0]
-            # Logits are for the token after theirs: those of the verdict begin at the last token of the question.
+            # The logits at a token are for the next one, so those of the verdict begin at the last token of the question.
             logp_T_V = logits_T_V[len(prompt_ids) - 1 : -1].float().log_softmax(-1)
         return float(logp_T_V.gather(1, torch.tensor(verdict_ids)[:, None]).sum())

@@ -4,7 +4,8 @@
               │             blocked calls ──▶ natural errors ───────────────────────────┴▶ merge_observations
               └─▶ record_turn: events for the trace, once the turn is in it
 
-Both kinds of episodes use it: the white box asks before it steps its environment, the endpoint before a reply goes out.
+Both kinds of episodes use it: one with an environment of ours checks a turn before it steps the environment, one of an agent's own
+program before the reply goes out to that program.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from opd.tool_formats.begun import find_begun_calls
 MARKS: dict[Literal["keep", "mask", "negative"], Origin] = {"keep": "policy", "mask": "masked", "negative": "blocked"}
 """`guard.on_hit` -> origin of the tokens of a turn with a blocked call."""
 NOT_MADE = "error: this call cannot be made: another one of this turn cannot be read"
-"""The observation for a call that may run, in a turn whose text holds one that may not."""
+"""The observation for a call that may run itself, but stands in a turn of which nothing happens (`CheckedTurn.hides`)."""
 _EXECUTOR = ThreadPoolExecutor(max_workers=4096, thread_name_prefix="guard")
-"""A thread for each turn that is looked at. The loop has only a few threads of its own, and a judge may keep each for long."""
+"""Threads in which turns are checked, one each. The event loop has only a few of its own, and a judge may keep a thread for long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,26 +40,26 @@ class CheckedTurn:
     calls: tuple[ToolCall, ...]
     """All calls of the turn."""
     verdicts: tuple[Verdict, ...] = ()
-    """One for each call, or one for an answer that was read; none without a guard."""
+    """One for each of `calls`; if there are none, one for the answer if answers are checked; none without a guard."""
     begun: tuple[Verdict, ...] = ()
-    """One for each call that could be read out of the text beside them."""
+    """One for each further call that stands in the text of the turn, such as one that was not closed, and is not among `calls`."""
     stats: GuardStats = field(default_factory=GuardStats)
     """Counts and events for the trace."""
 
     @property
     def blocked(self) -> bool:
-        """True if something of the turn must not happen."""
+        """True if a call of the turn is blocked, or its answer."""
         return any(not verdict.allowed for verdict in (*self.verdicts, *self.begun))
 
     @property
     def stops(self) -> bool:
-        """True if nothing of the turn happens: all of its calls are blocked, or its answer is, or a call that stands in its
-        text, of which nothing can be handed on without the rest."""
+        """True if nothing of the turn happens: all of its calls are blocked, or its answer is, or a call in its text is (`hides`), since
+        the text can only be handed on as a whole."""
         return self.hides or (self.blocked and not self.allowed)
 
     @property
     def hides(self) -> bool:
-        """True if the text holds a call that must not happen."""
+        """True if the text of the turn holds a call, beside `calls`, that is blocked."""
         return any(not verdict.allowed for verdict in self.begun)
 
     @property
@@ -70,33 +71,34 @@ class CheckedTurn:
 
     @property
     def dummies(self) -> tuple[str | None, ...]:
-        """For each call the observation in place of its result; None for one that runs."""
+        """For each call of the turn the observation in place of its result; None for a call that runs."""
         results = (None if verdict.allowed else verdict.observation for verdict in self.verdicts)
         return tuple(results) if self.calls else ()
 
     @property
     def instead(self) -> str | tuple[str, ...]:
-        """The observation of a turn of which nothing happens."""
+        """The observation in place of the results of a turn of which nothing happens: one text for each call, or one text."""
         if self.calls:
             return tuple(NOT_MADE if verdict.allowed else verdict.observation for verdict in self.verdicts)
         return next(verdict.observation for verdict in (*self.begun, *self.verdicts) if not verdict.allowed)
 
     def merge_observations(self, observation: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        """Return the observations of the calls that ran, with those of the blocked ones at their places."""
+        """Return the observation of the calls that ran, with those for blocked calls put in at their places; behind it if it is one text."""
         if not self.blocked:
             return observation
         if isinstance(observation, str):  # one text for all calls that ran
             return "\n".join([observation, *filter(None, self.dummies)])
-        results = iter(observation)  # where the episode is done an environment may say less
+        results = iter(observation)  # once the episode is done, an environment may return fewer
         return tuple(next(results, "") if dummy is None else dummy for dummy in self.dummies)
 
 
 class GuardWatch:
-    """The guard of one episode."""
+    """The guard during one episode: its session, and the counts and events for the trace."""
 
     def __init__(self, guard: ToolGuard, episode: str, on_hit: Literal["keep", "mask", "negative"] = "keep") -> None:
-        """`episode` is its sample id."""
+        """`episode` is the sample id of the episode."""
         self.mark = MARKS[on_hit]
+        """Origin of the tokens of a turn with a blocked call."""
         self.stats = GuardStats()
         """Counts and events of the turns that are in the trace."""
         self._guard = guard
@@ -105,8 +107,9 @@ class GuardWatch:
         self._lock = Lock()
 
     async def check_turn(self, turn: int, text: str, calls: Sequence[ToolCall]) -> CheckedTurn:
-        """Check a turn: `turn` is its number, `calls` those that were read, `text` all that a program or an environment gets of it.
-        A thread waits for the judge, with the judge's own deadline for each call."""
+        """Return the verdicts on a turn, without `record_turn`. `turn` is its number, `calls` the calls that were read from it, and `text`
+        all that the program or environment gets of it. It is checked in a thread, for a judge takes up to its deadline for each call. If
+        this coroutine is cancelled, the session stays as it was."""
         cancelled = Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(
@@ -117,12 +120,12 @@ class GuardWatch:
             raise
 
     def record_turn(self, checked_turn: CheckedTurn) -> None:
-        """Take note of a turn that is in the trace."""
+        """Add the counts and events of a turn that is in the trace."""
         self.stats += checked_turn.stats
 
     def _check_turn(self, turn: int, text: str, calls: tuple[ToolCall, ...], cancelled: Event) -> CheckedTurn:
-        """Check the calls of a turn. `cancelled` is set once nobody waits for it: then the session stays as it was."""
-        with self._lock:  # requests of a program may come side by side, and they share a session
+        """Check the calls of a turn. The session takes over what they change, unless `cancelled` is set by then."""
+        with self._lock:  # a program may make several requests at once, and they share a session
             next_session = self._session.copy()
             if calls:
                 verdicts = tuple(self._check(call, next_session) for call in calls)
@@ -152,13 +155,14 @@ class GuardWatch:
         return not call.name or self._guard.checks(call.name)
 
     def _check(self, call: ToolCall, session: GuardSession) -> Verdict:
+        """Return the guard's verdict on a call; a call of a tool that is not checked is allowed."""
         if not self._is_checked(call):
             return Verdict(allowed=True, stage="rules", suspicion="none")
         return self._guard.check(call, session)
 
 
 def _arguments_as_text(arguments: Mapping[str, Any]) -> str:
-    """Return the arguments of a call for people: the text of a single one as it is."""
+    """Return the arguments of a call as a text for people: a single text as it is, anything else as JSON."""
     values = list(arguments.values())
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]

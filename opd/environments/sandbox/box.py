@@ -1,4 +1,4 @@
-"""A sandbox from the outside: start it, run commands in it, end it."""
+"""A sandbox as seen from outside: starts it, runs commands in it, ends it. `inside.py` is its other side."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from opd.settings.strict import Strict
 
 INSIDE = Path(__file__).resolve().with_name("inside.py")
 START_S = 30.0
+"""Seconds that a sandbox may take to start."""
 GRACE_S = 10.0
 """Seconds that an answer may take beyond the command's own deadline."""
 MOST_ARGUMENT = 100_000
-"""Bytes of a command; Linux takes a little more."""
+"""The most bytes of one argument of a command; Linux takes a little more."""
 ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?", re.DOTALL)
 """Escape sequences that terminals obey: colours, cursor, titles."""
 
@@ -64,16 +65,16 @@ class CommandResult:
 PROGRAMS = (["/bin/sh", "-c", "true"], ["python3", "-c", "import json"])
 """Commands that every sandbox has to be able to run: without them each attempt at a task would fail, and nobody would know why."""
 _proven: set[str] = set()
-"""Interpreters with which a sandbox of this process ran `PROGRAMS`."""
+"""Interpreters with which this process has seen `PROGRAMS` run in a sandbox."""
 
 
 class Box:
     """A sandbox of its own for one episode. Its files are in memory and go when it ends."""
 
     def __init__(self, limits: SandboxLimits, log: Path | None = None) -> None:
-        """Start it. `log` gets a line of JSON for each command before it runs.
+        """Start the sandbox. The file `log` gets a line of JSON for each command before it runs.
 
-        Raises: ConfigError if this machine does not let us, RunError if it does not start.
+        Raises: ConfigError if this machine does not allow sandboxes, RunError if the sandbox does not start.
         """
         self._limits = limits
         self._log = log
@@ -115,12 +116,12 @@ class Box:
     def run(
         self, argv: list[str], stdin: str = "", output: int | None = None, seconds: float = math.inf
     ) -> CommandResult:
-        """Run one command to its end; `output` is the most bytes of its output, by default the limit's. It has `seconds` if the
-        limit is not less.
+        """Run one command to its end. `output` is the most bytes of its output that are kept, by default `SandboxLimits.output`. Its
+        deadline is the smaller of `seconds` and `SandboxLimits.seconds`.
 
-        Raises: RunError if the sandbox itself is gone or does not answer; OSError if the log cannot be written.
+        Raises: RunError if the sandbox has ended or does not answer; OSError if the log cannot be written.
         """
-        problem = next(filter(None, (_explain_bad_argument(part) for part in argv)), "") or _no_text(stdin)
+        problem = next(filter(None, (_explain_bad_argument(part) for part in argv)), "") or _explain_no_text(stdin)
         if problem:
             return CommandResult(None, problem, "not started")
         if self._log is not None:
@@ -129,7 +130,7 @@ class Box:
         return self._send_request(argv, stdin, output or self._limits.output, min(seconds, self._limits.seconds))
 
     def close(self) -> None:
-        """End it, with everything that runs in it."""
+        """End the sandbox, with everything that runs in it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.kill()  # its child is the first process inside and dies with it, and so does everything there
         self._process.wait()
@@ -138,7 +139,7 @@ class Box:
         self._process.stdout.close()
 
     def _prove_programs(self) -> None:
-        """Raises: ConfigError for a machine whose Python does not run in a sandbox."""
+        """Run `PROGRAMS`. Raises: ConfigError if one of them fails, RunError."""
         for argv in PROGRAMS:
             ran = self._send_request(argv, "", self._limits.output, START_S)
             if ran.code != 0:
@@ -151,7 +152,7 @@ class Box:
                 )
 
     def _send_request(self, argv: list[str], stdin: str, output: int, seconds: float) -> CommandResult:
-        """Raises: RunError."""
+        """Have the sandbox run a command, and return the result. Raises: RunError if it has ended or does not answer."""
         request = {"argv": argv, "stdin": stdin, "seconds": seconds, "output": output}
         assert self._process.stdin is not None
         try:
@@ -163,6 +164,7 @@ class Box:
         return CommandResult(answer["code"], self._decode_output(answer), answer["why"], seconds)
 
     def _read_answer(self, seconds: float) -> dict[str, Any]:
+        """Return the next answer of the sandbox, one line of JSON. Raises: RunError if none comes within these seconds, or no JSON."""
         end = time.monotonic() + seconds
         while b"\n" not in self._read:
             if not self._read_more(end):
@@ -170,7 +172,7 @@ class Box:
         line, _, remainder = self._read.partition(b"\n")
         try:
             answer: dict[str, Any] = json.loads(line)
-        except ValueError:  # a mistake of ours, whose last line says most
+        except ValueError:  # a traceback of `inside.py`, so a mistake of ours; its last line says most
             while self._read_more(time.monotonic() + START_S):
                 pass
             raise RunError(f"sandbox: no answer but {strip_control_characters(self._read[-2000:])}") from None
@@ -178,7 +180,8 @@ class Box:
         return answer
 
     def _read_more(self, end: float) -> bool:
-        """Read what is there, or wait for it. Return False if the sandbox has ended, or at the deadline."""
+        """Add to `_read` what the sandbox has written, and wait for it if there is nothing yet. Return False if the sandbox has ended, or
+        if nothing comes until `end`, by `time.monotonic`."""
         assert self._process.stdout is not None
         source, waiting = self._process.stdout.fileno(), select.poll()  # select knows no file numbers above 1023
         waiting.register(source, select.POLLIN)
@@ -194,7 +197,8 @@ class Box:
 
 
 def strip_control_characters(output: bytes) -> str:
-    """Text without control, escape and direction-changing characters; line ends and tabs stay."""
+    """Return bytes as text without escape sequences, control characters, and characters that change the direction of writing; line
+    ends and tabs stay."""
     text = ESCAPES.sub("", output.decode("utf-8", "replace").replace("\r\n", "\n").replace("\r", "\n"))
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Zl", "Zp"))
 
@@ -203,9 +207,12 @@ def _explain_bad_argument(part: str) -> str:
     """Return the reason why a command cannot have this argument; empty if it can."""
     if "\0" in part:
         return "a NUL character"
-    return _no_text(part) or (f"longer than {MOST_ARGUMENT:,} bytes" if len(part.encode()) > MOST_ARGUMENT else "")
+    return _explain_no_text(part) or (
+        f"longer than {MOST_ARGUMENT:,} bytes" if len(part.encode()) > MOST_ARGUMENT else ""
+    )
 
 
-def _no_text(part: str) -> str:
+def _explain_no_text(part: str) -> str:
+    """Return the reason why a text cannot be encoded as UTF-8; empty if it can."""
     lone = any("\ud800" <= c <= "\udfff" for c in part)
     return "a lone surrogate, which is no text" if lone else ""

@@ -1,7 +1,7 @@
-"""Coding tasks in a sandbox: mend a small function with a shell. Hidden calls judge it, in another sandbox.
+"""Coding tasks in a sandbox: the policy mends a small function with a shell, and hidden calls of the function judge it in another sandbox.
 
-The process that runs the policy's code gets arguments and gives results; what they should be never enters a sandbox. So no
-code there can pass without being right, whatever it prints, patches or leaves behind.
+The process that runs the policy's code gets the arguments of these calls and gives back the results. What the results should be never
+enters a sandbox, so no code can pass there without being right, whatever it prints, patches or leaves behind.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ WRITE_FILE = Tool(
     parameters={"type": "object", "properties": {"path": TEXT, "content": TEXT}, "required": ["path", "content"]},
 )
 WRITE = 'mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
+"""Script that writes its standard input to the file `$1`, and makes its directory."""
 CALLER = """
 import json, sys
 given = json.load(sys.stdin)
@@ -54,12 +55,14 @@ for arguments in given["calls"]:
 print()
 print(json.dumps(results, default=repr))
 """
+"""Program that runs the policy's source and the hidden calls from its standard input. Its last line of output has the results."""
 ENDED = {
     "deadline": "[ended: it took longer than {seconds:.3g} s]",
     "memory": "[ended: more than {limits.memory_mb} MB of memory]",
     "output": "[ended: it wrote without end]",
     "not started": "[not started]",
 }
+"""`CommandResult.end_reason` -> what the policy reads behind the output."""
 TURN_SHARE = 0.8
 """Share of a step's deadline that the calls of a turn have together. The rest is for ending the last of them."""
 
@@ -184,7 +187,7 @@ class Sandbox:
         return self._run_command(["/bin/cat", "--", str(self._task["file"])], output=MOST_JUDGED).output
 
     def _seconds_left(self) -> float:
-        """Seconds of the turn."""
+        """Return the seconds that are left for the calls of this turn; infinite outside of a turn or without a deadline."""
         return self._turn_ends - time.monotonic()
 
     def _run_command(self, argv: list[str], stdin: str = "", output: int | None = None) -> CommandResult:
@@ -198,7 +201,7 @@ class Sandbox:
         return "\n".join(filter(None, (result.output.rstrip("\n"), end))) or "[no output]"
 
     def _count_hidden_passes(self) -> int:
-        """Hidden calls that give the right result, in a sandbox that the policy's commands never saw."""
+        """Return how many of the hidden calls give the right result, in a sandbox that no command of the policy has run in."""
         request = {"source": self._read_file(), "function": self._task["function"], "calls": self._task["calls"]}
         with Box(self._limits) as judge:
             judged = ["/run/bin/python", "-I", "-c", CALLER]
@@ -217,7 +220,7 @@ MOST_JUDGED = 100_000
 
 
 def _equal_as_json(actual: Any, expected: Any) -> bool:
-    """Equal as JSON: True is not 1, and 1.0 is not 1."""
+    """Return True if two values are the same JSON: True is not 1, and 1.0 is not 1."""
     return json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True)
 
 
@@ -240,7 +243,9 @@ def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls
     scope: dict[str, Any] = {}
     exec(source, scope)  # our own text, from problems.py
     broken = [_call_as_json(scope[name], arguments) for arguments in argument_lists]
-    shown = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
+    shown = next(
+        (i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None
+    )  # the call that the prompt tells
     if shown is None:
         return None
     example_call = f"{name}({', '.join(map(repr, argument_lists[shown]))})"

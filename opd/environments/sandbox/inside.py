@@ -36,12 +36,13 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 NOBODY = 65534
 ROOT_CANDIDATES = ("/mnt", "/media", "/srv", "/tmp")
-"""Directories of the machine, any of which the sandbox's root may cover."""
+"""Directories of the machine that nothing in the sandbox needs: the new root is mounted over the first that fits."""
 FILES = ("box", "tmp")
 """Directories that commands can write to, in memory."""
 DEVICES = ("null", "full", "random", "urandom")
 ZEROES = 1 << 50
-"""Bytes of `/dev/zero`. It is a file with nothing in it: of the machine's own, pages can be mapped that no process is charged for."""
+"""Bytes of `/dev/zero`, which is an ordinary file full of holes here. Of the real one, pages can be mapped for which no process is
+charged."""
 MACHINES = {
     "x86_64": (0xC000003E, {
         "mmap": 9, "shmget": 29, "socket": 41, "socketpair": 53, "setsockopt": 54, "semget": 64, "msgget": 68, "fcntl": 72,
@@ -66,9 +67,11 @@ FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
 MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 F_SETPIPE_SZ = 1031
 POLL_S = 0.02
+"""Seconds between two looks at a command and its memory."""
 PIECE = 1 << 16
+"""The most bytes that are read at once."""
 MOST_OUTPUT = 16 << 20
-"""Bytes after which a command is ended that never stops to write."""
+"""Bytes of output after which a command is ended, as one that never stops writing."""
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -80,12 +83,13 @@ def check_result(function: str, result: int) -> None:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """Call mount(2); `kind` is the type of the file system. Raises: OSError."""
     kind_bytes = None if kind is None else kind.encode()
     result = libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), data.encode())
     check_result(f"mount {kind or source} on {target}", result)
 
 
-def leave_the_machine() -> None:
+def enter_namespaces() -> None:
     """Enter namespaces of our own: users, mounts, processes, network, host name, shared memory.
 
     Root also maps `nobody`, so that commands have a user whose number of processes can be limited.
@@ -112,6 +116,7 @@ def leave_the_machine() -> None:
 
 
 def _map_users(process: Path, uid: int, gid: int) -> None:
+    """Make the user and the group root in the namespace of a process, given by its directory in `/proc`; for root, `nobody` too."""
     second = f"\n{NOBODY} {NOBODY} 1" if uid == 0 else ""
     if uid != 0:
         (process / "setgroups").write_text("deny")
@@ -119,8 +124,9 @@ def _map_users(process: Path, uid: int, gid: int) -> None:
     (process / "uid_map").write_text(f"0 {uid} 1{second}")
 
 
-def become_first() -> None:
-    """Go on as process 1 of the new namespace, which only a child enters. The parent outside waits; if it dies, so do we."""
+def become_process_one() -> None:
+    """Go on in a child, which is process 1 of the new namespace: the parent that made the namespace cannot enter it. The parent waits for
+    the child and ends with its exit code; if the parent dies, the child is killed."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -129,7 +135,7 @@ def become_first() -> None:
 
 
 def build_root(python: str, disk_mb: int) -> None:
-    """Mount the new root and move into it. `python` is the directory of this interpreter's installation."""
+    """Mount the new root and move into it. `python` is the directory where this interpreter is installed. Raises: OSError."""
     mount("none", "/", None, REC | PRIVATE)
     shown = ["/usr", *([] if python == "/usr" or python.startswith("/usr/") else [python])]
     root = next(
@@ -165,6 +171,7 @@ def bind_mount(source: str, target: str) -> None:
 
 
 def _make_devices(root: str) -> None:
+    """Make `/dev` of the new root: harmless devices of the machine, a `zero` of our own, and links to the standard streams."""
     for name in DEVICES:
         bind_mount(f"/dev/{name}", f"{root}/dev/{name}")
     with Path(root, "dev", "zero").open("wb") as zero:
@@ -175,7 +182,8 @@ def _make_devices(root: str) -> None:
 
 
 def _find_own_directories(shown: list[str]) -> Iterator[str]:
-    """Directories below those that are shown where `opd` is installed: the right answers of its own tasks are in them."""
+    """Yield the directories below those that are shown in which `opd` is installed. They must be hidden, since the right answers of our own
+    tasks are in them."""
     package = Path(__file__).resolve().parents[2]
     own = package.parent if (package.parent / "pyproject.toml").is_file() else package
     installed = (
@@ -191,19 +199,21 @@ def _find_own_directories(shown: list[str]) -> Iterator[str]:
 
 
 def _list_mounts() -> list[str]:
+    """Return the lines of mountinfo: the first word is the id of a mount, the fifth its place."""
     return Path("/proc/self/mountinfo").read_text().splitlines()
 
 
 def _make_read_only(root: str, mounted: list[str]) -> None:
     """Make everything that comes from the machine read-only, also mounts inside of what is shown."""
     for escaped in mounted:
-        target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)
+        target = re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped)  # a blank is `\040` there
         if target.startswith(root + "/") and not target.startswith(root + "/dev/"):
             noexec_flag = os.statvfs(target).f_flag & NOEXEC  # a flag that the machine set cannot be taken away
             mount("none", target, None, REMOUNT | BIND | RDONLY | NOSUID | NODEV | noexec_flag)
 
 
 def _make_directories(root: str, disk_mb: int) -> None:
+    """Make the directories of the new root that are our own: those to write in, `/proc`, Python's names and a list of users."""
     for name in (*FILES, "proc", "run/bin", "etc"):
         Path(root, name).mkdir(parents=True, exist_ok=True)
     python = os.path.realpath(
@@ -270,8 +280,9 @@ def calls_filter(machine: str) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in instructions)
 
 
-def filter_calls(program: bytes) -> None:
-    """Let the kernel refuse what `program` refuses, to this process and all that it starts. Raises: OSError."""
+def install_filter(program: bytes) -> None:
+    """Have the kernel ask this program of `calls_filter` about every system call of this process and of all that it starts. Raises:
+    OSError."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
@@ -302,7 +313,7 @@ def give_up_rights(limits: dict[str, int], program: bytes) -> None:
     header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3 of capabilities
     check_result("capset", libc.capset(header, nothing))
     check_result("prctl", libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    filter_calls(program)
+    install_filter(program)
 
 
 class Output:
@@ -313,20 +324,20 @@ class Output:
         self._half = most // 2
 
     def add(self, read: bytes) -> None:
-        """Take a piece; what lies between the two halves is forgotten."""
+        """Add a piece of output. Of what lies between the first and the last half only the length is kept."""
         self.length += len(read)
         room = self._half - len(self.head)
         self.head += read[:room]
         self.tail = (self.tail + read[room:])[-self._half :]
 
     def both_halves(self) -> dict[str, Any]:
-        """Both halves, and how many bytes are missing between them."""
+        """Return both halves in Base64, and how many bytes are missing between them, as an answer has them."""
         halves = {"head": base64.b64encode(self.head).decode(), "tail": base64.b64encode(self.tail).decode()}
         return halves | {"missing": self.length - len(self.head) - len(self.tail)}
 
 
 def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict[str, Any]:
-    """Run one command to its end, or to a limit, and kill all that it left."""
+    """Run the command of a request to its end or to a limit, and kill all processes that it left. Return the answer."""
     stdin_file = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.write(stdin_file, request["stdin"].encode())
     os.lseek(stdin_file, 0, os.SEEK_SET)
@@ -352,7 +363,7 @@ def run(request: dict[str, Any], limits: dict[str, int], program: bytes) -> dict
     else:
         end_reason = _read_until_end(child, reading, output, request["seconds"], limits)
         code = child.poll()
-    end_all()
+    kill_all()
     os.close(writing)
     while read := os.read(reading, PIECE):  # nobody writes any more
         output.add(read)
@@ -374,7 +385,7 @@ ENVIRONMENT = {
 def _read_until_end(
     child: subprocess.Popen[bytes], reading: int, output: Output, seconds: float, limits: dict[str, int]
 ) -> str:
-    """Read until the command ends. Returns the limit that it met, if any."""
+    """Read the output of a command until it ends or meets a limit. Return the name of that limit, else nothing."""
     end = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting:
         waiting.register(reading, selectors.EVENT_READ)
@@ -427,8 +438,9 @@ def _socket_bytes() -> int:
 SOCKET_BYTES = _socket_bytes()
 
 
-def end_all() -> None:
-    """Kill every process of the sandbox but this one, and wait for them. Process 1 may: it sees no others."""
+def kill_all() -> None:
+    """Kill every process of the sandbox but this one, and wait for them. Here `-1` means these alone, since process 1 sees no process
+    outside of its namespace."""
     try:
         os.kill(-1, signal.SIGKILL)
         while True:
@@ -444,8 +456,8 @@ def main() -> None:
     os.umask(0o022)
     try:
         program = calls_filter(os.uname().machine)
-        leave_the_machine()
-        become_first()
+        enter_namespaces()
+        become_process_one()
         build_root(sys.base_prefix, limits["disk_mb"])
         check_result("prctl", libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))  # nobody traces this process or reads its memory
     except OSError as error:

@@ -1,20 +1,21 @@
-"""Code given inline: what it would read, write, reach and run, without running it."""
+"""`Code`, what a piece of code would read, write, reach and run, as far as can be told without running it."""
 
 from __future__ import annotations
 
 import posixpath
 from dataclasses import dataclass, field
 
-from opd.guard.shell.fields import ACTIVE
+from opd.guard.shell.fields import TO_MARKS
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A command that code starts: a script, or a program with its arguments."""
+    """A command that code starts."""
 
     command: str | list[str]
+    """A script for the shell, or a program with its arguments."""
     cwd: str = ""
-    """The directory, relative to that of the code itself."""
+    """The directory in which it starts, relative to that of the code; empty for the same."""
 
 
 @dataclass(slots=True)
@@ -22,41 +23,44 @@ class Code:
     """Facts about a piece of code."""
 
     mentions: list[str] = field(default_factory=list)
-    """Strings of it that may be paths, globs with marks."""
+    """Strings of the code that may be paths, relative to its first directory; globs with their marks (`opd.guard.shell.fields`)."""
     writes: list[str] = field(default_factory=list)
-    """Those that it opens for writing, removes or replaces."""
+    """Paths that it opens for writing, removes or replaces."""
     strings: list[str] = field(default_factory=list)
-    """All short strings."""
+    """All strings of one line and up to 512 characters."""
     texts: list[str] = field(default_factory=list)
-    """Texts in which `find_mentions` looks for paths: all strings of Python code, also long ones; all code of other languages."""
+    """Texts in which `find_mentions` looks for paths: the strings of Python code, also long ones; of another language the whole code."""
     uses: list[str] = field(default_factory=list)
-    """Dotted names, import aliases resolved."""
+    """Dotted names in the code, such as `os.path.join`, with aliases of imports resolved."""
     env: list[str] = field(default_factory=list)
     """Variables of the environment that it asks for by name."""
     shell: list[Started] = field(default_factory=list)
+    """Commands that it starts."""
     nested: list[str] = field(default_factory=list)
     """Code of the same language that it evaluates."""
     loads: list[str] = field(default_factory=list)
     """Names of modules and of files that it may load."""
     files: list[tuple[str, str]] = field(default_factory=list)
-    """Files that it writes with a text that is known: path and text."""
+    """Path and text of each file that it writes, if both are known."""
     tags: set[str] = field(default_factory=set)
+    """As `ProgramCall.tags`, and `decodes`: something in it decodes text, though not necessarily text that it then runs."""
     cwd: str = ""
-    """The directory at this point of the text, relative to the first one."""
+    """While the code is read: the directory at this point of its text, relative to the first one."""
     later: list[str] = field(default_factory=list)
-    """Those of `mentions` that stand in a function, which may run anywhere from there on."""
+    """While the code is read: those of `mentions` that stand in a function. It may run after a later change of the directory, so they are
+    then noted again."""
 
     def changes_to(self, directory: str) -> None:
-        """Go on in another directory."""
+        """Note that the code changes its working directory."""
         self.cwd = posixpath.join(self.cwd, directory)
         self.mentions += [posixpath.join(self.cwd, text) for text in self.later]
 
     def mention(self, text: str, globs: bool) -> None:
-        """Note a string of the code. With `globs` a `*` in it stands for any text, as in a glob."""
+        """Note a string of the code. With `globs` its `*`, `?`, `[` and braces count as those of a glob."""
         self.texts.append(text)
         if not text or len(text) > 512 or "\n" in text:
             return
-        text = text.translate(ACTIVE) if globs else text
+        text = text.translate(TO_MARKS) if globs else text
         self.strings.append(text)
         if not any(c.isspace() for c in text):
             self.mentions.append(posixpath.join(self.cwd, text))

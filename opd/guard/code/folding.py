@@ -1,4 +1,4 @@
-"""Values of Python expressions that can be worked out without running them: constants, however they are put together."""
+"""Works out values of Python expressions without running them: constants, however they are put together, joined or decoded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from opd.guard.code.texts import (
 from opd.guard.shell.nodes import UnreadableCommand
 
 MAX_STEPS = 20_000
-"""Expressions that are worked out for one program; parts of long ones are worked out again and again."""
+"""The most expressions that are worked out for one program. A part of a long expression counts each time that it is worked out."""
 UNKNOWABLE = object()
-"""In the place of a value that depends on what runs."""
+"""Stands for a value that depends on what runs."""
 _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "base64.b64decode": base64.b64decode,
     "base64.urlsafe_b64decode": base64.urlsafe_b64decode,
@@ -39,43 +39,29 @@ _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "bytearray.fromhex": bytes.fromhex,
     "zlib.decompress": decompress,
 }
-_METHODS = {
-    "join",
-    "replace",
-    "strip",
-    "lstrip",
-    "rstrip",
-    "lower",
-    "upper",
-    "decode",
-    "encode",
-    "format",
-    "title",
-    "swapcase",
-}
-_PATHS = {
-    "pathlib.Path",
-    "pathlib.PurePath",
-    "pathlib.PosixPath",
-    "str",
-    "os.fspath",
-    "os.path.abspath",
-    "os.path.realpath",
-}
-
-
+_METHODS = frozenset((
+    "join", "replace", "strip", "lstrip", "rstrip", "lower", "upper", "decode", "encode", "format", "title", "swapcase",
+))  # fmt: skip
+"""Methods of a text that are worked out."""
+_PATHS = frozenset((
+    "pathlib.Path", "pathlib.PurePath", "pathlib.PosixPath", "str", "os.fspath", "os.path.abspath", "os.path.realpath",
+))  # fmt: skip
+"""Functions that give a path back as a text, or join several: a path is a text here."""
+"""Function that decodes a text -> ours for the same."""
 _CONSTANTS = {"os.sep": "/", "os.curdir": ".", "os.pardir": "..", "os.path.sep": "/", "sys.executable": "python3"}
 
 
 class Folder:
-    """Works out values. `aliases` are imported names, `values` the variables with a known value."""
+    """Works out the values of expressions of one program. Whoever reads the program sets `aliases` and `values`."""
 
     def __init__(self) -> None:
         self.aliases: dict[str, str] = {}
+        """Name that an import binds -> the dotted name that it stands for."""
         self.values: dict[str, Any] = {}
+        """Variable -> its value, if that is known."""
         self._steps = 0
         self.decoded = False
-        """True once a value came out of encoded text."""
+        """True once a value came out of text that was encoded, or disguised in another way."""
 
     def dotted_name(self, node: ast.AST) -> str:
         """Return the dotted name of an expression; `?` stands for a part that has no name."""
@@ -93,7 +79,8 @@ class Folder:
         return "?"
 
     def fold_value(self, node: ast.AST) -> Any:
-        """Return the value of an expression, or UNKNOWABLE. Raises: UnreadableCommand if there is too much to work out."""
+        """Return the value of an expression; UNKNOWABLE if it depends on what runs, would raise, or is too long. Raises:
+        UnreadableCommand if the program takes more than `MAX_STEPS`."""
         self._steps += 1
         if self._steps > MAX_STEPS:
             raise UnreadableCommand("code that takes too long to read")
@@ -106,6 +93,7 @@ class Folder:
         return UNKNOWABLE if isinstance(value, str | bytes | list) and len(value) > MAX_TEXT else value
 
     def _fold_node(self, node: ast.AST) -> Any:
+        """Return the value of one node. Raises: whatever the operation raises on such values."""
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.Name):
@@ -124,7 +112,7 @@ class Folder:
             return self._fold_operation(node)
         if isinstance(node, ast.Subscript):
             return self._fold_subscript(node)
-        return self._call(node) if isinstance(node, ast.Call) else UNKNOWABLE
+        return self._fold_call(node) if isinstance(node, ast.Call) else UNKNOWABLE
 
     def _fold_operation(self, node: ast.BinOp) -> Any:
         left, right = self.fold_value(node.left), self.fold_value(node.right)
@@ -149,11 +137,12 @@ class Folder:
                 None if end is None else ast.literal_eval(end)
                 for end in (node.slice.lower, node.slice.upper, node.slice.step)
             ]
-            self.decoded = self.decoded or ends[2] == -1  # a text from right to left is hidden, too
+            self.decoded = self.decoded or ends[2] == -1  # a text from right to left is a disguise, too
             return sequence[ends[0] : ends[1] : ends[2]]
         return sequence[ast.literal_eval(node.slice)]
 
-    def _call(self, node: ast.Call) -> Any:
+    def _fold_call(self, node: ast.Call) -> Any:
+        """Return the result of a call of a function or method that we know, else UNKNOWABLE."""
         called = self.dotted_name(node.func)
         if called == "map" and len(node.args) == 2 and self.dotted_name(node.args[0]) == "chr":
             self.decoded = True
@@ -198,5 +187,5 @@ class Folder:
 
 
 def _bounded_bytes(argument: Any) -> bytes:
-    """Return `bytes(argument)`. Of a large number only as many as `fold_value` needs to find it too long."""
+    """Return `bytes(argument)`; for a large number not so many bytes, but enough for `fold_value` to refuse the value as too long."""
     return bytes(min(argument, MAX_TEXT + 1)) if isinstance(argument, int) else bytes(argument)

@@ -1,4 +1,5 @@
-"""Code of other languages: its strings, its dotted names, and the commands that it hands to a shell."""
+"""Reads code in languages for which we have no parser, by regular expressions: its strings, its dotted names, and the commands that it
+may start. It errs on the side of too much: a string in a program that starts commands may be one of them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ _EVALUATES = re.compile(r"\b(eval|Function|instance_eval|create_function|assert)
 _DECODES = re.compile(
     r"\b(atob|base64|base64_decode|decode64|unpack1?|pack|hex2bin|fromCharCode|rot13|str_rot13|strrev)\b"
 )
+"""Functions that decode a text or put it together from codes of characters."""
 _HIDES = re.compile(
     r"\b(?:eval|Function)\b.{0,2000}\b(?:atob|base64|base64_decode|decode64|hex2bin|fromCharCode)\b", re.DOTALL
 )
@@ -27,21 +29,23 @@ _ALL = (
     r"|\bDeno\.env\.toObject\b|\benviron\(\)|\bin\s+ENVIRON\b)"
 )
 _WHOLE = re.compile(_ALL)
-"""The whole environment, and not one variable of it."""
+"""A name of the whole environment that is not followed by the choice of one variable."""
 _SHOWN = re.compile(
     r"\b(?:print\w*|puts|p|pp|echo|say|log|dir|stringify|inspect|dump|var_dump|var_export|json_encode|write|writeFileSync)\b"
     rf"[^;]{{0,200}}?(?<!\.\.\.){_ALL}|\bin\s+ENVIRON\b.{0, 2000}\bprint|\b(?:keys|each|values)\b\W{{0,3}}%ENV.{0, 2000}\b(?:print|say)\b",
     re.DOTALL,
 )
-"""The whole environment in what shows something."""
+"""The whole environment among the arguments of a function that prints, writes or formats, or printed in a loop over it."""
 _WRITES = re.compile(
     r"\b(writeFile\w*|appendFile\w*|file_put_contents|unlink\w*|rename\w*|File\.write|fopen|rmSync|copyFile\w*)\b"
 )
 BACKTICK_RUNS = frozenset({"perl", "ruby", "php"})
+"""Languages in which a text in backticks is a command that runs."""
 
 
 def read_other(language: str, text: str) -> Code:
-    """Read what a program in a language without a parser of ours may do: more is assumed than it would do."""
+    """Return what a program in this language may do, which is more than it would do. If it writes any file, each string that may be a
+    path counts as written; if it starts any command, each string counts as one."""
     code = Code(texts=[text])
     literals = [unescape(a or b) for a, b in _STRING.findall(text)]
     for literal in literals:

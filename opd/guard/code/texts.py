@@ -1,4 +1,4 @@
-"""Results of Python's operations on texts, worked out only if the result is short: a few characters of code can ask for
+"""Operations of Python on texts that are carried out only if the result is short, because a few characters of code can ask for
 gigabytes."""
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MAX_TEXT = 1 << 16
+"""The most characters of a result."""
 _WIDE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
-"""A conversion with a width or a precision that is long, or comes from a value."""
+"""A conversion of `%` whose width or precision has four digits or more, or comes from a value (`*`)."""
 _SLOW = {"bz2", "punycode", "idna"}
 """Codecs that make gigabytes out of a line, or take long."""
 
 
 def _refuse_long(characters: int) -> None:
-    """Raises: ValueError if a text of so many characters is not worth making."""
+    """Raises: ValueError if a text of so many characters is longer than `MAX_TEXT`."""
     if characters > MAX_TEXT:
         raise ValueError("too long")
 
 
 def _shown_length(value: Any) -> int:
-    """Return an upper bound of the characters that show a value. Raises: TypeError for a list: it may hold another one many times
-    over, so that its length says little."""
+    """Return a bound of the length of a value as text, give or take a few characters. Raises: TypeError for a list, whose length says
+    little: it may hold another list many times over."""
     if isinstance(value, list):
         raise TypeError("a list is not shown")
     if isinstance(value, str | bytes):
@@ -35,25 +36,26 @@ def _shown_length(value: Any) -> int:
 
 
 def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
-    """Refuse a pattern with `times` places for values, if the result may be too long. Raises: ValueError, TypeError."""
+    """Refuse a pattern with `times` places for values if the result may be too long, with all places filled by the longest value and as
+    wide as the numbers in the pattern allow. Raises: ValueError, TypeError."""
     width = 999 if re.search(r"\d\d", pattern) else 9
     _refuse_long(times * max(map(_shown_length, values), default=0) + times * width)
 
 
 def join_paths(parts: Sequence[Any]) -> str:
-    """`os.path.join`."""
+    """Return `os.path.join(*parts)`. Raises: ValueError if it may be too long, TypeError."""
     _refuse_long(sum(map(len, parts)))
     return posixpath.join(*parts)
 
 
 def join_parts(parts: Sequence[Any]) -> str:
-    """Return the text of an f-string."""
+    """Return the parts as texts, one behind the other, as an f-string does. Raises: ValueError if that may be too long, TypeError."""
     _refuse_long(sum(map(_shown_length, parts)))
     return "".join(map(str, parts))
 
 
 def format_percent(pattern: str, values: Any) -> str:
-    """`pattern % values`."""
+    """Return `pattern % values`, where a list stands for a tuple. Raises: ValueError if it may be too long, TypeError."""
     arguments = tuple(values) if isinstance(values, list) else (values,)
     if _WIDE.search(pattern):
         raise ValueError("too wide")
@@ -77,7 +79,7 @@ def call_text_method(receiver: str | bytes, method: str, arguments: Sequence[Any
 
 
 def _refuse_long_format(pattern: str, arguments: Sequence[Any]) -> None:
-    """Refuse a pattern that would make a long text. Raises: ValueError."""
+    """Refuse a pattern of `str.format` that may make a text that is too long. Raises: ValueError, TypeError."""
     fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(pattern) if name is not None]
     if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
         raise ValueError("too wide")

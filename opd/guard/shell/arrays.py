@@ -1,25 +1,27 @@
-"""Arrays of the shell: a variable whose value has a mark between its items."""
+"""Arrays of the shell. An array is kept as one text, with the mark `BREAK` between its items; a plain variable is one without."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from opd.guard.shell.fields import BREAK, VALUE
+from opd.guard.shell.fields import BREAK, KNOWN_TO_TEXT
 from opd.guard.shell.nodes import Assignment
 
 _INDEX = re.compile(r"[0-9]{1,9}")
 _KEY = re.compile(r"\[\w+\]=")
-EVERY = ("[@]", "[*]")
+ALL_ITEMS = ("[@]", "[*]")
+"""Indices that mean all items."""
 
 
-def array(fields: Iterable[str]) -> str:
-    """Return the value of an array with these items. Of `[3]=x` the place is not kept."""
-    return BREAK.join(_KEY.sub("", field.translate(VALUE), count=1) for field in fields)
+def join_items(fields: Iterable[str]) -> str:
+    """Return the value of an array with these items. An item such as `[3]=x` becomes `x`, at its place in the list and not at 3."""
+    return BREAK.join(_KEY.sub("", field.translate(KNOWN_TO_TEXT), count=1) for field in fields)
 
 
-def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
-    """Set or extend a variable, an array or one item of it; an item whose place is not known comes last."""
+def assign_variable(variables: dict[str, str], node: Assignment, value: str) -> None:
+    """Assign `value` to the variable, array or item that `node` names, or append it. An item whose index is no number, or too large,
+    becomes the last one."""
     base, bracket, index = node.name.partition("[")
     old_value = variables.get(base, "")
     items = old_value.split(BREAK) if old_value else []
@@ -33,8 +35,9 @@ def assign(variables: dict[str, str], node: Assignment, value: str) -> None:
         variables[base] = old_value + value if node.append else value
 
 
-def item(value: str, index: str) -> str:
-    """Return the item of an array at `[index]`; all of them where the place is not known. Without an index it is the first."""
+def select_item(value: str, index: str) -> str:
+    """Return the item of an array at an index with its brackets. An empty index means the first item, and one that is no number all
+    of them. An item that is not there is empty."""
     items = value.split(BREAK)
     if not index:
         return items[0]

@@ -1,10 +1,10 @@
-"""Programs that set variables of the shell from their arguments or from their standard input."""
+"""Handlers (`walk.Handler`) of programs that set variables of the shell from their arguments or from their standard input."""
 
 from __future__ import annotations
 
 import re
 
-from opd.guard.shell.arrays import array, assign
+from opd.guard.shell.arrays import assign_variable, join_items
 from opd.guard.shell.fields import UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import Assignment
 from opd.guard.shell.outputs import predict_output
@@ -12,10 +12,11 @@ from opd.guard.shell.walk import ProgramRun, Walker
 from opd.guard.shell.wrappers import parse_option
 
 MAX_ITEMS = 256
+"""The most items of an array that is read; further ones are left out."""
 
 
-def run_declare(walker: Walker, run: ProgramRun) -> str | None:
-    """`export NAME=value` and the like."""
+def handle_declare(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `export NAME=value`, `declare`, `local` and the like; the call gets tags such as `sets:NAME`."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         name, equals, value = arg.partition("=")
@@ -26,8 +27,8 @@ def run_declare(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def run_unset(walker: Walker, run: ProgramRun) -> str | None:
-    """`unset NAME ...`: variables and functions are forgotten."""
+def handle_unset(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `unset NAME ...`, which drops variables and functions."""
     walker.note_call(run)
     for arg in run.argv[1:]:
         walker.session.variables.pop(show_field(arg), None)
@@ -35,8 +36,8 @@ def run_unset(walker: Walker, run: ProgramRun) -> str | None:
     return ""
 
 
-def read(walker: Walker, run: ProgramRun) -> str | None:
-    """`read NAME ...`: the words of a line, the last name gets the rest; with `-a` all are one array."""
+def handle_read(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `read NAME ...`: each name gets a word of the first line, the last name the rest of it. With `-a` all words are one array."""
     walker.note_call(run)
     names, options = _parse_names(run.argv, "adinNptu")
     names = [options["a"]] if "a" in options else names or ["REPLY"]
@@ -48,35 +49,41 @@ def read(walker: Walker, run: ProgramRun) -> str | None:
     separators = walker.session.variables.get("IFS", " \t\n")
     words = _split_words(line, separators, -1 if "a" in options else len(names) - 1)
     if "a" in options:
-        words = [array(words[:MAX_ITEMS])]
+        words = [join_items(words[:MAX_ITEMS])]
     walker.session.variables.update(zip(names, [*words, *[""] * len(names)], strict=False))
     return ""
 
 
-def _split_words(line: str, separators: str, most: int) -> list[str]:
-    """Return the words of a line; `most` is how often it is split."""
-    if separators.strip() or not separators:
-        return re.split(f"[{re.escape(separators)}]", line, maxsplit=max(most, 0)) if separators and most else [line]
-    return line.split(maxsplit=most) if most else [line.strip()]
+def _split_words(line: str, separators: str, max_splits: int) -> list[str]:
+    """Return the words of a line, split at most `max_splits` times; -1: as often as possible, 0: not at all. Separators other than
+    white space count one by one."""
+    if separators and not separators.strip():
+        return line.split(maxsplit=max_splits) if max_splits else [line.strip()]
+    if not separators or not max_splits:
+        return [line]
+    return re.split(f"[{re.escape(separators)}]", line, maxsplit=max(max_splits, 0))
 
 
-def run_mapfile(walker: Walker, run: ProgramRun) -> str | None:
-    """`mapfile NAME`: the lines become an array."""
+def handle_mapfile(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `mapfile NAME`, by which the lines of the standard input become an array."""
     walker.note_call(run)
     names, _ = _parse_names(run.argv, "dnOsuCc")
     text = run.streams.stdin
     lines = [UNKNOWN] if text is None else text.removesuffix("\n").split("\n")[:MAX_ITEMS]
-    walker.session.variables[names[0] if names else "MAPFILE"] = array(lines)
+    walker.session.variables[names[0] if names else "MAPFILE"] = join_items(lines)
     return ""
 
 
-def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str]]:
-    """Return the names behind the options, and the values of these options by their letters."""
+def _parse_names(argv: list[str], letters_with_value: str) -> tuple[list[str], dict[str, str]]:
+    """Return the arguments that are no options, and option letter -> value for those options whose letters are in `letters_with_value`, the ones
+    that take a value."""
     names: list[str] = []
     values: dict[str, str] = {}
     arguments = iter(map(show_field, argv[1:]))
     for arg in arguments:
-        name, joined = parse_option(arg, {f"-{letter}" for letter in valued}) if arg.startswith("-") else ("", None)
+        name, joined = (
+            parse_option(arg, {f"-{letter}" for letter in letters_with_value}) if arg.startswith("-") else ("", None)
+        )
         if name:
             values[name[1:]] = next(arguments, "") if joined is None else joined
         elif not arg.startswith("-"):
@@ -84,8 +91,8 @@ def _parse_names(argv: list[str], valued: str) -> tuple[list[str], dict[str, str
     return names, values
 
 
-def run_printf(walker: Walker, run: ProgramRun) -> str | None:
-    """`printf -v NAME ...` sets a variable to what it would print."""
+def handle_printf(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `printf`; with `-v NAME` it sets that variable to what it would print."""
     walker.note_call(run)
     option = show_field(run.argv[1]) if len(run.argv) > 1 else ""
     if not option.startswith("-v"):
@@ -94,5 +101,5 @@ def run_printf(walker: Walker, run: ProgramRun) -> str | None:
         [option[2:], *run.argv[2:]] if option[2:] else [*map(show_field, run.argv[2:3]), *run.argv[3:]] or [""]
     )
     output = predict_output([run.argv[0], *arguments], run.streams.stdin, walker.session)
-    assign(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
+    assign_variable(walker.session.variables, Assignment(name, ()), UNKNOWN if output is None else output)
     return ""

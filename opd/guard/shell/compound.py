@@ -12,24 +12,27 @@ from opd.guard.shell.fields import UNKNOWN, is_fully_known
 from opd.guard.shell.nodes import CompoundCommand, For, Literal, Script, Simple
 from opd.guard.shell.ways import (
     Output,
-    act_in_subprocess,
     distinct_states,
-    in_each,
     join_outputs,
     list_states,
+    run_in_each_state,
+    run_in_subprocess,
     settle_states,
 )
 
 Walk = Callable[[Script, Streams], Output]
+"""Goes through a script with these streams. Returns what the script prints."""
 MAX_ROUNDS = 16
-"""Words of a `for` loop, or lines that a `while read` reads, that the body is gone through for."""
+"""The most rounds of a loop: words of a `for`, or lines that a `while read` reads, for which its body is gone through."""
 FIRST_LINES = 3
+"""The first lines of a `while read`, which count whatever stands in them; later ones count only if they may be paths."""
 
 
 def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, walk: Walk) -> Output:
-    """Go through the bodies of a group. Return what it prints; of branches, the output of each on lines of its own."""
+    """Go through a compound command, and settle the session in the states that it may end in. Return what the command prints. The
+    outputs of branches, of which only one is printed, are joined by line ends. What a loop prints counts as not known."""
     if node.kind == "subshell":
-        return act_in_subprocess(session, partial(walk, node.bodies[0], streams))
+        return run_in_subprocess(session, partial(walk, node.bodies[0], streams))
     if node.kind == "braces":
         return join_outputs([walk(body, streams) for body in node.bodies])
     printed: list[Output] = []
@@ -45,7 +48,8 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
         settle_states(session, _walk_case(session, bodies))
     elif lines := _lines_of_while_read(node, streams):
         settle_states(
-            session, in_each(session, list_states(session), partial(_by_line, walk, node.bodies, streams, lines))
+            session,
+            run_in_each_state(session, list_states(session), partial(_walk_lines, walk, node.bodies, streams, lines)),
         )
     else:
         settle_states(session, _walk_loop(session, *bodies))
@@ -53,35 +57,40 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
 
 
 def _walk_if(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """Go through the branches of an `if`, each after its own test and those before it. The last of an odd number is the `else`."""
-    ways, ended = list_states(session), list[GuardSession]()
+    """Go through the branches of an `if`, each after its own test and the tests before it. Return the states after any of them.
+
+    `bodies` are test, branch, test, branch, and so on. If their number is odd, the last one is the `else`.
+    """
+    states, ended = list_states(session), list[GuardSession]()
     for index in range(0, len(bodies) - 1, 2):
-        ways = in_each(session, ways, bodies[index])
-        ended += in_each(session, ways, bodies[index + 1])
-    return [*ended, *(in_each(session, ways, bodies[-1]) if len(bodies) % 2 else ways)]
+        states = run_in_each_state(session, states, bodies[index])
+        ended += run_in_each_state(session, states, bodies[index + 1])
+    return [*ended, *(run_in_each_state(session, states, bodies[-1]) if len(bodies) % 2 else states)]
 
 
 def _walk_case(session: GuardSession, bodies: Sequence[Callable[[], object]]) -> list[GuardSession]:
-    """Go through the branches of a `case`, of which one runs. The first body is the subject."""
-    ways = in_each(session, list_states(session), bodies[0])
-    return [way for body in bodies[1:] for way in in_each(session, ways, body)] or ways
+    """Go through the branches of a `case`, each from the state after the subject, for only one of them runs. Return the states after
+    any of them. The first body is the subject."""
+    states = run_in_each_state(session, list_states(session), bodies[0])
+    return [state for body in bodies[1:] for state in run_in_each_state(session, states, body)] or states
 
 
 def _walk_loop(session: GuardSession, test: Callable[[], object], body: Callable[[], object]) -> list[GuardSession]:
-    """Go through a loop: test, body, test, body, test; it may end after each test. Two rounds show what one does to the next."""
-    ways = states = in_each(session, list_states(session), test)
+    """Go through a loop: test, body, test, body, test. Return the states after each test, for the loop may end there. Two rounds are
+    enough to see what one round does to the next."""
+    tested = left = run_in_each_state(session, list_states(session), test)
     for _ in range(2):
-        after = in_each(session, ways, body)
-        if all(any(state.is_similar(way) for state in states) for way in after):
-            break
-        ways = in_each(session, after, test)
-        states = distinct_states([*states, *ways])
-    return states
+        after = run_in_each_state(session, tested, body)
+        if all(any(known.is_similar(state) for known in left) for state in after):
+            break  # one more round would show nothing new
+        tested = run_in_each_state(session, after, test)
+        left = distinct_states([*left, *tested])
+    return left
 
 
 def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
-    """Return the lines that a `while read ...` gets, if they are known: the first few, and of the others those that may be
-    paths."""
+    """Return the lines that a `while read ...` gets: the first few, and of the others those that may be paths. Return none if the loop
+    does not begin with `read`, or if its standard input is not known."""
     test = node.bodies[0]
     command = test[0].pipelines[0].commands[0] if test else None
     if not isinstance(command, Simple) or not command.words or command.words[0] != (Literal("read"),):
@@ -92,14 +101,16 @@ def _lines_of_while_read(node: CompoundCommand, streams: Streams) -> list[str]:
     return [line for n, line in enumerate(lines) if n < FIRST_LINES or "/" in line or "." in line][:MAX_ROUNDS]
 
 
-def _by_line(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:
+def _walk_lines(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: Sequence[str]) -> None:
+    """Go through a `while read` loop with one round for each line, which the test gets as its standard input."""
     for line in lines:
         walk(bodies[0], replace(streams, stdin=line + "\n"))
         walk(bodies[1], streams)
 
 
-def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
-    """Go through the body of a `for` for each of its words. Return what it prints, if that is known."""
+def walk_for(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
+    """Go through the body of a `for` once for each of its words `values`. Return what it prints, if that is known. If no word is known,
+    the loop may also have no round at all."""
     printed: list[Output] = []
 
     def walk_round(value: str) -> None:
@@ -107,8 +118,8 @@ def loop_over(session: GuardSession, node: For, values: Sequence[str], walk: Cal
         output = walk(node.body)
         printed.append(output)
 
-    ways = initial_states = list_states(session)
+    states = initial_states = list_states(session)
     for value in values[:MAX_ROUNDS] or [UNKNOWN]:
-        ways = in_each(session, ways, partial(walk_round, value))
-    settle_states(session, ways if any(map(is_fully_known, values)) else [*ways, *initial_states])
+        states = run_in_each_state(session, states, partial(walk_round, value))
+    settle_states(session, states if any(map(is_fully_known, values)) else [*states, *initial_states])
     return join_outputs(printed)

@@ -1,7 +1,8 @@
-"""Fields: what a word becomes. A field is a string in which some characters are marks.
+"""Fields: a field is what a word of a command becomes once it is expanded, an argument say. It is a string with marks in it.
 
-Marks stand for what the shell would still act on (an unquoted `*` is not the character `*`) and for what nobody can know
-before the command runs. They lie in Unicode's private area, and a command that has characters of it is not read at all.
+A mark is a character that stands for something else than itself: for what the shell would still act on (an unquoted `*` is a mark,
+a quoted one is the character `*`), or for what nobody can know before the command runs. Marks are characters of Unicode's private
+area; a command that has such characters is not read at all.
 """
 
 from __future__ import annotations
@@ -11,51 +12,55 @@ from collections.abc import Callable
 from itertools import pairwise
 
 UNKNOWN = "\ue000"
-"""Some text that is not known: the output of a program, a variable that nobody set."""
-STAR, ONE, SET = "\ue001", "\ue002", "\ue003"
+"""Some text that is not known, such as the output of a program."""
+STAR, ANY_CHARACTER, CHARACTER_SET = "\ue001", "\ue002", "\ue003"
 """Unquoted `*`, `?` and `[`."""
 OPEN, COMMA, CLOSE = "\ue004", "\ue005", "\ue006"
 """Unquoted `{`, `,` and `}`."""
 BREAK = "\ue007"
-"""The mark between one field and the next."""
+"""The end of one field and the beginning of the next, also between the items of an array."""
 UNSET = "\ue008"
-"""A variable that nobody set: nothing, or something of the environment."""
+"""The value of a variable that the episode did not set: nothing, or something from the environment."""
 MARKS = re.compile("[\ue000-\ue008]")
+"""Any mark."""
 _BRACES = re.compile(f"[{OPEN}{COMMA}{CLOSE}]")
-ACTIVE = str.maketrans({"*": STAR, "?": ONE, "[": SET, "{": OPEN, ",": COMMA, "}": CLOSE})
-PLAIN = str.maketrans(
-    {UNKNOWN: "…", UNSET: "…", STAR: "*", ONE: "?", SET: "[", OPEN: "{", COMMA: ",", CLOSE: "}", BREAK: " "}
-)
-SETTLED = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
-"""For marks of braces that turned out to be characters."""
-VALUE = {mark: text for mark, text in PLAIN.items() if mark not in (ord(UNKNOWN), ord(UNSET))}
-"""For text in which nothing but the unknown keeps its mark."""
+TO_MARKS = str.maketrans({"*": STAR, "?": ANY_CHARACTER, "[": CHARACTER_SET, "{": OPEN, ",": COMMA, "}": CLOSE})
+"""Translates unquoted characters to their marks."""
+TO_TEXT = {ord(mark): chr(character) for character, mark in TO_MARKS.items()}
+TO_TEXT |= {ord(UNKNOWN): "…", ord(UNSET): "…", ord(BREAK): " "}
+"""Translates marks to what a person would write; of what is not known, to an ellipsis."""
+BRACES_TO_TEXT = str.maketrans({OPEN: "{", COMMA: ",", CLOSE: "}"})
+"""Translates the marks of braces that are left after brace expansion, and so are characters."""
+KNOWN_TO_TEXT = {mark: text for mark, text in TO_TEXT.items() if mark not in (ord(UNKNOWN), ord(UNSET))}
+"""Translates all marks to text but those of what is not known."""
 MAX_FIELDS = 256
+"""The most fields that a word may become; of more, the first are kept."""
 
 
 def show_field(field: str) -> str:
     """Return the field as a person would write it; what is not known is an ellipsis."""
-    return field if field.isascii() else field.translate(PLAIN)  # most have no mark, and to translate is slow
+    return field if field.isascii() else field.translate(TO_TEXT)  # most have no mark, and to translate is slow
 
 
 def is_fully_known(field: str) -> bool:
-    """Return True if nothing of the field depends on what runs before."""
+    """Return True if no part of the field is unknown."""
     return UNKNOWN not in field and UNSET not in field
 
 
 def has_glob(field: str) -> bool:
-    return STAR in field or ONE in field or SET in field
+    """Return True if the field has an unquoted `*`, `?` or `[`."""
+    return STAR in field or ANY_CHARACTER in field or CHARACTER_SET in field
 
 
 def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
-    """Return the fields that brace expansion makes of one: `a{b,c}` is `ab` and `ac`, `{1..3}` is 1, 2, 3. `spend` gets
-    the number of characters that are looked at."""
+    """Return the fields that brace expansion makes of a field: `a{b,c}` becomes `ab` and `ac`, `{1..3}` becomes 1, 2, 3. `spend` is
+    told the number of characters that are looked at."""
     results: list[str] = []
     waiting = [field]
     while waiting and len(results) + len(waiting) < MAX_FIELDS:
         candidate = waiting.pop(0)
         spend(len(candidate))
-        alternatives = _first_brace(candidate)
+        alternatives = _expand_first_brace(candidate)
         if alternatives is None:
             results.append(candidate)
         else:
@@ -63,18 +68,18 @@ def expand_braces(field: str, spend: Callable[[int], None]) -> list[str]:
     return results + waiting
 
 
-def _first_brace(field: str) -> list[str] | None:
-    """Expand the first pair of braces in the field that says something."""
+def _expand_first_brace(field: str) -> list[str] | None:
+    """Return the fields that the first pair of braces with commas or a sequence in it makes; None if there is no such pair."""
     for offsets in sorted(_find_brace_pairs(field)):
         parts = [field[start + 1 : end] for start, end in pairwise(offsets)]
-        chosen = parts if len(parts) > 1 else _expand_sequence(parts[0])
-        if chosen:
-            return [field[: offsets[0]] + part + field[offsets[-1] + 1 :] for part in chosen]
+        alternatives = parts if len(parts) > 1 else _expand_sequence(parts[0])
+        if alternatives:
+            return [field[: offsets[0]] + part + field[offsets[-1] + 1 :] for part in alternatives]
     return None
 
 
 def _find_brace_pairs(field: str) -> list[list[int]]:
-    """For each pair of braces its places: the opening one, its own commas, the closing one."""
+    """Return for each pair of braces the indices of the opening one, of the commas that belong to it, and of the closing one."""
     pairs: list[list[int]] = []
     opened: list[list[int]] = []
     for match in _BRACES.finditer(field):
@@ -101,10 +106,11 @@ def _expand_sequence(text: str) -> list[str]:
 
 
 def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) -> re.Pattern[str]:
-    """Return a shell glob, with marks or as plain text, as a regular expression over one string; `*` also matches `/`.
+    """Return a regular expression for a shell glob, with marks or as plain text; `*` also matches `/`.
 
-    It never goes back behind a piece between two `*`, so that it takes no longer than to read the text once for each piece.
-    `backwards` is for a text from right to left, `shortest` for the shortest beginning of a text that fits.
+    With `backwards` it fits the text written from right to left, and with `shortest` its `match` finds the shortest beginning that
+    fits. Each piece between two `*` is an atomic group: once found it is not looked for again, so that a match takes no longer than
+    to read the text once for each piece.
     """
     pieces = _glob_pieces(show_field(pattern))
     if backwards:
@@ -114,13 +120,13 @@ def glob_regex(pattern: str, backwards: bool = False, shortest: bool = False) ->
     source = "".join([prefix, *(f"(?>.*?{piece})" for piece in inner if piece), *last])
     try:
         return re.compile(source, re.DOTALL)
-    except re.error:
+    except re.error:  # a set such as `[z-a]`: then the glob fits only itself
         text = show_field(pattern)
         return re.compile(re.escape(text[::-1] if backwards else text))
 
 
 def _glob_pieces(text: str) -> list[list[str]]:
-    """Return the parts between the `*` of a glob, as regular expressions of one character each."""
+    """Return the pieces between the `*` of a glob. A piece is a list of regular expressions, each for one character."""
     pieces: list[list[str]] = [[]]
     index = 0
     while index < len(text):

@@ -1,4 +1,4 @@
-"""Programs that run a command for each of many items: `xargs`, `parallel`, `find -exec`."""
+"""Handlers (`walk.Handler`) of programs that run a command for each of many items: `xargs`, `parallel`, `find -exec`."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from opd.guard.facts import Streams
-from opd.guard.shell.fields import ACTIVE, STAR, UNKNOWN, is_fully_known, show_field
+from opd.guard.shell.fields import STAR, TO_MARKS, UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.walk import ProgramRun, Walker
-from opd.guard.shell.wrappers import describe_wrapper, inner_command
+from opd.guard.shell.wrappers import find_inner_command, make_wrapper
 
 MAX_FOUND = 1024
-"""Roots of a `find` times patterns of names."""
+"""The most globs of a `find`, which are its roots times its patterns."""
 MAX_ONE_BY_ONE = 16
-"""Items that a command is gone through for one by one."""
+"""The first items of a command that runs once for each: later ones count only if they may be paths."""
 MAX_AT_ONCE = 64
-"""Items that it is given at once."""
-_XARGS = describe_wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
-_PARALLEL = describe_wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
+"""The first items of a command that gets many at once, and the most later ones that may be paths."""
+SYSTEM_ROOTS = ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp")
+"""Directories of which nobody needs to search the whole tree for a task; a `find` that begins there gets the tag `outward`."""
+_XARGS = make_wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
+_PARALLEL = make_wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
 
 
-def run_xargs(walker: Walker, run: ProgramRun) -> str | None:
-    """Items from standard input or `-a FILE` become arguments."""
-    inner = inner_command(run.argv[1:], _XARGS)
+def handle_xargs(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `xargs`, for which items from the standard input or from `-a FILE` become arguments of a command."""
+    inner = find_inner_command(run.argv[1:], _XARGS)
     mark = show_field(inner.values.get("-I", ""))
     file = inner.values.get("-a", inner.values.get("--arg-file", ""))
-    text = walker.session.script_at(file) if file else run.streams.stdin
+    text = walker.session.written_text_of(file) if file else run.streams.stdin
     items = text.split() if text is not None else [UNKNOWN]
     walker.note_call(run.with_argv([run.argv[0], file] if file else run.argv[:1]))
     if not inner.argv:
@@ -41,21 +43,22 @@ def run_xargs(walker: Walker, run: ProgramRun) -> str | None:
     return None
 
 
-def choose_items(items: Sequence[str], many: int) -> list[str]:
-    """Return the first of many items, and of the others those that may be paths."""
-    return [*items[:many], *[item for item in items[many:] if "/" in item or not is_fully_known(item)][:MAX_AT_ONCE]]
+def choose_items(items: Sequence[str], limit: int) -> list[str]:
+    """Return the first `limit` items, and up to `MAX_AT_ONCE` of the others that may be paths."""
+    return [*items[:limit], *[item for item in items[limit:] if "/" in item or not is_fully_known(item)][:MAX_AT_ONCE]]
 
 
-def run_parallel(walker: Walker, run: ProgramRun) -> str | None:
-    """Items behind `:::`, in the files behind `::::` or `-a`, or from standard input; the command is a text for the shell."""
+def handle_parallel(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `parallel`. Its items stand behind `:::`, in the files behind `::::` or `-a`, or on the standard input; its command is a
+    script, in which `{}` is the item."""
     marks = [index for index, arg in enumerate(run.argv) if arg.startswith(":::")] or [len(run.argv)]
-    inner = inner_command(run.argv[1 : marks[0]], _PARALLEL)
+    inner = find_inner_command(run.argv[1 : marks[0]], _PARALLEL)
     arguments: list[str] = []
     files = [inner.values[name] for name in ("-a", "--arg-file") if name in inner.values]
     for start, end in zip(marks, [*marks[1:], len(run.argv)], strict=True):
         (files if run.argv[start:][:1] == ["::::"] else arguments).extend(run.argv[start + 1 : end])
     walker.note_call(run.with_argv([run.argv[0], *files]))
-    texts = [walker.session.script_at(file) for file in files] or ([] if arguments else [run.streams.stdin])
+    texts = [walker.session.written_text_of(file) for file in files] or ([] if arguments else [run.streams.stdin])
     items = arguments + [item for text in texts for item in ([UNKNOWN] if text is None else text.split("\n")) if item]
     command = " ".join(map(show_field, inner.argv))
     for item in choose_items(items, MAX_ONE_BY_ONE) if inner.argv else ():
@@ -63,14 +66,15 @@ def run_parallel(walker: Walker, run: ProgramRun) -> str | None:
     return None
 
 
-def run_find(walker: Walker, run: ProgramRun) -> str | None:
+def handle_find(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `find`: with `-delete` it writes what it may find, with `-exec` and its like it runs a command on that."""
     argv = [show_field(arg) for arg in run.argv]
-    globs = _globs_of_find(argv)
+    globs = _make_find_globs(argv)
     walker.note_call(run)
     call = walker.calls[-1]
     roots = [walker.session.resolve_path(root) for root in _find_roots(argv)]
-    outward = any(root in ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp") for root in roots)
-    call = replace(call, tags=call.tags | ({"outward"} if outward else set()))
+    is_outward = any(root in SYSTEM_ROOTS for root in roots)
+    call = replace(call, tags=call.tags | ({"outward"} if is_outward else set()))
     deletes = tuple(p for field in globs for p in walker.session.resolve_argument(field)) if "-delete" in argv else ()
     walker.calls[-1] = replace(call, writes=(*call.writes, *deletes))
     for index, arg in enumerate(argv):
@@ -86,6 +90,7 @@ def run_find(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _find_roots(argv: list[str]) -> list[str]:
+    """Return the arguments of a `find` before its first condition: the directories that it searches."""
     roots = []
     for arg in argv[1:]:
         if arg.startswith(("-", "(", "!")):
@@ -94,26 +99,27 @@ def _find_roots(argv: list[str]) -> list[str]:
     return roots or ["."]
 
 
-def _globs_of_find(argv: list[str]) -> list[str]:
-    """Return globs of what a find may find: its roots with the patterns of its names. Raises: UnreadableCommand if they are too many."""
+def _make_find_globs(argv: list[str]) -> list[str]:
+    """Return globs of what a `find` may find: each root with each pattern of names below it; also patterns of whole paths. Raises:
+    UnreadableCommand if they are too many."""
     names = [argv[i + 1] for i, arg in enumerate(argv[:-1]) if arg in ("-name", "-iname")]
     paths = [] if names else _path_patterns(argv)
     roots = _find_roots(argv)
     if len(roots) * (len(names) + len(paths)) > MAX_FOUND:
         raise UnreadableCommand("too much to find")
-    flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
-    middle = "" if flat else STAR + STAR + "/"
-    path_globs = [path.translate(ACTIVE) for path in paths if path.startswith(("/", "."))]
+    is_flat = "-maxdepth" in argv and argv[argv.index("-maxdepth") + 1 :][:1] == ["1"]
+    middle = "" if is_flat else STAR + STAR + "/"
+    path_globs = [path.translate(TO_MARKS) for path in paths if path.startswith(("/", "."))]
     names += [path.lstrip("*/") for path in paths if not path.startswith(("/", "."))]
     return path_globs + [
-        f"{root.rstrip('/')}/{middle}{name.translate(ACTIVE)}" if name != "." else root
+        f"{root.rstrip('/')}/{middle}{name.translate(TO_MARKS)}" if name != "." else root
         for root in roots
         for name in names or ([] if path_globs else ["*"])
     ]
 
 
 def _path_patterns(argv: list[str]) -> list[str]:
-    """Return the patterns of whole paths that are looked for, and not left out."""
+    """Return the patterns of whole paths in the conditions of a `find`, without those of what it leaves out."""
     return [
         argv[i + 1]
         for i, arg in enumerate(argv[:-1])

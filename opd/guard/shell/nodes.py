@@ -1,4 +1,7 @@
-"""The tree of a shell script. A word is a tuple of parts, because quotes decide what each part may still become."""
+"""The tree of a shell script: a script has lists, a list pipelines, a pipeline commands, a command words.
+
+A word is a tuple of parts, because quotes decide what each part may still become.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from typing import Literal as OneOf
 
 
 class UnreadableCommand(ValueError):
-    """A text that we cannot read as a shell script; it is not clear what it would do. `said` is what the program would print that
-    cannot read it either."""
+    """A command or code that we cannot read, so that it is not clear what it would do."""
 
     def __init__(self, reason: str, error_text: str = "") -> None:
+        """`error_text` is what the shell would print that cannot read it either; empty if it could."""
         super().__init__(reason)
         self.error_text = error_text
 
@@ -30,11 +33,12 @@ class Variable:
 
     name: str
     operator: str = ""
-    """The operator between the name and the operand, such as `:-`, `##` or `/`; `length`, `indirect`, or nothing."""
+    """The operator between name and operand, such as `:-`, `##` or `/`; `length` for `${#name}`, `indirect` for `${!name}`; empty if
+    there is none."""
     operand: tuple[Part, ...] = ()
     quoted: bool = False
     index: tuple[Part, ...] = ()
-    """The index in brackets, to be expanded."""
+    """The index in brackets, if something in it is expanded; the index as it is written is a part of `name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +51,14 @@ class Substitution:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """`<( )` or `>( )`: a path behind which a script runs."""
+    """A process substitution, `<( )` or `>( )`: a path behind which a script runs."""
 
     body: Script
 
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """`$(( ))`; only the substitutions in it matter."""
+    """`$(( ))`, of which only the parts matter that run a script: its value counts as not known."""
 
     inner: tuple[Part, ...]
 
@@ -70,28 +74,31 @@ class Redirect:
     operator: str
     target: Word
     output: bool = True
-    """True if it writes the standard output, and not another stream."""
+    """False if another stream than the standard output is written, such as that of errors."""
     fd: str = ""
-    """The number in front of the operator, if it is not the one that the operator has by itself."""
+    """Number or name of the descriptor in front of the operator; empty for the one that the operator has without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
+    """A variable and its new value, `name=value` or `name=(words)`."""
+
     name: str
-    """With the index in brackets, if it has one."""
+    """Name of the variable, with the index in brackets if it has one."""
     value: Word
     append: bool = False
+    """True for `+=`."""
     items: tuple[Word, ...] | None = None
-    """The words of an array, in the place of a value."""
+    """The words of an array; None if a single value is assigned."""
     index: Word = ()
-    """The index in brackets, to be expanded."""
+    """The index in brackets, if something in it is expanded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Simple:
-    """A program with its arguments; without words the assignments are the shell's own.
+    """A program with its arguments. Without words there is no program, and the assignments set variables of the shell.
 
-    A heredoc joins the redirections when the parser comes to its body, on a later line."""
+    `redirects` is a list because a heredoc is added to it only when the parser comes to its body, on a later line."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
@@ -100,10 +107,11 @@ class Simple:
 
 @dataclass(frozen=True, slots=True)
 class CompoundCommand:
-    """Bodies that may run: one after the other in braces and subshells; tests and branches in turn, and a last `else`, of an `if`;
-    the subject and the branches of a `case`, of which an empty one stands for none; test and body of a loop."""
+    """A command that is made of scripts, apart from a `for`."""
 
     bodies: tuple[Script, ...]
+    """Braces, subshell: its one script. `if`: tests and branches in turn, and the `else` as the last. `case`: a script that expands the
+    subject, then the branches; an empty one if it may be that no branch runs. Loop: its test and its body."""
     kind: OneOf["braces", "subshell", "if", "case", "loop"] = "braces"
     redirects: list[Redirect] = field(default_factory=list)
 
@@ -133,7 +141,7 @@ class Pipeline:
     when: str = ""
     """`&&` or `||` if it depends on the one before."""
     unsure: bool = False
-    """True if `!` or `coproc` stands in front of it, so that its success is not that of its last command."""
+    """True if `!` or `coproc` stands in front of it, so that the success of its last command says nothing about its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +150,7 @@ class List:
 
     pipelines: tuple[Pipeline, ...]
     background: bool = False
-    """True if `&` stands behind it, so that all of it runs in a subshell."""
+    """True if a `&` stands behind it, so that all of it runs in a subshell."""
 
 
 Script = tuple[List, ...]

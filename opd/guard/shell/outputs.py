@@ -1,4 +1,8 @@
-"""The output of a program, for the few programs that attackers build text with: nothing is run."""
+"""What a program prints, worked out without running it, for the few programs with which text is put together or disguised.
+
+A function `_output_X` gets the arguments of X as plain text, its standard input (None if not known) and the session. It returns what
+X prints, or None if that is not known.
+"""
 
 from __future__ import annotations
 
@@ -16,37 +20,20 @@ from opd.guard.shell.fields import UNKNOWN, UNSET, show_field
 from opd.guard.shell.reader import unescape
 
 MAX_OUTPUT = 1 << 16
-DECODERS = frozenset(
-    [
-        "base64",
-        "base32",
-        "xxd",
-        "openssl",
-        "uudecode",
-        "rev",
-        "tr",
-        "gunzip",
-        "zcat",
-        "gzip",
-        "bunzip2",
-        "bzcat",
-        "xz",
-        "xzcat",
-        "perl",
-        "od",
-        "hexdump",
-    ]
-)
-"""Programs that turn one text into another: code that comes out of one was hidden."""
+"""The most characters of an output; a longer one counts as not known."""
+DECODERS = frozenset((
+    "base64", "base32", "xxd", "openssl", "uudecode", "rev", "tr", "gunzip", "zcat", "gzip", "bunzip2", "bzcat", "xz", "xzcat", "perl",
+    "od", "hexdump",
+))  # fmt: skip
+"""Programs that turn one text into another. Code that one of them prints was hidden before, and gets the tag `decoded`."""
 HIDERS = frozenset({"base64", "base32", "xxd", "uudecode", "rev", "rot13"})
-"""Those of them that no honest script is kept in."""
-
-
+"""Programs among them that no honest script needs: code that one of them prints gets the tag `encoded`, too."""
 _SUBSTITUTE = re.compile(r"s([/|#,:!@])([\w /.:=-]+)\1([\w /.:=-]*)\1(g?)")
+"""`s/old/new/` of `sed`, if the old text has no special characters, so that it is no regular expression."""
 
 
 def predict_output(argv: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    """Return the standard output of a call; None if it is not known."""
+    """Return what a call prints to the standard output; None if that is not known. `argv` are fields."""
     program = show_field(argv[0]).rpartition("/")[2]
     predict = _PROGRAMS.get(program)
     if predict is None or any(UNKNOWN in arg or arg == UNSET for arg in argv):
@@ -83,7 +70,7 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
     if any("%" in piece for piece in pieces):
         return None
     count = len(kinds)
-    # printf begins its pattern again until it has used all arguments.
+    # printf begins its pattern again until it has used all arguments. Each time takes `count` of them; the division is rounded up.
     rounds = max(1, -(-len(values) // count)) if count else 1
     values += [""] * (count * rounds - len(values))
     lines = []
@@ -97,18 +84,14 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
 def _output_cat(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if not args or args == ["-"]:
         return stdin
-    texts = [_written_text(arg, session) for arg in args]
+    texts = [session.written_text_of(arg) for arg in args]
     return None if None in texts else "".join(t for t in texts if t is not None)
 
 
-def _written_text(path: str, session: GuardSession) -> str | None:
-    return session.script_at(path)
-
-
 def _input_text(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    """Return the text of the only file that is named, else of standard input."""
+    """Return the text of the last file that is named, else that of the standard input; None if it is not known."""
     files = [arg for arg in args if not arg.startswith("-")]
-    return _written_text(files[-1], session) if files else stdin
+    return session.written_text_of(files[-1]) if files else stdin
 
 
 def _output_base64(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
@@ -116,7 +99,7 @@ def _output_base64(args: list[str], stdin: str | None, session: GuardSession) ->
     if text is None:
         return None
     if {"-d", "-D", "--decode", "-di", "-id"} & set(args):
-        return _decode_bytes(base64.b64decode("".join(text.split()) + "=="))
+        return _decode_bytes(base64.b64decode("".join(text.split()) + "=="))  # more padding than needed does no harm
     return base64.b64encode(text.encode("latin-1", "replace")).decode() + "\n"
 
 
@@ -134,7 +117,7 @@ def _output_xxd(args: list[str], stdin: str | None, session: GuardSession) -> st
 
 
 def _decode_bytes(data: bytes) -> str:
-    """Return bytes as text; if they are no UTF-8, as Latin-1, from which `encode` gives the same bytes back."""
+    """Return bytes as text. If they are no UTF-8 they are read as Latin-1, from which `encode("latin-1")` gives the same bytes back."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -164,7 +147,7 @@ def _output_tr(args: list[str], stdin: str | None, session: GuardSession) -> str
 
 
 def _expand_tr_set(text: str) -> str:
-    """Return the characters of a set of `tr`, its ranges written out. Raises: ValueError if they are too many."""
+    """Return the characters of a set of `tr`, with ranges such as `a-z` written out. Raises: ValueError if they are too many."""
     characters, index = "", 0
     while index < len(text):
         if text[index + 1 : index + 2] == "-" and index + 2 < len(text):
@@ -183,7 +166,7 @@ def _output_pwd(args: list[str], stdin: str | None, session: GuardSession) -> st
 
 
 def _output_basename(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    return posixpath.basename(args[0]).removesuffix(args[1] if len(args) > 1 else "\0") + "\n" if args else None
+    return posixpath.basename(args[0]).removesuffix("".join(args[1:2])) + "\n" if args else None
 
 
 def _output_dirname(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
@@ -203,12 +186,12 @@ def _output_realpath(args: list[str], stdin: str | None, session: GuardSession) 
 def _output_seq(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     if not 1 <= len(args) <= 2 or not all(arg.isdigit() for arg in args):
         return None
-    low = int(args[0]) if len(args) == 2 else 1
+    low = int(args[0]) if len(args) == 2 else 1  # of a longer sequence the first 65 numbers
     return "".join(f"{n}\n" for n in range(low, min(int(args[-1]), low + 64) + 1))
 
 
 def _output_sed(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    """`sed s/a/b/`, of a text without regular expressions."""
+    """Return the output of `sed s/old/new/` without regular expressions; None for any other script of `sed`."""
     scripts = [arg for arg in args if not arg.startswith("-")]
     substitution = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
     if substitution is None or stdin is None:

@@ -1,4 +1,7 @@
-"""The grammar of bash on top of the words: lists, pipelines, compound commands, redirections, functions."""
+"""The grammar of bash on top of the words that `reader` reads: lists, pipelines, compound commands, redirections, functions.
+
+A method named `_parse_X` reads an X that begins at the position, and moves the position behind it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from opd.guard.shell.nodes import (
     Variable,
     Word,
 )
-from opd.guard.shell.reader import ENDS_WORD, Reader
+from opd.guard.shell.reader import ENDS_WORD, Heredoc, Reader
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _ITEM = re.compile(r"([A-Za-z_]\w*)\[")
@@ -32,11 +35,18 @@ _RESERVED = re.compile(r"(if|then|elif|else|fi|while|until|for|select|done|do|ca
 _COPROC_NAME = re.compile(r"[A-Za-z_]\w*[ \t]+(?=[{(])")
 _TOKEN = re.compile(r"\s*(\|\||&&|;;|[|&;()<>]|[^\s|&;()<>]+)")
 ENDS_CASE = (";;", ";&")
+"""Beginnings of the operators that end a branch of a `case`: `;;`, `;&`, `;;&`."""
 ENDS_LIST = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
+"""Reserved words that can only stand behind a list, and so are an error where no list waits for them."""
+
+
+MAX_OPEN = 40
+"""The most commands and substitutions inside of each other; a function or a loop counts, too."""
 
 
 def parse(text: str) -> Script:
-    """Return the tree of a script. Raises: UnreadableCommand if it is none, or one that we cannot read."""
+    """Return the tree of a script. Raises: UnreadableCommand if the text is no script, or one that we cannot read; with it what bash
+    would print."""
     reader = Parser(text)
     try:
         return reader.parse_script("")
@@ -47,7 +57,7 @@ def parse(text: str) -> Script:
 
 
 def _make_bash_error(text: str, at: int) -> str:
-    """Return the error of bash where it can read no further."""
+    """Return what bash prints about a script that it cannot read beyond the index `at`."""
     token = _TOKEN.match(text, at)
     if token is None:
         return f"bash: -c: line {text.count(chr(10)) + 2}: syntax error: unexpected end of file"
@@ -70,7 +80,8 @@ class Parser(Reader):
         return script
 
     def _parse_list(self, ends: frozenset[str]) -> Script:
-        """Pipelines up to one of the reserved words, a closing parenthesis, `;;` or the end."""
+        """Parse lists up to one of the reserved words `ends`, a closing parenthesis, the end of a branch of `case`, or the end of the
+        text. None of these is skipped."""
         lists: list[List] = []
         current: list[Pipeline] = []
         while True:
@@ -86,7 +97,8 @@ class Parser(Reader):
             current.append(self._parse_pipeline(when if current else ""))
 
     def _skip_separators(self) -> tuple[str, str]:
-        """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. The first of them, and the last if it is `&&` or `||`."""
+        """Skip what ends a command: line ends, `;`, `&`, `&&` and `||`. Return the first of them, or nothing; and the last of them if
+        it is `&&` or `||`, so that the next pipeline depends on it, else nothing."""
         separator = when = ""
         while True:
             self.skip_blanks()
@@ -100,7 +112,7 @@ class Parser(Reader):
                 or (token == "&" and self.peek(2) != "&>")
             ):
                 self.at += len(token)
-                when = token if len(token) == 2 else ""
+                when = token if token in ("&&", "||") else ""
             else:
                 return separator, when
             separator = separator or token
@@ -114,6 +126,7 @@ class Parser(Reader):
         return match[0] if not following or following in ENDS_WORD else ""
 
     def _parse_pipeline(self, when: str) -> Pipeline:
+        """Parse commands with `|` between them, and what may stand in front of them. `when` is the `&&` or `||` before, if any."""
         unsure = False
         while (reserved := self._peek_reserved_word()) in ("!", "time", "coproc"):
             unsure = unsure or reserved != "time"
@@ -121,7 +134,7 @@ class Parser(Reader):
             self.skip_blanks()
             if reserved == "coproc" and (name := _COPROC_NAME.match(self.text, self.at)):
                 self.at = name.end()
-            if self.peek(2) == "-p":
+            if self.peek(2) == "-p":  # of `time -p`
                 self.at += 2
                 self.skip_blanks()
         commands = [self._parse_command()]
@@ -136,7 +149,7 @@ class Parser(Reader):
             commands.append(self._parse_command())
 
     def _parse_command(self) -> Command:
-        if self.depth > 40:
+        if self.depth > MAX_OPEN:
             raise UnreadableCommand("too deeply nested")
         self.depth += 1
         try:
@@ -145,6 +158,7 @@ class Parser(Reader):
             self.depth -= 1
 
     def _parse_compound(self) -> Command | None:
+        """Parse a compound command, a test or a function, with its redirections; return None if none of these stands here."""
         reserved = self._peek_reserved_word()
         if reserved in ("for", "select"):
             return self._parse_for(reserved)
@@ -155,7 +169,7 @@ class Parser(Reader):
         if reserved in ("if", "while", "until", "{"):
             bodies = self._parse_bodies(reserved)
             return CompoundCommand(bodies, {"if": "if", "{": "braces"}.get(reserved, "loop"), self._parse_redirects())  # type: ignore[arg-type]
-        if self.peek(2) == "((" and self.arithmetic_end(self.at) > 0:
+        if self.peek(2) == "((" and self.find_arithmetic_end(self.at) > 0:
             return CompoundCommand((self._parse_arithmetic(),), "braces", self._parse_redirects())
         if self.peek() == "(":
             self.at += 1
@@ -166,8 +180,8 @@ class Parser(Reader):
         return None
 
     def _parse_bodies(self, reserved: str) -> tuple[Script, ...]:
-        """Parse the lists of `if`, `while`, `until` and `{`, each up to the word that ends it."""
-        follows = {
+        """Parse the lists of `if`, `while`, `until` or `{`, up to the word that ends the last. `reserved` is the word that stands here."""
+        follows = {  # word in front of a list -> words that may end this list
             "if": {"then"},
             "elif": {"then"},
             "then": {"elif", "else", "fi"},
@@ -188,15 +202,16 @@ class Parser(Reader):
         return tuple(bodies)
 
     def _parse_arithmetic(self) -> Script:
-        """`(( ))` as a call of `:`, for the substitutions that are in it."""
-        end = self.arithmetic_end(self.at)
+        """Parse `(( ))` as a call of `:` with what is in it, for that may run scripts; as an empty script if nothing in it does."""
+        end = self.find_arithmetic_end(self.at)
         if end < 0:
             raise UnreadableCommand("(( is not closed")
-        words = self.inner_reader(self.text[self.at + 2 : end]).expanded_text()
+        words = self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()
         self.at = end + 2
         return _script_that_expands((Arithmetic(words),)) if any(map(_runs_when_expanded, words)) else ()
 
     def _parse_for(self, reserved: str) -> Command:
+        """Parse `for` or `select`. A `for ((...))` becomes a loop with the arithmetic as its test."""
         self.at += len(reserved)
         self.skip_blanks()
         if self.peek(2) == "((":
@@ -205,9 +220,9 @@ class Parser(Reader):
             return CompoundCommand(
                 (head, *self._parse_bodies(self._expect_reserved_word("do"))), "loop", self._parse_redirects()
             )
-        name = self._plain_word()
+        name = self._read_plain_word()
         self.skip_blanks()
-        words: list[Word] = [(Variable("@", quoted=True),)]
+        words: list[Word] = [(Variable("@", quoted=True),)]  # without `in` it goes over the positional arguments
         if self.peek() == "\n":
             self._skip_separators()
         if self.text.startswith("in", self.at) and self.text[self.at + 2 : self.at + 3] in (" ", "\t", ";", "\n"):
@@ -220,6 +235,8 @@ class Parser(Reader):
         return For(name, tuple(words), body[0], self._parse_redirects())
 
     def _expect_reserved_word(self, reserved: str) -> str:
+        """Return the reserved word that stands here, which has to be this one, or a `{`, as bash also allows. Raises:
+        UnreadableCommand for any other."""
         word = self._peek_reserved_word()
         if word == "{":
             return word
@@ -227,35 +244,39 @@ class Parser(Reader):
             raise UnreadableCommand(f"{reserved} is missing before {self.peek(10)!r}")
         return reserved
 
-    def _plain_word(self) -> str:
+    def _read_plain_word(self) -> str:
+        """Read a word, and return its characters without expansions."""
         return "".join(part.text for part in self.read_word() if isinstance(part, Literal))
 
     def _parse_case(self) -> Command:
+        """Parse a `case`: its first body expands the subject, the others are branches. Unless a pattern `*` fits everything, an empty
+        body stands for the case that no branch runs. Raises: UnreadableCommand."""
         self.at += len("case")
         self.skip_blanks()
         bodies: list[Script] = [_script_that_expands(self.read_word())]
         chain: Script = ()
-        falls, every = False, False
+        falls_through, has_default = False, False
         self._skip_separators()
-        if self._plain_word() != "in":
+        if self._read_plain_word() != "in":
             raise UnreadableCommand("case without in")
         while True:
             self._skip_separators()
             if self._peek_reserved_word() == "esac":
                 self.at += len("esac")
-                return CompoundCommand(tuple(bodies if every else [*bodies, ()]), "case", self._parse_redirects())
-            star, patterns = self._parse_patterns()
-            every = star or every
+                all_bodies = bodies if has_default else [*bodies, ()]
+                return CompoundCommand(tuple(all_bodies), "case", self._parse_redirects())
+            has_star, patterns = self._parse_patterns()
+            has_default = has_star or has_default
             body = patterns + self._parse_list(frozenset({"esac"}))
-            # After `;&` the next body runs as well, so each body also counts together with those that fall into it.
-            chain = (*chain, *body) if falls else body
-            bodies += [chain, body] if falls else [body]
-            falls = self.peek(2) == ";&" or self.peek(3) == ";;&"
+            # Behind `;&` the next branch runs as well. `chain` is the run of branches that begins at the first of them.
+            chain = (*chain, *body) if falls_through else body
+            bodies += [chain, body] if falls_through else [body]
+            falls_through = self.peek(2) == ";&" or self.peek(3) == ";;&"
             while self.peek() in (";", "&"):
                 self.at += 1
 
     def _parse_patterns(self) -> tuple[bool, Script]:
-        """Parse the patterns of a branch. Return True if one of them is `*`, and a script of what is expanded in them."""
+        """Parse the patterns of a branch. Return True if one of them is `*`, and a script that does what expanding them runs."""
         expanded: Script = ()
         if self.peek() == "(":
             self.at += 1
@@ -270,7 +291,7 @@ class Parser(Reader):
         return "*" in map(str.strip, self.text[start : self.at - 1].split("|")), expanded
 
     def _parse_test(self) -> Command:
-        """`[[ ... ]]` as a call of `[[`: what is compared are its operands."""
+        """Parse `[[ ... ]]` as a call of a program `[[` whose arguments are the words in it, without operators that end words."""
         self.at += 2
         words: list[Word] = [(Literal("[["),)]
         while True:
@@ -284,6 +305,7 @@ class Parser(Reader):
                 words.append(self.read_word())
 
     def _parse_redirects(self) -> list[Redirect]:
+        """Parse the redirections behind a compound command."""
         redirects: list[Redirect] = []
         self.skip_blanks()
         while self._parse_redirect(redirects):
@@ -291,7 +313,8 @@ class Parser(Reader):
         return redirects
 
     def _parse_redirect(self, redirects: list[Redirect]) -> bool:
-        """Read a redirection, if there is one here."""
+        """Parse a redirection and add it to `redirects`, or a heredoc to `heredocs` until its body comes. Return False if none stands
+        here."""
         match = _REDIRECT.match(self.text, self.at)
         if not match:
             return False
@@ -299,8 +322,8 @@ class Parser(Reader):
         self.skip_blanks()
         operator = match[2]
         if operator not in ("<<", "<<-"):
-            own = "0" if operator[0] == "<" else "1"
-            fd = "" if match[1] in (None, own) else match[1]
+            default_fd = "0" if operator[0] == "<" else "1"
+            fd = "" if match[1] in (None, default_fd) else match[1]
             redirects.append(Redirect(operator, self.read_word(), match[1] in (None, "1"), fd))
             return True
         start = self.at
@@ -308,10 +331,11 @@ class Parser(Reader):
         raw = self.text[start : self.at]
         plain = "".join(part.text for part in mark if isinstance(part, Literal))
         fd = "" if match[1] in (None, "0") else match[1]
-        self.heredocs.append((redirects, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
+        self.heredocs.append(Heredoc(redirects, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
         return True
 
     def _parse_simple_command(self) -> Command:
+        """Parse assignments, a program with arguments, and redirections. Raises: UnreadableCommand if none of these stands here."""
         assignments: list[Assignment] = []
         words: list[Word] = []
         redirects: list[Redirect] = []
@@ -331,14 +355,18 @@ class Parser(Reader):
         return Simple(tuple(assignments), tuple(words), redirects)
 
     def _parse_assignment(self) -> Assignment | None:
-        """Read the assignment that stands here, if there is one."""
+        """Parse an assignment to a variable, an array or an item of one; return None, and skip nothing, if none stands here."""
         match, bracket = _ASSIGNMENT.match(self.text, self.at), ""
         index: Word = ()
         if match is None and (item := _ITEM.match(self.text, self.at)):
-            end = self.bracket_end(self.text, item.end() - 1)
+            end = self.find_bracket_end(self.text, item.end() - 1)
             match = _ASSIGNMENT.match(item[1] + self.text[end + 1 : end + 3]) if end > 0 else None
             bracket = self.text[item.end() - 1 : end + 1]
-            index = self.inner_reader(bracket[1:-1]).expanded_text() if match and set(bracket) & {"$", "`"} else ()
+            index = (
+                self.make_inner_reader(bracket[1:-1]).read_expanded_text()
+                if match and set(bracket) & {"$", "`"}
+                else ()
+            )
         if match is None:
             return None
         self.at += len(bracket) + len(match[0])
@@ -359,7 +387,7 @@ class Parser(Reader):
 
 
 def _runs_when_expanded(part: Part) -> bool:
-    """Return True if a script runs when a part is expanded."""
+    """Return True if a script runs when this part of a word is expanded."""
     if isinstance(part, Arithmetic):
         return any(map(_runs_when_expanded, part.inner))
     if isinstance(part, Variable):

@@ -1,8 +1,12 @@
-"""Characters to words: quotes, escapes, parameter expansions, substitutions and heredocs."""
+"""Reads the words of a shell script: quotes, escapes, parameter expansions, substitutions and heredocs.
+
+The grammar on top of words is in `parser`. Methods named `read_` and `skip_` move the position on, `peek` and `find_` do not.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 from opd.guard.shell.nodes import (
     Arithmetic,
@@ -18,14 +22,18 @@ from opd.guard.shell.nodes import (
 )
 
 MAX_CHARACTERS = 1 << 16
+"""The most characters of a script."""
 MAX_INDEX = 1024
-"""Characters of what stands in brackets."""
+"""The most characters of an index in brackets."""
 MAX_DEPTH = 24
-"""Scripts inside of scripts."""
+"""The most scripts inside of each other, by substitutions."""
 BLANK = " \t"
 ENDS_WORD = frozenset(" \t\n;&|()<>")
+"""Characters that end a word if they are not quoted."""
 SPECIAL = "@*#?-$!0123456789"
+"""Variables with a name of one character that is no letter."""
 ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\x1b", "E": "\x1b", "f": "\f", "v": "\v"}
+"""Letter of an escape such as `\\n` -> the character that it stands for."""
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _OPERATOR = re.compile(r":?[-=?+]|##?|%%?|//?|:|\^\^?|,,?|@")
 _ANSI_ESCAPE = re.compile(r"\\(x[0-9A-Fa-f]{1,2}|u[0-9A-Fa-f]{1,4}|U[0-9A-Fa-f]{1,8}|0?[0-7]{1,3}|.)", re.DOTALL)
@@ -39,10 +47,25 @@ def unescape(text: str) -> str:
         if code[0] in "xuU" and len(code) > 1:
             return chr(min(int(code[1:], 16), 0x10FFFF))  # chr() raises for a larger number
         if code[0] in "01234567":
-            return chr(int(code, 8) & 0xFF)
-        return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)
+            return chr(int(code, 8) & 0xFF)  # as bash does, which makes one byte of it
+        return ANSI.get(code, code if code in "\\'\"?" else "\\" + code)  # an escape that does not exist stays as it is
 
     return _ANSI_ESCAPE.sub(replace_escape, text)
+
+
+class Heredoc(NamedTuple):
+    """A heredoc whose first line was read; its body comes after the next line end."""
+
+    redirects: list[Redirect]
+    """Redirections of its command, to which it is added."""
+    mark: str
+    """The line that ends the body."""
+    cuts_tabs: bool
+    """True for `<<-`: tabs at the beginning of a line are left out."""
+    quoted: bool
+    """True if the mark is quoted, so that nothing in the body is expanded."""
+    fd: str
+    """Number of the descriptor, if it is not the standard input."""
 
 
 class Reader:
@@ -53,24 +76,26 @@ class Reader:
             raise UnreadableCommand("too long or too deeply nested")
         self.text = text
         self.at = 0
+        """The position: index of the next character."""
         self.depth = depth
-        self.heredocs: list[tuple[list[Redirect], str, bool, bool, str]] = []
-        """Heredocs whose bodies come after the next line end: redirections to add them to, end mark, True if tabs are cut, True
-        if the mark is quoted, number of the descriptor."""
+        """How many scripts and commands are open around the position."""
+        self.heredocs: list[Heredoc] = []
+        """Heredocs whose bodies are still to come."""
 
     def parse_script(self, closing: str) -> Script:
-        """Parse a script up to a closing operator, which is read too. The grammar is the parser's."""
+        """Parse a script up to a closing operator, and skip that operator. `parser.Parser` implements it."""
         raise NotImplementedError
 
-    def inner_reader(self, text: str) -> Reader:
+    def make_inner_reader(self, text: str) -> Reader:
         """Return a reader of the same kind for a text inside of this one."""
         return type(self)(text, self.depth + 1)
 
     def peek(self, count: int = 1) -> str:
+        """Return the next characters; fewer at the end of the text."""
         return self.text[self.at : self.at + count]
 
     def skip_blanks(self) -> None:
-        """Go on to the next word or operator: over blanks, joined lines and comments."""
+        """Move on to the next word, operator or line end: over blanks, comments, and line ends behind a backslash."""
         text = self.text
         while self.at < len(text):
             if text[self.at] in BLANK:
@@ -84,7 +109,7 @@ class Reader:
                 return
 
     def peek_past_blanks(self) -> str:
-        """Return the next character that is no blank; nothing at the end."""
+        """Skip blanks, and return the next character; nothing at the end."""
         self.skip_blanks()
         return self.peek()
 
@@ -108,8 +133,9 @@ class Reader:
         return tuple(parts) or (Literal("", True),)
 
     def _read_extended_glob(self, parts: list[Part]) -> bool:
-        """Read the rest of `@(a|b)`, as braces, or of another extended glob, as `*`, if one stands here."""
-        last, end = parts[-1], self.parenthesis_end(self.at)
+        """Read an extended glob of which the first character is already in `parts`, if one stands here: `@(a|b)` and `+(a|b)` become
+        `{a,b}`, any other becomes `*`. Return True if there was one."""
+        last, end = parts[-1], self.find_parenthesis_end(self.at)
         if not isinstance(last, Literal) or last.quoted or last.text[-1:] not in tuple("@?*+!") or end < 0:
             return False
         body = self.text[self.at + 1 : end].replace("|", ",")
@@ -118,20 +144,22 @@ class Reader:
         self.at = end + 1
         return True
 
-    def parenthesis_end(self, start: int) -> int:
-        """Return the index at which the parenthesis that opens at `start` is closed; -1 if it is not, or if what is in it is
-        more than a pattern."""
+    def find_parenthesis_end(self, start: int) -> int:
+        """Return the index of the parenthesis that closes the one at `start`; -1 if there is none, or if more than a pattern stands
+        between them."""
         end = self.text.find(")", start)
         return -1 if set(self.text[start + 1 : end]) & set("( \t\n;&$`'\"") else end
 
     def _read_part(self, char: str, parts: list[Part]) -> None:
+        """Read what begins with `char` at the position: a quoted text, an expansion, or characters up to the next of these. Add it to
+        `parts`. Raises: UnreadableCommand for a quote or an expansion that is not closed."""
         if char == "'":
             end = self._find_unquoted("'", self.at + 1)
             parts.append(Literal(self.text[self.at + 1 : end], True))
             self.at = end + 1
         elif char == '"':
             self.at += 1
-            parts.append(Literal("", True))
+            parts.append(Literal("", True))  # `""` is an empty argument, and not none
             self._read_double_quotes(parts, '"')
             self.at += 1
         elif char == "\\":
@@ -151,6 +179,7 @@ class Reader:
             parts.append(Literal(self.text[start : self.at]))
 
     def _read_ansi_quotes(self, parts: list[Part]) -> None:
+        """Read `$'...'`, a quoted text with escapes."""
         start = self.at = self.at + 2
         while self.peek() not in ("'", ""):
             self.at += 2 if self.peek() == "\\" else 1
@@ -160,7 +189,7 @@ class Reader:
         self.at += 1
 
     def _read_double_quotes(self, parts: list[Part], closing: str) -> None:
-        """Parts inside of double quotes, up to the closing one or, where there is none, to the end of the text."""
+        """Read what stands in double quotes, up to the quote `closing`, which stays; with an empty `closing` up to the end of the text."""
         start = self.at
         while self.peek() != closing:
             char = self.peek()
@@ -180,13 +209,14 @@ class Reader:
                     self.at += 1
                 parts.append(Literal(self.text[start : self.at], True))
 
-    def expanded_text(self) -> Word:
-        """Return the whole text as a heredoc is read: expansions work, quotes are characters."""
+    def read_expanded_text(self) -> Word:
+        """Read the whole text in the way of a heredoc: expansions work, quotes are characters."""
         parts: list[Part] = []
         self._read_double_quotes(parts, "")
         return tuple(parts)
 
     def _read_dollar(self, parts: list[Part], quoted: bool) -> None:
+        """Read an expansion that begins with `$` or a backtick; a `$` before anything else is a character."""
         if self.peek() == "`":
             end = self.at + 1
             while self.text[end : end + 1] != "`":
@@ -195,12 +225,12 @@ class Reader:
                 end += 2 if self.text[end] == "\\" else 1
             body = re.sub(r"\\([$`\\])", r"\1", self.text[self.at + 1 : end])
             self.at = end + 1
-            parts.append(Substitution(self.inner_reader(body).parse_script(""), quoted))
-        elif self.peek(3) == "$((" and (end := self.arithmetic_end(self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 3 : end]).expanded_text()))
+            parts.append(Substitution(self.make_inner_reader(body).parse_script(""), quoted))
+        elif self.peek(3) == "$((" and (end := self.find_arithmetic_end(self.at + 1)) > 0:
+            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 3 : end]).read_expanded_text()))
             self.at = end + 2
-        elif self.peek(2) == "$[" and (end := self.bracket_end(self.text, self.at + 1)) > 0:
-            parts.append(Arithmetic(self.inner_reader(self.text[self.at + 2 : end]).expanded_text()))
+        elif self.peek(2) == "$[" and (end := self.find_bracket_end(self.text, self.at + 1)) > 0:
+            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()))
             self.at = end + 1
         elif self.peek(2) == "$(":
             self.at += 2
@@ -221,9 +251,8 @@ class Reader:
             parts.append(Literal("$", True))
             self.at += 1
 
-    def arithmetic_end(self, start: int) -> int:
-        """Return the index at which the `))` of the `((` at `start` stands; -1 if this is no arithmetic but a subshell in
-        another one."""
+    def find_arithmetic_end(self, start: int) -> int:
+        """Return the index of the `))` that closes the `((` at `start`; -1 if there is none, so that this is a subshell in another one."""
         depth = 0
         for index in range(start, len(self.text)):
             depth += {"(": 1, ")": -1}.get(self.text[index], 0)
@@ -232,7 +261,8 @@ class Reader:
         return -1
 
     def _read_parameter(self, parts: list[Part], quoted: bool) -> None:
-        start, end = self.at + 2, self._closing_brace(self.at + 2)
+        """Read `${...}`. Raises: UnreadableCommand for an operator that we do not know."""
+        start, end = self.at + 2, self._find_closing_brace(self.at + 2)
         body, prefix = self.text[start:end], ""
         self.at = end + 1
         if len(body) > 1 and body[0] in "#!" and (body[1].isalnum() or body[1] in "_@*"):
@@ -241,19 +271,21 @@ class Reader:
         name = match[0] if match else body[:1]
         suffix = body[len(name) :]
         index: Word = ()
-        if suffix.startswith("[") and (end := self.bracket_end(suffix, 0)) > 0:
-            index = self.inner_reader(suffix[1:end]).expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
+        if suffix.startswith("[") and (end := self.find_bracket_end(suffix, 0)) > 0:
+            index = (
+                self.make_inner_reader(suffix[1:end]).read_expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
+            )
             name, suffix = name + suffix[: end + 1], suffix[end + 1 :]
         operator = _OPERATOR.match(suffix)
         if suffix and not operator:
             raise UnreadableCommand(f"an expansion that we do not know: ${{{body}}}")
-        operand = self.inner_reader(suffix[operator.end() :]).read_operand() if operator else ()
+        operand = self.make_inner_reader(suffix[operator.end() :]).read_operand() if operator else ()
         parts.append(Variable(name, prefix or (operator[0] if operator else ""), operand, quoted, index))
 
     @staticmethod
-    def bracket_end(text: str, start: int) -> int:
-        """Return the index at which the bracket that opens at `start` is closed; -1 if it is not, or so far away that it closes
-        another one."""
+    def find_bracket_end(text: str, start: int) -> int:
+        """Return the index of the bracket that closes the one at `start`; -1 if there is none within `MAX_INDEX` characters, where it
+        would hardly be that of an index."""
         depth = 0
         for at in range(start, min(len(text), start + MAX_INDEX)):
             depth += {"[": 1, "]": -1}.get(text[at], 0)
@@ -272,7 +304,8 @@ class Reader:
                 self._read_part(self.peek(), parts)
         return tuple(parts)
 
-    def _closing_brace(self, start: int) -> int:
+    def _find_closing_brace(self, start: int) -> int:
+        """Return the index of the brace that closes the `${` before `start`. Raises: UnreadableCommand if there is none."""
         depth, index = 1, start
         while index < len(self.text):
             char = self.text[index]
@@ -294,14 +327,15 @@ class Reader:
         return end
 
     def _make_unclosed_error(self, construct: str, mark: str) -> UnreadableCommand:
+        """Return the error for a construct that is not closed, with what bash prints about the missing `mark`."""
         line = self.text.count("\n", 0, self.at) + 1
         return UnreadableCommand(
             f"{construct} is not closed", f"bash: -c: line {line}: unexpected EOF while looking for matching `{mark}'"
         )
 
     def read_heredocs(self) -> None:
-        """Read the bodies of the heredocs that were announced on the line that ends here."""
-        for target, mark, tabs, quoted, fd in self.heredocs:
+        """Read the bodies of `heredocs`, which begin at the position, and add each to the redirections of its command."""
+        for redirects, mark, cuts_tabs, quoted, fd in self.heredocs:
             lines = []
             while True:
                 if self.at >= len(self.text):
@@ -310,12 +344,12 @@ class Reader:
                 end = len(self.text) if end < 0 else end
                 line = self.text[self.at : end]
                 self.at = end + 1
-                line = line.lstrip("\t") if tabs else line
+                line = line.lstrip("\t") if cuts_tabs else line
                 if line == mark:
                     break
                 lines.append(line + "\n")
             self.at = min(self.at, len(self.text))
             body = "".join(lines)
-            word: Word = (Literal(body, True),) if quoted else self.inner_reader(body).expanded_text()
-            target.append(Redirect("<<", word, fd=fd))
+            word: Word = (Literal(body, True),) if quoted else self.make_inner_reader(body).read_expanded_text()
+            redirects.append(Redirect("<<", word, fd=fd))
         self.heredocs.clear()

@@ -1,7 +1,12 @@
-"""The states that a shell may be in: nobody knows before a script runs which of its commands succeed.
+"""The states that a shell may be in, since nobody knows before a script runs which of its commands succeed.
 
-`cd /; grep -q x notes && cd /workspace; cat tests/x` reads one of two files. So what comes behind a command that may be left out
-is gone through once for each state. States that are alike count once, and of many a few are kept.
+In `cd /; grep -q x notes && cd /workspace; cat tests/x` the last command reads one of two files, for the second `cd` runs only if
+`grep` succeeds. So the walker goes through the last command twice, once for each state that the shell may be in by then. Of states
+that are alike one is kept, and never more than `MAX_STATES`.
+
+The session that a walker works on is one of these states, and its `other_states` are the rest. To go through a command in all of
+them, a function here lists them (`list_states`), lets the session be one of them at a time (`enter_state`), and in the end puts what
+came of them back into the session (`settle_states`).
 """
 
 from __future__ import annotations
@@ -10,39 +15,43 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from opd.guard.session import FILES, GuardSession
+from opd.guard.session import FILE_FIELDS, GuardSession
 
 T = TypeVar("T")
-MAX_WAYS = 4
-"""States that are kept. Of more, those are chosen that differ most from each other."""
+MAX_STATES = 4
+"""The most states that are kept. If there are more, those are kept that differ most from each other."""
 
 Output = str | None
-"""Output of commands; None if it is not known."""
+"""What commands print; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """One pipeline of a list."""
+    """One pipeline of a list such as `a && b || c`."""
 
     when: str
-    """`&&` or `||` in front of it, or nothing: it always runs."""
+    """The operator in front of it, `&&` or `||`; empty if it runs whatever happened before."""
     act: Callable[[], tuple[bool | None, Output]]
-    """Goes through it; whether it succeeds, and what it prints, None for either if that is not known."""
+    """Goes through the pipeline. Returns whether it succeeds, None if nobody knows, and what it prints."""
 
 
-def in_each(session: GuardSession, ways: Sequence[GuardSession], act: Callable[[], object]) -> list[GuardSession]:
-    """Run `act` in each of these states, and return the states afterwards. The caller settles the session in them."""
+def run_in_each_state(
+    session: GuardSession, states: Sequence[GuardSession], act: Callable[[], object]
+) -> list[GuardSession]:
+    """Run `act` once in each of these states. Return the states that the session may be in afterwards, which the caller then hands to
+    `settle_states`."""
     after: list[GuardSession] = []
-    for way in ways:
-        enter_state(session, way)
+    for state in states:
+        enter_state(session, state)
         act()
         after += list_states(session)
     return distinct_states(after)
 
 
-def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
-    """Run `act` in every state that the session may be in. If it raises, the states that are left stay as they are."""
-    if not session.others:
+def run_in_every_state(session: GuardSession, act: Callable[[], object]) -> None:
+    """Run `act` once in every state that the session may be in, and settle the session. If `act` raises, the states that it was not
+    run in stay as they were."""
+    if not session.other_states:
         act()
         return
     after, waiting = list[GuardSession](), list_states(session)
@@ -57,59 +66,62 @@ def act_in_every_state(session: GuardSession, act: Callable[[], object]) -> None
         settle_states(session, [*after, *waiting])
 
 
-def enter_state(session: GuardSession, way: GuardSession) -> None:
-    """Let the session be in this state alone."""
-    session.take_over(way.copy())
-    session.others = []
+def enter_state(session: GuardSession, state: GuardSession) -> None:
+    """Let the session be in a copy of this state, and in no other."""
+    session.take_over(state.copy())
+    session.other_states = []
 
 
 def list_states(session: GuardSession) -> list[GuardSession]:
-    """Return all states that a session may be in, as sessions of their own."""
+    """Return copies of all states that a session may be in, each without `other_states`."""
     current = session.copy()
-    alternatives, current.others = current.others, []
+    alternatives, current.other_states = current.other_states, []
     return [current, *alternatives]
 
 
-def settle_states(session: GuardSession, ways: Iterable[GuardSession]) -> None:
-    """Let the session be in one of these states."""
-    current, *alternatives = distinct_states(ways)
+def settle_states(session: GuardSession, states: Iterable[GuardSession]) -> None:
+    """Let the session be in one of these states: the first becomes its own, the rest its `other_states`."""
+    current, *alternatives = distinct_states(states)
     session.take_over(current)
-    session.others = alternatives
+    session.other_states = alternatives
 
 
-def distinct_states(ways: Iterable[GuardSession]) -> list[GuardSession]:
-    """Return one state for each group of similar ones, `MAX_WAYS` at most."""
+def distinct_states(states: Iterable[GuardSession]) -> list[GuardSession]:
+    """Return one state for each group of similar ones (`GuardSession.is_similar`), at most `MAX_STATES`."""
     distinct: list[GuardSession] = []
-    for way in ways:
-        twin = next((state for state in distinct if state.is_similar(way)), None)
+    for state in states:
+        twin = next((kept for kept in distinct if kept.is_similar(state)), None)
         if twin is None:
-            distinct.append(way)
+            distinct.append(state)
         else:
-            twin.take_files(way)
-        if len(distinct) > 2 * MAX_WAYS:
-            distinct = _most_telling(distinct)
-    return distinct if len(distinct) <= MAX_WAYS else _most_telling(distinct)
+            twin.take_files(state)
+        if len(distinct) > 2 * MAX_STATES:  # now and then, since each new one is compared with all of them
+            distinct = _choose_most_different(distinct)
+    return distinct if len(distinct) <= MAX_STATES else _choose_most_different(distinct)
 
 
-def _most_telling(ways: Sequence[GuardSession]) -> list[GuardSession]:
-    """Return `MAX_WAYS` states: the first, and then each time the one with most that the chosen ones do not have."""
-    entries = [way.state_entries() for way in ways]
+def _choose_most_different(states: Sequence[GuardSession]) -> list[GuardSession]:
+    """Return `MAX_STATES` of the states. The first is always among them. Each further one is the one with the largest weight of
+    entries that the chosen ones do not have."""
+    entries = [state.state_entries() for state in states]
     indices, covered = [0], set(entries[0])
-    while len(indices) < MAX_WAYS:
-        candidates = [index for index in range(len(ways)) if index not in indices]
+    while len(indices) < MAX_STATES:
+        candidates = [index for index in range(len(states)) if index not in indices]
         best = max(candidates, key=lambda index: sum(map(_entry_weight, entries[index] - covered)))
         indices.append(best)
         covered |= entries[best]
-    return [ways[index] for index in indices]
+    return [states[index] for index in indices]
 
 
 def _entry_weight(entry: tuple[str, ...]) -> int:
-    """Return the weight of an entry of a state. A path weighs more than a number: it is what the rules are about."""
+    """Return how much it counts that two states differ in this entry of `GuardSession.state_entries`. An entry with a path counts
+    eight times as much as another one, because the rules are about paths."""
     return 8 if any("/" in part for part in entry[1:]) else 1
 
 
-def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
-    """Run `act` as a process of its own: afterwards the shell is as it was, and only files have changed."""
+def run_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
+    """Run `act` as a process of its own would run: afterwards the shell is as it was before, and only changes to files remain. The
+    variables that `act` read are noted too, and the result of `act` is returned."""
     snapshot, used = session.copy(), session.read_variables
     try:
         return act()
@@ -120,29 +132,33 @@ def act_in_subprocess(session: GuardSession, act: Callable[[], T]) -> T:
 
 
 def _take_over_files(session: GuardSession, snapshot: GuardSession) -> None:
-    """Take over the files of each state that the session may be in, and all else from `snapshot`."""
-    snapshot.others = []
-    ways: list[GuardSession] = []
-    for state in list_states(session) if session.others else [session]:
-        way = snapshot.copy() if ways else snapshot
-        for name in FILES:
-            setattr(way, name, getattr(state, name))
-        ways.append(way)
-    settle_states(session, ways)
+    """Set the session back to `snapshot`, but for its files: of these it keeps what each of its present states says."""
+    snapshot.other_states = []
+    states: list[GuardSession] = []
+    for present in list_states(session) if session.other_states else [session]:
+        state = snapshot.copy() if states else snapshot  # the first one needs no copy
+        for name in FILE_FIELDS:
+            setattr(state, name, getattr(present, name))
+        states.append(state)
+    settle_states(session, states)
 
 
-def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
-    """Go through a list such as `a && b || c`, each step in the states in which it may run. Return what it prints."""
-    if len(steps) == 1 and not session.others:
+def run_list(session: GuardSession, steps: Sequence[StateStep]) -> Output:
+    """Go through a list such as `a && b || c`, each step in the states in which it may run. Return what the list prints.
+
+    `good` are the states in which the list may have succeeded so far, `bad` those in which it may have failed.
+    """
+    if len(steps) == 1 and not session.other_states:  # most lists; without copies of the session
         return steps[0].act()[1]
     printed: list[Output] = []
     good = bad = list_states(session)
     for step in steps:
-        # Where no state fits, the step is gone through in the others: no command may be missed.
+        # `&&` runs the step if all before it succeeded. If there is no such state, we go through it in the states of a failure all the
+        # same, so that no command of a script is missed.
         runs = {"&&": good or bad, "||": bad or good}.get(step.when, good)
         worked, failed, output = _walk_step(session, runs, step)
         printed.append(output)
-        if step.when == "||":
+        if step.when == "||":  # where the list had succeeded, the step is left out, and the list still succeeds
             good, bad = distinct_states([*good, *worked]), failed
         else:
             good, bad = worked, distinct_states([*bad, *failed]) if step.when else failed
@@ -153,12 +169,13 @@ def in_turn(session: GuardSession, steps: Sequence[StateStep]) -> Output:
 def _walk_step(
     session: GuardSession, runs: Sequence[GuardSession], step: StateStep
 ) -> tuple[list[GuardSession], list[GuardSession], Output]:
-    """Return the states in which a step may have succeeded, those in which it may have failed, and what it may have printed."""
+    """Go through a step in each of the states `runs`. Return the states after a success, those after a failure, and what the step
+    prints. If nobody knows whether it succeeds, its states are among both."""
     worked: list[GuardSession] = []
     failed: list[GuardSession] = []
     printed: list[Output] = []
-    for way in runs:
-        enter_state(session, way)
+    for state in runs:
+        enter_state(session, state)
         success, output = step.act()
         after = list_states(session)
         worked += [] if success is False else after
@@ -168,6 +185,7 @@ def _walk_step(
 
 
 def join_outputs(printed: Sequence[Output], by: str = "") -> Output:
-    """Join the outputs of several commands, or, with a line end, what one of them prints."""
+    """Return the outputs joined by `by`; None if one of them is not known. Outputs of commands that run one after the other are joined
+    by nothing, those of which only one is printed by a line end, so that each begins a line."""
     texts = [text for text in printed if text is not None]
     return by.join(texts) if len(texts) == len(printed) else None

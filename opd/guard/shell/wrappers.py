@@ -1,4 +1,4 @@
-"""Programs that run the program which their arguments name."""
+"""Handlers (`walk.Handler`) of wrappers: programs such as `sudo`, `timeout` or `docker` that run a command in their arguments."""
 
 from __future__ import annotations
 
@@ -13,80 +13,83 @@ from opd.guard.shell.walk import ProgramRun, Walker
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """The command line of a program that runs its arguments."""
+    """What stands before the command in the arguments of a wrapper."""
 
-    valued: frozenset[str] = frozenset()
-    """Options with a value."""
+    options_with_value: frozenset[str] = frozenset()
+    """Options whose next argument is their value."""
     operands: int = 0
-    """Operands before the command, such as the time of `timeout`."""
+    """The number of operands before the command, such as the one time of `timeout`."""
     assignments: bool = False
     """True if `NAME=value` may stand before the command."""
     chdir: tuple[str, ...] = ()
     """Options whose value is the directory in which the command runs."""
 
 
-def describe_wrapper(
-    valued: str = "", operands: int = 0, assignments: bool = False, chdir: tuple[str, ...] = ()
+def make_wrapper(
+    options_with_value: str = "", operands: int = 0, assignments: bool = False, chdir: tuple[str, ...] = ()
 ) -> Wrapper:
-    return Wrapper(frozenset(valued.split()), operands, assignments, chdir)
+    """Return a `Wrapper`; its options with a value are one text with blanks between them."""
+    return Wrapper(frozenset(options_with_value.split()), operands, assignments, chdir)
 
 
 WRAPPERS = {
-    "sudo": describe_wrapper(
+    "sudo": make_wrapper(
         "-u -g -C -h -p -U -D -R -T -r -t --user --group --close-from --host --prompt --other-user --chdir --chroot "
         "--command-timeout --role --type",
         assignments=True,
         chdir=("-D", "--chdir"),
     ),
-    "doas": describe_wrapper("-u -C"),
-    "env": describe_wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
-    "nice": describe_wrapper("-n --adjustment"),
-    "ionice": describe_wrapper("-c -n --class --classdata"),
-    "timeout": describe_wrapper("-k -s --kill-after --signal", 1),
-    "nohup": describe_wrapper(),
-    "time": describe_wrapper("-f -o --format --output"),
-    "stdbuf": describe_wrapper("-i -o -e --input --output --error"),
-    "setsid": describe_wrapper(),
+    "doas": make_wrapper("-u -C"),
+    "env": make_wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
+    "nice": make_wrapper("-n --adjustment"),
+    "ionice": make_wrapper("-c -n --class --classdata"),
+    "timeout": make_wrapper("-k -s --kill-after --signal", 1),
+    "nohup": make_wrapper(),
+    "time": make_wrapper("-f -o --format --output"),
+    "stdbuf": make_wrapper("-i -o -e --input --output --error"),
+    "setsid": make_wrapper(),
     **dict.fromkeys(
         ("fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run", "rlwrap", "valgrind", "catchsegv", "prlimit"),
-        describe_wrapper(),
+        make_wrapper(),
     ),
-    **dict.fromkeys(("setarch", "chrt"), describe_wrapper(operands=1)),
-    "command": describe_wrapper(),
-    "builtin": describe_wrapper(),
-    "exec": describe_wrapper("-a"),
-    "busybox": describe_wrapper(),
-    "toybox": describe_wrapper(),
-    "chroot": describe_wrapper("--groups --userspec", 1),
-    "unshare": describe_wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
-    "nsenter": describe_wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
-    "strace": describe_wrapper("-e -o -p -s"),
-    "ltrace": describe_wrapper("-e -o -p -s"),
-    "watch": describe_wrapper("-n --interval"),
-    "flock": describe_wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
-    "ssh": describe_wrapper("-o -p -i -l -F -J", 1),
+    **dict.fromkeys(("setarch", "chrt"), make_wrapper(operands=1)),
+    "command": make_wrapper(),
+    "builtin": make_wrapper(),
+    "exec": make_wrapper("-a"),
+    "busybox": make_wrapper(),
+    "toybox": make_wrapper(),
+    "chroot": make_wrapper("--groups --userspec", 1),
+    "unshare": make_wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
+    "nsenter": make_wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
+    "strace": make_wrapper("-e -o -p -s"),
+    "ltrace": make_wrapper("-e -o -p -s"),
+    "watch": make_wrapper("-n --interval"),
+    "flock": make_wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
+    "ssh": make_wrapper("-o -p -i -l -F -J", 1),
 }
 
 
-_UV = describe_wrapper(
+_UV = make_wrapper(
     "-p --with --with-requirements --python --extra --group --package --project --directory --env-file --index-url"
 )
-_DOCKER = describe_wrapper(
+_DOCKER = make_wrapper(
     "-v -w -e -u -p -h -l -m --name --network --volume --env --env-file --user --workdir --publish --mount --entrypoint "
     "--hostname --label --memory --cpus --gpus --platform",
     1,
 )
-AS_TEXT = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
-"""Options behind which the command is one argument, a text that is taken apart."""
+TEXT_OPTIONS = {"env": ("-S", "--split-string"), "flock": ("-c", "--command")}
+"""Options behind which the command is a single argument, which is taken apart as a script."""
 
 
-def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
+def handle_wrapper(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk a wrapper of `WRAPPERS`: note its own call with the tag `wraps`, then walk the command in it."""
     name = show_field(run.argv[0]).rpartition("/")[2]
     wrapper = WRAPPERS[name]
-    run = run.with_argv(_separate_joined_options(run.argv, wrapper, AS_TEXT.get(name, ())))
-    command = inner_command(run.argv[1:], wrapper)
+    run = run.with_argv(_separate_joined_options(run.argv, wrapper, TEXT_OPTIONS.get(name, ())))
+    command = find_inner_command(run.argv[1:], wrapper)
     inner = command.argv
     outer = run.argv[: len(run.argv) - len(inner)]
+    # A call of one of these says no more than the command in it.
     if name not in ("exec", "command", "builtin", "busybox", "toybox", "nohup") or not inner:
         walker.note_call(run.with_argv(outer if inner else run.argv))
         if inner:
@@ -94,84 +97,87 @@ def run_wrapper(walker: Walker, run: ProgramRun) -> str | None:
     if not inner:
         walker.session.written.update(dict.fromkeys(run.streams.truncates))
         return None
-    directory = (
-        outer[-1]
-        if name == "chroot"
-        else next((command.values[option] for option in wrapper.chdir if option in command.values), "")
-    )
-    if directory:  # each of these is a process of its own, so that this ends with it
+    directories = [command.values[option] for option in wrapper.chdir if option in command.values]
+    if directory := outer[-1] if name == "chroot" else "".join(directories[:1]):
+        # Each wrapper with a directory is a process of its own, so that the change ends with it.
         walker.session.cwd = walker.session.resolve_path(directory)
-    if name == "ssh" or show_field(outer[-1]) in AS_TEXT.get(name, ()):
+    if name == "ssh" or show_field(outer[-1]) in TEXT_OPTIONS.get(name, ()):
         return walker.walk_text(" ".join(show_field(a) for a in inner), run.streams)
     return walker.walk_program(ProgramRun(inner, run.streams, run.tags | command.tags))
 
 
 def _separate_joined_options(argv: list[str], wrapper: Wrapper, options: tuple[str, ...]) -> list[str]:
-    """Return the arguments with a text that is joined to one of these options, as in `env -S'ls -l'`, split off as the next
-    argument."""
+    """Return the arguments of a wrapper with a text that is joined to one of these options, as in `env -S'ls -l'`, as an argument of
+    its own behind the option."""
     index = 1
     while index < len(argv) and ((arg := show_field(argv[index])).startswith("-") or "=" in arg):
         for option in options:
             joined = f"{option}=" if option.startswith("--") else option
             if arg.startswith(joined) and len(arg) > len(joined):
                 return [*argv[:index], option, argv[index][len(joined) :], *argv[index + 1 :]]
-        name, value = parse_option(arg, wrapper.valued)
+        name, value = parse_option(arg, wrapper.options_with_value)
         index += 2 if name and value is None else 1
     return argv
 
 
 @dataclass(frozen=True, slots=True)
-class Inner:
-    """A command inside of a wrapper's arguments."""
+class InnerCommand:
+    """The command in the arguments of a wrapper, and what the wrapper says about it."""
 
     argv: list[str]
+    """The command; empty if there is none."""
     values: Mapping[str, str]
-    """Values of the wrapper's own options, by the names in `Wrapper.valued`."""
+    """Option of the wrapper, as in `Wrapper.options_with_value` -> its value."""
     tags: frozenset[str]
-    """Tags of what is set for the command."""
+    """Tags for the variables that the wrapper sets for the command, such as `sets:NAME`."""
 
 
-def inner_command(argv: list[str], wrapper: Wrapper) -> Inner:
-    """Return the command inside of a wrapper's arguments."""
-    index, operands, options = 0, wrapper.operands, True
+def find_inner_command(argv: list[str], wrapper: Wrapper) -> InnerCommand:
+    """Return the command in a wrapper's arguments, which is what follows its options, assignments and operands."""
+    index, operands_left, may_be_option = 0, wrapper.operands, True
     tags: set[str] = set()
     values: dict[str, str] = {}
     while index < len(argv):
         arg = show_field(argv[index])
-        if options and arg.startswith("-") and arg != "-":
-            options = arg != "--"
-            name, joined = parse_option(arg, wrapper.valued)
+        if may_be_option and arg.startswith("-") and arg != "-":
+            may_be_option = arg != "--"
+            name, joined = parse_option(arg, wrapper.options_with_value)
             if name:
                 values[name] = "".join(argv[index + 1 : index + 2]) if joined is None else joined
             index += 2 if name and joined is None else 1
         elif wrapper.assignments and re.match(r"[A-Za-z_]\w*=", arg):
             tags |= {f"sets:{arg.partition('=')[0]}", f"sets:{arg}"}
             index += 1
-        elif operands:
-            operands -= 1
+        elif operands_left:
+            operands_left -= 1
             index += 1
         else:
             break
-    return Inner(argv[index:], values, frozenset(tags))
+    return InnerCommand(argv[index:], values, frozenset(tags))
 
 
-def parse_option(arg: str, valued: Collection[str]) -> tuple[str, str | None]:
-    """Return the option with a value that an argument names, and the value if it is joined to it; an empty name if it is none.
+def parse_option(arg: str, options_with_value: Collection[str]) -> tuple[str, str | None]:
+    """Return the option with a value that an argument names, and its value if it stands in the same argument, else None. The name is
+    empty if the argument names no such option.
 
-    A long option may be cut short, short ones may stand together.
+    A long option may be cut short (`--us=root` for `--user`), and short ones may stand together (`-nu root` for `-n -u root`).
     """
     if arg.startswith("--"):
         name, equals, value = arg.partition("=")
-        full_name = next((option for option in sorted(valued) if option.startswith(name)), "") if name != "--" else ""
+        full_name = (
+            next((option for option in sorted(options_with_value) if option.startswith(name)), "")
+            if name != "--"
+            else ""
+        )
         return full_name, value if equals else None
     for index, letter in enumerate(arg):
-        if index and f"-{letter}" in valued:
+        if index and f"-{letter}" in options_with_value:
             return f"-{letter}", arg[index + 1 :] or None
     return "", None
 
 
-def run_script(walker: Walker, run: ProgramRun) -> str | None:
-    """`script -c` and `su -c`: the command is one argument."""
+def handle_script(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `script -c COMMAND` or `su -c COMMAND`, where the command is one argument."""
     walker.note_call(run)
     for index, arg in enumerate(run.argv[1:-1], 1):
         if arg.startswith("-") and arg.endswith("c"):
@@ -179,21 +185,22 @@ def run_script(walker: Walker, run: ProgramRun) -> str | None:
     return None
 
 
-def run_runner(walker: Walker, run: ProgramRun) -> str | None:
-    """`uv run`, `poetry run`, `pipenv run`."""
+def handle_project_runner(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `uv run COMMAND`, `poetry run COMMAND` or `pipenv run COMMAND`; any other sub-command is only noted."""
     if run.argv[1:2] != ["run"]:
         walker.note_call(run)
         return None
-    command = inner_command(run.argv[2:], _UV)
+    command = find_inner_command(run.argv[2:], _UV)
     if directory := command.values.get("--directory"):
         walker.session.cwd = walker.session.resolve_path(directory)
     return walker.walk_program(run.with_argv(command.argv)) if command.argv else None
 
 
-def run_docker(walker: Walker, run: ProgramRun) -> str | None:
-    """`docker exec CONTAINER command` and `docker run IMAGE command`."""
+def handle_docker(walker: Walker, run: ProgramRun) -> str | None:
+    """Walk `docker exec CONTAINER COMMAND` or `docker run IMAGE COMMAND`. While the command is walked, directories that are mounted in
+    the container are links to those of this machine."""
     position = next((i for i, arg in enumerate(run.argv) if show_field(arg) in ("exec", "run")), 0)
-    inner = inner_command(run.argv[position + 1 :], _DOCKER).argv if position else []
+    inner = find_inner_command(run.argv[position + 1 :], _DOCKER).argv if position else []
     outer = run.argv[: len(run.argv) - len(inner)]
     mounts = _find_mounts(outer)
     walker.note_call(run.with_argv([mounts[arg][0] if arg in mounts else arg for arg in outer]))
@@ -208,19 +215,17 @@ def run_docker(walker: Walker, run: ProgramRun) -> str | None:
 
 
 def _find_mounts(argv: list[str]) -> dict[str, tuple[str, str]]:
-    """Return the arguments that mount a directory in a container: argument -> (path on this machine, path in the container)."""
+    """Return argument -> (path on this machine, path in the container) for each argument that mounts a directory of this machine in a
+    container: `-v A:B`, `--volume=A:B` or `--mount type=bind,src=A,dst=B`."""
     mounts = {}
     for previous_arg, arg in pairwise(argv):
         name, _, joined = arg.partition("=")
-        value = (
-            joined if name in ("--volume", "--mount") else arg if previous_arg in ("-v", "--volume", "--mount") else ""
-        )
+        value = arg if previous_arg in ("-v", "--volume", "--mount") else ""
+        value = joined if name in ("--volume", "--mount") else value
         parts = dict(option.partition("=")[::2] for option in value.split(","))
-        source, target = (
-            parts.get("src", parts.get("source", "")),
-            parts.get("dst", parts.get("target", parts.get("destination", ""))),
-        )
-        if value and not target:
+        source = parts.get("src", parts.get("source", ""))
+        target = parts.get("dst", parts.get("target", parts.get("destination", "")))
+        if value and not target:  # the short form `A:B` or `A:B:ro`
             source, _, remainder = value.partition(":")
             target = remainder.partition(":")[0]
         if source and target.startswith("/") and (source.startswith(("/", ".", "~")) or not is_fully_known(source)):

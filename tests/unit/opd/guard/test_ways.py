@@ -6,7 +6,7 @@ import pytest
 
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.rules import RuleSet, shipped_rules
-from opd.guard.shell.ways import MAX_WAYS
+from opd.guard.shell.ways import MAX_STATES
 from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))
@@ -245,7 +245,7 @@ def test_states_that_are_the_same_count_once_and_others_are_few() -> None:
     assert not session.others
     many = "; ".join(f"grep -q {n} notes && x{n}=1" for n in range(9))
     GUARD.check(ToolCall(name="bash", arguments={"command": f"{many}; test -f a && cd /srv"}), session)
-    assert len(session.others) == MAX_WAYS - 1
+    assert len(session.others) == MAX_STATES - 1
     assert {"/workspace", "/srv"} == {session.cwd, *(other.cwd for other in session.others)}
 
 
