@@ -308,7 +308,7 @@ class _Compiler:
 
 
 def _text_test(key: str, globs: TextGlobs) -> Test:
-    return lambda texts, begins_at: globs.hold_one(texts[key])
+    return lambda texts, begins_at: globs.matches_any_text(texts[key])
 
 
 def _other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
@@ -324,7 +324,7 @@ def _path_test(key: str, globs: PathGlobs) -> Test:
 
 
 def _cover_test(globs: PathGlobs) -> Test:
-    return lambda texts, begins_at: any(globs.covered_by(path, begins_at) for path in texts["covers"])
+    return lambda texts, begins_at: any(globs.may_expand_into(path, begins_at) for path in texts["covers"])
 
 
 def shipped_rules() -> RuleFile:
