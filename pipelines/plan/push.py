@@ -74,8 +74,8 @@ class Push:
     def push_seconds(self, prompt: int, gathered: float) -> Seconds:
         """A push whose weights the ranks gather in so many seconds, and its proof; prompts of so many tokens are its probe."""
         # Ranks gather and prove, engines read and prove, on cores that they may have to share.
-        crowd = RANKS * self.hardware.trainer.crowd + (1 - RANKS) * self.hardware.rollout.crowd
-        overhead = self.spec.overheads.phase.s + crowd * self.spec.overheads.push.of(self.shape.tensors)
+        slowdown = RANKS * self.hardware.trainer.slowdown + (1 - RANKS) * self.hardware.rollout.slowdown
+        overhead = self.spec.overheads.phase.s + slowdown * self.spec.overheads.push.for_tensors(self.shape.tensors)
         out, into = self._send_seconds(), self._receive_seconds()
         link = gathered + out.link + into.link
         if self.over_network and (self.spec.machine.gpus or self._away):
