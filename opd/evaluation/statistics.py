@@ -40,9 +40,8 @@ def confidence_interval(scores: Sequence[Sequence[float]]) -> tuple[float, float
     p = fmean(means)
     variance = sum((mean - p) ** 2 for mean in means) / num_questions**2
     if p in (0.0, 1.0):
-        draws: float = (
-            num_questions  # all answers are alike, so nothing says how much those to one question would differ
-        )
+        # All answers are alike, so nothing says how much those to one question would differ.
+        draws: float = num_questions
     else:
         draws = min(max(p * (1 - p) / variance if variance else inf, num_questions), num_answers)
     centre = (p + Z**2 / (2 * draws)) / (1 + Z**2 / draws)

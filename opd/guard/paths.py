@@ -122,9 +122,7 @@ class PathGlobs:
         outside = [glob.removeprefix(OUTSIDE) for glob in globs if glob.startswith(OUTSIDE)]
         self._outside = _compile_alternatives(outside) if outside else None
         # The globs are over absolute paths, so a relative name is tried as if it lay at the root.
-        self._well_known = [
-            name for name in well_known if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)
-        ]
+        self._well_known = [p for p in well_known if self._regex.fullmatch(p if p[0] in "/*" else "/" + p)]
 
     def matches_path(self, path: str, cwd: str) -> bool:
         """Return True if one of the globs fits the absolute path, or if the path is a pattern that the shell may expand to a

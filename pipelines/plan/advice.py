@@ -50,11 +50,10 @@ def needs_less_memory(value: Any, current: Any) -> bool:
         return bool(current == "float32")
     if isinstance(value, str):  # a size, such as `teachers.memory`
         return isinstance(current, int) and current > TypeAdapter(ByteSize).validate_python(value)
-    if current is None:
-        return True
-    if isinstance(value, bool):  # gradient checkpointing: needs less where it is on
-        return value > current
-    return not isinstance(value, dict) and bool(value < current)
+    if current is None or isinstance(value, dict):  # adapters, which a pipeline has or has not
+        return current is None
+    # Gradient checkpointing needs less if it is on, a number if it is lower.
+    return bool(value > current if isinstance(value, bool) else value < current)
 
 
 def _fits_with_changes(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:

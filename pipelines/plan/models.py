@@ -84,13 +84,8 @@ def read_models(config: PipelineConfig) -> Models:
         lora=None if lora is None else LoraSize(trained=trained, pushed=pushed),
         bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
     )
-    return Models(
-        merge=merge,
-        student=shape,
-        scorers={name: shapes[name] for name in scorers},
-        samples=_samples_by_domain(config),
-        notes=tuple(notes),
-    )
+    samples, scorer_shapes = _samples_by_domain(config), {name: shapes[name] for name in scorers}
+    return Models(merge=merge, student=shape, scorers=scorer_shapes, samples=samples, notes=tuple(notes))
 
 
 def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:

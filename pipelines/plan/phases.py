@@ -71,7 +71,7 @@ class PhaseCosts:
         engine, shape, spec = self.hardware.rollout, self.models.student, self.spec
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
-        factors, overheads = spec.factors, spec.overheads
+        factors, event = spec.factors, spec.overheads
         copies = cache_copies(self.config, shape.attention, spec.machine.gpus)
 
         def prefill(tokens: int) -> Seconds:
@@ -91,16 +91,11 @@ class PhaseCosts:
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
                 link=self._reduce_seconds(batch),
-                overhead=engine.slowdown
-                * (overheads.engine_step.for_tensors(shape.tensors) + batch * overheads.token.s),
+                overhead=engine.slowdown * (event.engine_step.seconds(shape.tensors) + batch * event.token.s),
             )
 
-        return EngineCost(
-            prefill=prefill,
-            decode=decode,
-            request=Seconds(overhead=overheads.request.s),
-            phase=Seconds(overhead=overheads.phase.s),
-        )
+        request, phase = Seconds(overhead=event.request.s), Seconds(overhead=event.phase.s)
+        return EngineCost(prefill=prefill, decode=decode, request=request, phase=phase)
 
     def _reduce_seconds(self, tokens: int) -> float:
         """Return the seconds in which the devices of one engine add up their parts of each layer's results, twice a layer."""
@@ -128,18 +123,14 @@ class PhaseCosts:
 
     def _unit_sizes(self, name: str, lengths: StepLengths) -> list[int]:
         """Return the tokens of each unit of the domains that a teacher scores."""
-        scoring = self.models.merge.scoring
-        domains = {
-            domain
-            for domain, assigned in scoring.items()
-            if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]
-        }
+        scoring = self.models.merge.scoring.items()
+        domains = {domain for domain, teachers in scoring if name in [weighted.teacher.name for weighted in teachers]}
         return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
     def _teacher_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
         """Return the time in which one teacher comes to its worker and scores units of these sizes, in tokens."""
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
-        overheads = self.spec.overheads
+        event = self.spec.overheads
         compute, computed, passes = 0.0, 0, 0
         for batch in cut_into_batches(sorted(sizes), SCORE_TOKENS):
             tokens, width = count_padded_tokens(batch)
@@ -151,9 +142,7 @@ class PhaseCosts:
         return Seconds(
             compute=compute,
             link=self._load_seconds(name) + passes * self._offload_seconds(name),
-            overhead=overheads.teacher.for_tensors(shape.tensors)
-            + rows * overheads.scored_row.s
-            + computed * overheads.scored_token.s,
+            overhead=event.teacher.seconds(shape.tensors) + rows * event.scored_row.s + computed * event.scored_token.s,
         )
 
     def _load_seconds(self, name: str) -> float:
@@ -222,9 +211,7 @@ class PhaseCosts:
         compute += trainer.matmul_seconds(start_flops, dtype, spec.factors.forward.share)
         rows = sum(len(responses) for _, responses in units)
         event = spec.overheads
-        overhead = (
-            event.micro_batch.for_tensors(shape.tensors) + rows * event.trained_row.s + tokens * event.trained_token.s
-        )
+        extra = event.micro_batch.seconds(shape.tensors) + rows * event.trained_row.s + tokens * event.trained_token.s
         gathers = 3 if start_sizes else 2  # forward, backward, and the pass without adapters
         link = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
         hidden_link = min(spec.factors.hidden.share * link, compute)
@@ -234,7 +221,7 @@ class PhaseCosts:
             compute=compute,
             memory=logits,
             link=link - hidden_link,
-            overhead=trainer.slowdown * overhead + self._message_seconds(gathers),
+            overhead=trainer.slowdown * extra + self._message_seconds(gathers),
         )
 
     @property
@@ -256,12 +243,11 @@ class PhaseCosts:
         laid_out = sum(unit.length for unit, _ in lengths.units)
         start_tokens = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
+        train = self._body_passes * shape.forward(laid_out, context) + shape.forward(start_tokens, context) + heads
         return {
             "rollout": shape.forward(prompts + responses, context) + 2 * responses * shape.head,
             "score": scored,
-            "train": self._body_passes * shape.forward(laid_out, context)
-            + shape.forward(start_tokens, context)
-            + heads,
+            "train": train,
             "sync": 0.0,
         }
 
@@ -276,9 +262,8 @@ class PhaseCosts:
         ranks run a start student themselves, with its head."""
         sends = answer_class(self.config.teachers.payload).SENDS_HEADS
         start_samples = sum(self.models.samples[domain] for domain in start_student_weights(self.config))
-        return ((self.models.target_rows if sends else 0) + start_samples) / max(
-            1, self.config.trainer.samples_per_step
-        )
+        head_rows = self.models.target_rows if sends else 0
+        return (head_rows + start_samples) / max(1, self.config.trainer.samples_per_step)
 
     def gather_seconds(self, times: int = 2) -> float:
         """Return the seconds in which the ranks gather all weights so many times; a micro-batch does it forward and backward."""

@@ -100,7 +100,7 @@ class SecondsSpec(Strict):
     why: str = Field(..., min_length=1)
     """How it was found."""
 
-    def for_tensors(self, tensors: int) -> float:
+    def seconds(self, tensors: int) -> float:
         """Return the seconds of an event that is about a model of `tensors` tensors."""
         return self.s + self.tensor * tensors
 
