@@ -53,6 +53,7 @@ class AgentConfig(Strict):
     @field_validator("env")
     @classmethod
     def _refuse_reserved_variables(cls, variables: dict[str, str]) -> dict[str, str]:
+        # `inherit` needs no such check, since our variables are set after those that a program inherits.
         reserved = [name for name in variables if name in RESERVED_VARIABLES]
         if reserved:
             # Shown as what is wanted; `found` is shown as what was found instead.

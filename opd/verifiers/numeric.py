@@ -11,9 +11,9 @@ from typing import Any
 
 NUMBER = re.compile(
     r"""
-    (?: (?<![\w.)]) [-+] )?                       # `x=-4` ends with -4, `3-4` with 4
-    (?: (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )
-    (?: [eE][-+]?\d{1,3}(?!\d) )?
+    (?: (?<![\w.)]) [-+] )?                                         # `x=-4` ends with -4, `3-4` with 4
+    (?: (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ ) (?:\.\d+)? | \.\d+ )   # 1,204.50 or 1204.5 or .5
+    (?: [eE][-+]?\d{1,3}(?!\d) )?                                   # an exponent of three digits at most
     """,
     re.VERBOSE | re.ASCII,
 )

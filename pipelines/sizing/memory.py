@@ -385,7 +385,8 @@ def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
 
 
 def _off_gpu_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    """Return the memory of teachers' layers that have no room on GPUs and wait in this machine's memory."""
+    """Return the memory of teachers' layers that have no room on GPUs and wait in this machine's memory. The files of
+    layers on GPUs are mapped, which is not counted."""
     waiting = in_memory(config.teachers, scoring_bytes(config, models)[0]) if models.scorers else 0
     nbytes = config.teachers.scoring_workers * waiting
     knobs = "teachers.max_memory, teachers.dtype"
