@@ -33,7 +33,7 @@ from pipelines.commands import (
 )
 
 app = typer.Typer(
-    cls=shell.EndsClearly,
+    cls=shell.ErrorExplainingGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Merge many expert models into one by on-policy distillation.",
@@ -45,6 +45,7 @@ app = typer.Typer(
         "opd --install-completion",
     ),
 )
+# The order is that of the help page.
 for commands in (
     demo,
     init,
@@ -74,7 +75,7 @@ for name, group in (
     app.add_typer(group.app, name=name)
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         typer.echo(__version__)
         raise typer.Exit
@@ -83,8 +84,9 @@ def _version(show: bool) -> None:
 @app.callback()
 def main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    # `ErrorExplainingGroup` reads it by its name.
     debug: Annotated[
         bool, typer.Option(shell.DEBUG, envvar="OPD_DEBUG", help="Show the traceback of an error before its message.")
     ] = False,

@@ -19,10 +19,12 @@ RESERVED_VARIABLES = (
     "OPD_TASK",
     "OPD_RESULT",
 )
-"""Variables that every program gets from us."""
+"""Variables that every program gets from us. They lead it to the student and to its task."""
 
 
 class AgentConfig(Strict):
+    """A program as the agent of a domain. Its result is the file whose path is OPD_RESULT, or else the last line that it prints."""
+
     command: list[Annotated[PathOrName, Field(min_length=1)]] = Field(..., min_length=1)
     """Program and arguments. `python` is the one that runs `opd`; files of the current directory become absolute
     paths."""
@@ -36,23 +38,25 @@ class AgentConfig(Strict):
     metadata: list[str] = []
     """Keys of the prompt's metadata that the program gets. It never gets the answer."""
     verifier: VerifierConfig | None = None
-    """Judges the result's answer, else the student's last reply; default: the result's own `reward`."""
+    """Judges the `answer` in the program's result, or else the student's last reply; default: the `reward` in the result counts."""
     timeout_s: float = Field(600, gt=0)
-    """Deadline of an episode, and then of its verifier."""
+    """Seconds until an episode must end; its verifier has as long again."""
     parallel: int = Field(16, ge=1)
-    """Most programs at a time for each rollout worker."""
+    """Programs that run at a time for each rollout worker, at most."""
     max_calls: int = Field(64, ge=1)
-    """Most requests of a program, retries and refused ones included."""
+    """Requests that a program may make, retries and refused ones included."""
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that the student may write in an episode; default: no limit."""
     max_broken: float = Field(0.1, ge=0, le=1)
-    """The run stops if more of a step's episodes of this domain break; one always may."""
+    """The run stops if a larger share of a step's episodes of this domain breaks; a single broken episode never stops it."""
 
     @field_validator("env")
     @classmethod
     def _refuse_reserved_variables(cls, variables: dict[str, str]) -> dict[str, str]:
+        # `inherit` needs no such check, since our variables are set after those that a program inherits.
         reserved = [name for name in variables if name in RESERVED_VARIABLES]
         if reserved:
+            # Shown as what is wanted; `found` is shown as what was found instead.
             raise PydanticCustomError(
                 "taken",
                 "other names than {ours}, which lead to the student",

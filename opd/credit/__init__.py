@@ -1,7 +1,8 @@
-"""Credit: what an episode's reward says about each token that the policy sampled. One file per kind, behind one dictionary.
+"""Credit turns the reward of an episode into an advantage for each token that the policy sampled. One file per kind, behind one
+dictionary.
 
-`none` takes the reward as it is, `leave_one_out`, `group` and `ema` take a baseline off it, which all tokens of an episode
-share. `critic` learns the value of every state, and gives each token its own advantage (`gae`).
+`none` takes the reward as it is. `leave_one_out`, `group` and `ema` subtract a baseline from it, and give all tokens of an episode
+the result. `critic` learns the value of every state, and gives each token an advantage of its own (`gae`).
 """
 
 CREDITS: dict[str, str] = {

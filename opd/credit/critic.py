@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
 
 SHOWN_TURNS = 8
-"""Turns whose bias is among the readings."""
+"""Number of turns of which the readings show the bias, from the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,9 @@ class WarmUp:
     explained: float = 0.0
     """The critic is warm once it explains more than this share of the returns' variance, in states that it did not learn."""
     steps: int = 2
-    """So many steps in a row."""
+    """It must do so in this many steps in a row."""
     at_most: int | None = None
-    """The run stops after so many steps without a warm critic; None: it goes on."""
+    """The run stops if the critic is not warm after this many steps; None: it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,25 +66,25 @@ class CriticCredit:
         self._explaining_steps = 0
         """Steps in a row in which the critic explained enough."""
         self._cold_steps = 0
-        """Steps that were taken before the critic was warm."""
+        """Number of steps after which the critic was not yet warm."""
         self._written: tuple[WrittenFile, ...] = ()
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
-        tries = group_into_episodes(rollouts)
-        segments = [segment for episode in tries for segment in episode.segments]
+        episodes = group_into_episodes(rollouts)
+        segments = [segment for episode in episodes for segment in episode.segments]
         if not any(segment.num_trained for segment in segments):
             return StepCredit(advantages={s.sample_id: np.zeros(0, np.float32) for s in segments}, warm=self._warm)
         values = self._engine.values(segments)
         _refuse_broken(step, values)
         advantages: dict[str, Floats] = {}
         returns: dict[str, Floats] = {}
-        for episode in tries:
+        for episode in episodes:
             credit = compute_credit(episode, values, self._spec.gae)
             advantages |= credit.advantages
             returns |= credit.returns
         token_values = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
         updates = [self._engine.update(step, returns, token_values) for _ in range(self._spec.updates)]
-        readings = _summarise_critic(tries, token_values, returns)
+        readings = _summarise_critic(episodes, token_values, returns)
         # Measured on values from before the updates: states that the critic has not learnt from.
         self._count_warm_up_step(step, readings.get("explained_variance"))
         readings |= {"value_loss": updates[0][0], "critic_grad_norm": updates[-1][1]} if updates else {}
@@ -99,10 +99,11 @@ class CriticCredit:
         warm_up = self._spec.warm_up
         if self._warm:
             return
-        self._explaining_steps = (
-            self._explaining_steps + 1 if explained is not None and explained > warm_up.explained else 0
-        )
-        self._cold_steps += not self._warm
+        explains = explained is not None and explained > warm_up.explained
+        self._explaining_steps = self._explaining_steps + 1 if explains else 0
+        if self._warm:
+            return
+        self._cold_steps += 1
         if warm_up.at_most is not None and self._cold_steps >= warm_up.at_most:
             reason = "all returns are equal, so no reward tells states apart"
             if explained is not None:
@@ -115,9 +116,8 @@ class CriticCredit:
         self._engine.wait_ready()
 
     def begin_save(self, path: Path) -> None:
-        self._written = (
-            write_state(path, json.dumps({"above": self._explaining_steps, "cold_steps": self._cold_steps})),
-        )
+        state = {"above": self._explaining_steps, "cold_steps": self._cold_steps}
+        self._written = (write_state(path, json.dumps(state)),)
         self._engine.begin_save(path)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
@@ -138,7 +138,8 @@ def _refuse_broken(step: int, values: Mapping[str, Floats]) -> None:
 
 
 def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
-    """Return 1 - Var(return - value) / Var(return): 1 is all of it, 0 as good as a constant. None if all returns are equal."""
+    """Return the share of the returns' variance that the values explain, 1 - Var(return - value) / Var(return). 1 is all of it, 0 is no
+    more than a constant explains. None if all returns are equal."""
     total = float(return_N.astype(np.float64).var())
     if total < 1e-12:
         return None
@@ -146,14 +147,14 @@ def explained_variance(value_N: Floats, return_N: Floats) -> float | None:
 
 
 def _summarise_critic(
-    tries: Sequence[Episode], values: Mapping[str, Floats], returns: Mapping[str, Floats]
+    episodes: Sequence[Episode], values: Mapping[str, Floats], returns: Mapping[str, Floats]
 ) -> dict[str, float]:
-    """Summarise the critic's values of the step, from before it learned from the step."""
-    segments = [segment for episode in tries for segment in episode.segments]
+    """Summarise the values that the critic gave the step before it learned from it."""
+    segments = [segment for episode in episodes for segment in episode.segments]
     value_N = np.concatenate([values[s.sample_id] for s in segments])
     return_N = np.concatenate([returns[s.sample_id] for s in segments])
     readings = {
-        "mean_return": fmean(episode.reward for episode in tries),
+        "mean_return": fmean(episode.reward for episode in episodes),
         "mean_value": float(value_N.mean(dtype=np.float64)),
     }
     explained = explained_variance(value_N, return_N)

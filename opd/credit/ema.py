@@ -1,7 +1,8 @@
-"""The baseline is a running mean of a domain's rewards in the steps before (RAE): for one try at each prompt.
+"""The baseline is a running mean of a domain's rewards in earlier steps (RAE, role-conditioned advantage estimation, with domains
+for roles). It is for `rollout.n: 1`, where a prompt has no other responses to be compared with.
 
-No episode of a step is in the baseline of the step, so it takes nothing from the gradient's mean. In a domain's first step
-the other episodes of the domain stand in.
+No episode is in its own baseline, so the baseline adds no bias to the gradient. In a domain's first step there is no earlier
+reward: the baseline of an episode is then the mean reward of the domain's other episodes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from opd.records.types import Rollout, WrittenFile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmaSpec:
-    """Settings of the running mean."""
+    """Settings of the running means."""
 
     decay: float = 0.95
     """Weight of the old mean when an episode is added; 0.95 averages over about twenty episodes."""
@@ -31,32 +32,34 @@ class EmaCredit:
     def __init__(self, spec: EmaSpec) -> None:
         self._spec = spec
         self._sums: dict[str, tuple[float, float]] = {}
-        """Domain -> sum of its rewards up to the last step, the newest most, and the same sum of ones: the mean's two halves."""
+        """Domain -> (weighted sum of its rewards, sum of the weights), later episodes weighing more. Their quotient is the mean;
+        the division keeps the first episodes from pulling it to 0."""
         self._written: tuple[WrittenFile, ...] = ()
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
-        tries = group_into_episodes(rollouts)
-        other_means = mean_of_others(tries, [episode.domain for episode in tries])
+        episodes = group_into_episodes(rollouts)
+        other_means = mean_of_others(episodes, [episode.domain for episode in episodes])
         advantages = [
             episode.reward - self._domain_baseline(episode.domain, other_mean)
-            for episode, other_mean in zip(tries, other_means, strict=True)
+            for episode, other_mean in zip(episodes, other_means, strict=True)
         ]
-        # After the advantages: no episode of a step is in the step's own baseline.
-        self._update_means(tries)
+        # Only now, so that the rewards of this step are in the baselines of later steps alone.
+        self._update_means(episodes)
         return StepCredit(
-            advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages)
+            advantages=spread_over_tokens(episodes, advantages), readings=summarise_advantages(episodes, advantages)
         )
 
     def _domain_baseline(self, domain: str, other_mean: float | None) -> float:
-        """Return the mean of the steps before; without any, `other_mean`, and 0 if that is None."""
+        """Return the mean of the domain's earlier steps; `other_mean` if it has none, and 0 if that is None too."""
         if domain in self._sums:
             total, weight = self._sums[domain]
             return total / weight
         return 0.0 if other_mean is None else other_mean
 
-    def _update_means(self, tries: Sequence[Episode]) -> None:
+    def _update_means(self, episodes: Sequence[Episode]) -> None:
+        """Add the episodes to the means, in their order: a later one weighs more."""
         decay = self._spec.decay
-        for episode in tries:
+        for episode in episodes:
             total, weight = self._sums.get(episode.domain, (0.0, 0.0))
             self._sums[episode.domain] = (decay * total + (1 - decay) * episode.reward, decay * weight + (1 - decay))
 
@@ -67,7 +70,7 @@ class EmaCredit:
         self._written = (write_state(path, json.dumps({"sums": self._sums})),)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile]:
-        return self._written
+        return self._written  # `begin_save` has written it at once, so there is nothing to wait for
 
     def load(self, path: Path) -> None:
         self._sums = {domain: (total, weight) for domain, (total, weight) in read_state(path)["sums"].items()}

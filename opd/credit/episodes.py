@@ -1,7 +1,7 @@
-"""The episodes of a step: rollouts that share one outcome.
+"""The episodes of a step, each of which is one or more rollouts that share one outcome.
 
-A baseline compares outcomes, so it goes by episodes. Segments of an episode are not independent tries: if each counted as
-one, an episode that was compacted three times would weigh four times as much, and its own reward would be in its baseline.
+A baseline compares outcomes, so it counts episodes. The segments of an episode are not independent: if each of them counted, an
+episode that was compacted three times would weigh four times as much, and its own reward would be in its baseline.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
 
 FLAT_ADVANTAGE = 1e-9
-"""An advantage below it comes of rounding alone."""
+"""An advantage whose size is below this is 0 but for rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """One try with its outcome."""
+    """The segments of one episode with its outcome."""
 
     segments: tuple[Rollout, ...]
     """Segments in the order of the step; at least one."""
@@ -37,7 +37,7 @@ class Episode:
 
     @property
     def group(self) -> str:
-        """Shared by all tries at one prompt in a step."""
+        """Shared by all episodes of one prompt in a step."""
         return self.segments[0].group
 
     @property
@@ -51,7 +51,7 @@ class Episode:
 
 
 def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
-    """Return the episodes that have a reward, in the order in which they begin."""
+    """Return the episodes that have a reward, in the order of their first segments."""
     segments: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         segments[rollout.episode].append(rollout)
@@ -65,31 +65,32 @@ def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
     return episodes
 
 
-def mean_of_others(tries: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
-    """Return for each episode the mean reward of the others with the same key, None if there is no other."""
+def mean_of_others(episodes: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
+    """Return for each episode the mean reward of the other episodes with the same key; None if there is no other. `keys`: one for
+    each episode."""
     rewards: dict[str, list[float]] = defaultdict(list)
-    for key, episode in zip(keys, tries, strict=True):
+    for key, episode in zip(keys, episodes, strict=True):
         rewards[key].append(episode.reward)
     return [
         (sum(rewards[key]) - episode.reward) / (len(rewards[key]) - 1) if len(rewards[key]) > 1 else None
-        for key, episode in zip(keys, tries, strict=True)
+        for key, episode in zip(keys, episodes, strict=True)
     ]
 
 
-def spread_over_tokens(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
-    """Return sample id -> the advantage of its episode, once for each trained token."""
+def spread_over_tokens(episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
+    """Return for each sample id [N] the advantage of its episode, repeated for each trained token."""
     return {
         segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
-        for episode, advantage in zip(tries, advantages, strict=True)
+        for episode, advantage in zip(episodes, advantages, strict=True)
         for segment in episode.segments
     }
 
 
-def summarise_advantages(tries: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
+def summarise_advantages(episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
     """Return the mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
-    if not tries:
+    if not episodes:
         return {}
     return {
-        "mean_return": fmean(episode.reward for episode in tries),
-        "flat": sum(abs(advantage) < FLAT_ADVANTAGE for advantage in advantages) / len(tries),
+        "mean_return": fmean(episode.reward for episode in episodes),
+        "flat": sum(abs(advantage) < FLAT_ADVANTAGE for advantage in advantages) / len(episodes),
     }

@@ -1,4 +1,4 @@
-"""Advantages from values: GAE along the tokens that the policy sampled, whatever lies between them.
+"""Advantages from values: generalised advantage estimation (GAE) along the tokens that the policy sampled, whatever lies between.
 
     segment 0   P P P P  a a a  o o o  a a  o  S S        a, S sampled: actions and a summary; P prompt, o observation
     segment 1            P P P P  (copied)  o o  a a a    reward
@@ -9,11 +9,11 @@ lambda, and no reward lies on them: the last token of a turn is followed by the 
 segment by the first of the segment that goes on from its summary. So cutting an episode changes no advantage, and what is
 learned at the end reaches a token with (gamma lambda)^k, k the sampled tokens between, those of later segments among them.
 
-A sub-agent is a line of its own that ends with the episode's outcome. Who started it reads its answer as an observation. Lines of
-their own are also a dialogue that an agent's program had beside one that went on, and one that begins with nothing that the
-policy wrote. A fork that its parent did not outlive goes on in the line.
+A sub-agent is a line of its own that ends with the episode's outcome. The agent that started it reads its answer as an observation. A
+dialogue that an agent's program has beside another one is also a line of its own, and so is one that begins with nothing that the
+policy wrote. A fork whose parent does not go on afterwards continues the line of its parent.
 
-An episode that was cut from outside has not failed. If it earned nothing, its outcome is the value of the state at the cut.
+An episode that was cut from outside has not failed. If its reward is 0, its outcome is the value of the state at the cut.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def compute_credit(episode: Episode, values: Mapping[str, Floats], spec: GaeSpec
     """Compute advantages and returns of every segment. `values`: sample id -> [N + 1] the value of the state before each trained
     token, and of the state behind the last token of the segment."""
     credit = EpisodeCredit({}, {})
-    every = split_into_lines(episode)
+    lines = split_into_lines(episode)
     outcome = episode.reward
     if not episode.reward and episode.stop_reason in spec.bootstrap:
-        outcome = spec.gamma * float(values[every[0][-1].sample_id][-1])
-    for line in every:
+        outcome = spec.gamma * float(values[lines[0][-1].sample_id][-1])
+    for line in lines:
         _credit_line(line, values, outcome, spec, credit)
     return credit
 
@@ -109,18 +109,18 @@ def _credit_line(
 
 
 def adaptive_lambda(tokens: int) -> float:
-    """Return lambda for a line of so many trained tokens: tokens of padding, prompt or observations do not count."""
+    """Return lambda for a line of `tokens` trained tokens; those of padding, prompts and observations do not count."""
     return 1 - 1 / (ADAPTIVE_FACTOR * max(1, tokens))
 
 
 def compute_gae(value_N: Doubles, outcome: float, gamma: float, lam: float) -> Doubles:
     """Return [N] advantages of a line of actions whose states have these values; the last action earns the outcome.
 
-    A_t = sum_k (gamma lambda)^k (gamma v_{t+k+1} - v_{t+k}), with the outcome in place of the value behind the last.
+    A_t = sum_k (gamma lambda)^k (gamma v_{t+k+1} - v_{t+k}), where for the last action the outcome stands in place of gamma v_{t+k+1}.
     """
     advantage_N = np.empty(len(value_N))
     running, following = 0.0, outcome
-    # From the end: an advantage has that of the next token in it.
+    # From the end, because each advantage contains that of the next token.
     for index in range(len(value_N) - 1, -1, -1):
         value = float(value_N[index])
         running = following - value + gamma * lam * running

@@ -1,6 +1,6 @@
-"""The baseline is the mean reward of all tries at the same prompt, the try itself among them (GRPO).
+"""The baseline is the mean reward of all episodes of the same prompt in the step, the episode itself included (GRPO).
 
-A prompt that was tried once, or whose tries all earned the same, teaches nothing: its advantages are 0.
+A prompt with one episode, or whose episodes all have the same reward, teaches nothing: its advantages are 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from opd.credit.episodes import Episode
 from opd.credit.stateless import Stateless
 
 EPSILON = 1e-6
-"""Added to a standard deviation before anything is divided by it."""
+"""Added to a standard deviation before rewards are divided by it, since it may be 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,14 @@ class GroupCredit(Stateless):
     def __init__(self, spec: GroupSpec) -> None:
         self._spec = spec
 
-    def advantages(self, tries: Sequence[Episode]) -> list[float]:
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
         rewards: dict[str, list[float]] = defaultdict(list)
-        for episode in tries:
+        for episode in episodes:
             rewards[episode.group].append(episode.reward)
         means = {group: fmean(group_rewards) for group, group_rewards in rewards.items()}
         scales = {group: self._advantage_scale(group_rewards) for group, group_rewards in rewards.items()}
-        return [(episode.reward - means[episode.group]) / scales[episode.group] for episode in tries]
+        return [(episode.reward - means[episode.group]) / scales[episode.group] for episode in episodes]
 
     def _advantage_scale(self, rewards: Sequence[float]) -> float:
+        """Return the number by which the advantages of a group with these rewards are divided."""
         return stdev(rewards) + EPSILON if self._spec.divide_by_std and len(rewards) > 1 else 1.0

@@ -1,4 +1,4 @@
-"""The interface of credit for the loop and its checkpoints, common to all kinds."""
+"""The interface that every kind of credit has for the loop and its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepCredit:
     """Sample id -> [N] advantage of each trained token, in the order of `Rollout.trained`. Every rollout with a reward is in
     it, also one without a trained token; a rollout whose reward is None is not."""
     readings: Mapping[str, float] = field(default_factory=dict)
-    """Name -> number for the metrics; a number that does not exist in this step is left out."""
+    """Name -> number for the metrics. A number that this step does not have is left out."""
     warm: bool = True
     """True if the policy may train on these advantages; False while a critic still explains nothing."""
 
@@ -48,8 +48,8 @@ class Credit(Protocol):
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Copy the state behind the last `assign`; it is written into this directory meanwhile, which is made for it. Credit
-        without a state leaves the directory unmade."""
+        """Copy the state as the last `assign` left it, and return; the copy is written into this directory, which is made for it, while
+        the run goes on. Credit without a state makes no directory."""
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:

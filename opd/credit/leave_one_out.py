@@ -1,7 +1,7 @@
-"""The baseline is the mean reward of the other tries at the same prompt (RLOO).
+"""The baseline is the mean reward of the other episodes of the same prompt in the step (RLOO, REINFORCE leave-one-out).
 
-It does not depend on the try itself, so it takes nothing from the gradient's mean. A prompt that was tried once has no other
-try: there the other episodes of its domain stand in, and where the step has no other either, the baseline is 0.
+It does not depend on the episode's own reward, so it adds no bias to the gradient. If a prompt has a single episode, the baseline is
+the mean reward of the domain's other episodes, and 0 if there are none of these either.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from opd.credit.stateless import Stateless
 class LeaveOneOut(Stateless):
     """Implements `opd.credit.interfaces.Credit`."""
 
-    def advantages(self, tries: Sequence[Episode]) -> list[float]:
-        by_group = mean_of_others(tries, [episode.group for episode in tries])
-        by_domain = mean_of_others(tries, [episode.domain for episode in tries])
-        return [
-            episode.reward - next((mean for mean in means if mean is not None), 0.0)
-            for episode, means in zip(tries, zip(by_group, by_domain, strict=True), strict=True)
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
+        by_group = mean_of_others(episodes, [episode.group for episode in episodes])
+        by_domain = mean_of_others(episodes, [episode.domain for episode in episodes])
+        baselines = [
+            group_mean if group_mean is not None else (domain_mean or 0.0)
+            for group_mean, domain_mean in zip(by_group, by_domain, strict=True)
         ]
+        return [episode.reward - baseline for episode, baseline in zip(episodes, baselines, strict=True)]

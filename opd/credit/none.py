@@ -1,4 +1,4 @@
-"""The reward itself is the advantage: right in the mean, with all the noise that a baseline would take away."""
+"""The advantage is the reward itself. The gradient has no bias, but all the noise that a baseline would take away."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from opd.credit.stateless import Stateless
 class NoBaselineCredit(Stateless):
     """Implements `opd.credit.interfaces.Credit`."""
 
-    def advantages(self, tries: Sequence[Episode]) -> list[float]:
-        return [episode.reward for episode in tries]
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
+        return [episode.reward for episode in episodes]

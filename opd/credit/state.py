@@ -1,4 +1,4 @@
-"""State of credit in a checkpoint, beside a model's shards: a few numbers as JSON, which keeps every bit of them."""
+"""The state of credit in a checkpoint: a few numbers as JSON, which keeps every bit of them. A critic's shards lie beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = "credit.json"
 
 
 def write_state(directory: Path, text: str) -> WrittenFile:
-    """Write and sync the file, in a directory that is made if it is not there. Raises: StorageError."""
+    """Write `text` to the state file and sync it; makes the directory if it is not there. Raises: StorageError."""
     began, raw, path = time.monotonic(), text.encode(), directory / STATE
     with raise_storage_errors(path):
         directory.mkdir(exist_ok=True)
@@ -29,6 +29,6 @@ def write_state(directory: Path, text: str) -> WrittenFile:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """Read the file of `write_state`; its checkpoint was verified before."""
+    """Read what `write_state` wrote. The caller has verified the checkpoint, so nothing is checked here."""
     state: dict[str, Any] = json.loads((directory / STATE).read_text(encoding="utf-8"))
     return state

@@ -1,4 +1,4 @@
-"""Credit that holds nothing from step to step, and so has nothing to save."""
+"""The common part of credit that holds nothing from step to step, and so has nothing to save."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from opd.records.types import Rollout, WrittenFile
 
 
 class Stateless:
-    """Implements `opd.credit.interfaces.Credit`, except for the advantage of each episode."""
+    """Implements `opd.credit.interfaces.Credit`, except for `advantages`, which a subclass gives."""
 
-    def advantages(self, tries: Sequence[Episode]) -> list[float]:
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
         """Return one advantage for each episode of a step, which all of its trained tokens share."""
         raise NotImplementedError
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
-        tries = group_into_episodes(rollouts)
-        advantages = self.advantages(tries)
+        episodes = group_into_episodes(rollouts)
+        advantages = self.advantages(episodes)
         return StepCredit(
-            advantages=spread_over_tokens(tries, advantages), readings=summarise_advantages(tries, advantages)
+            advantages=spread_over_tokens(episodes, advantages), readings=summarise_advantages(episodes, advantages)
         )
 
     def wait_ready(self) -> None:
@@ -31,7 +31,7 @@ class Stateless:
         """Write nothing."""
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile]:
-        """Name no file."""
+        """Return no files."""
         return ()
 
     def load(self, path: Path) -> None:

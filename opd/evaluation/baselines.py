@@ -1,4 +1,4 @@
-"""Results of other ways of merging the same experts, one file each: `RUN_DIR/baselines/NAME.json`."""
+"""Results of baselines, which are other ways of merging the same experts. Each has a file `RUN_DIR/baselines/NAME.json`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineResult:
-    """One method on all domains that have an exam."""
+    """Result of one method on all domains that have an exam."""
 
     method: str
     """The name that `opd baseline --method` takes."""

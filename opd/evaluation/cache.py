@@ -1,8 +1,8 @@
-"""Results of exams, kept across runs and found again by the content of all that decides them.
+"""A cache of exam results across runs. A result is found by the content of everything that decides it.
 
     facts (model, questions, settings, code ...) ── BLAKE3 ──→ CACHE/exams/HASH.json: the result, and which run measured it
 
-A file says its own hash: what does not fit it is measured again, with a sentence.
+Each file holds the hash of its own content. If that does not match, the exam is taken again, and the user reads a sentence about it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from opd.files import atomic_write_text, blake3_json, cache_dir
 from opd.records.scores import FORMAT, Evaluation
 
 VARIABLE, OFF = "OPD_EXAM_CACHE", "off"
-"""The environment variable that moves the directory, and its value for none at all."""
+"""The environment variable that sets the directory, and the value with which no result is kept or used."""
 
 
 def exam_cache_dir() -> Path | None:
-    """Return the directory of kept results; None if the user wants none."""
+    """Return the directory of the cache; None if the user has turned it off."""
     setting = os.environ.get(VARIABLE)
     if setting == OFF:
         return None
@@ -31,15 +31,15 @@ def exam_cache_dir() -> Path | None:
 
 
 class ExamCache:
-    """The kept results of one directory."""
+    """The cached results in one directory."""
 
     def __init__(self, root: Path, tell: Callable[[str], None]) -> None:
-        """`root` need not exist; `tell` gets a sentence about a file that cannot be used or written."""
+        """`root` is made as the first result is kept. `tell` gets a sentence about a file that cannot be read or written."""
         self._root = root
         self._tell = tell
 
     def find(self, facts: Mapping[str, Any]) -> Evaluation | None:
-        """Return the result that was measured under the same facts, with the run that it is from; None if there is none."""
+        """Return the result that was measured under the same facts, with its run and day in `cached`; None if there is none."""
         file = self._file_of_facts(facts)
         try:
             entry = json.loads(file.read_bytes())
@@ -50,14 +50,14 @@ class ExamCache:
         except OSError as error:
             self._tell(f"warning: {file}: {error.strerror}; the exam is taken again")
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or no such entry at all
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # cut short, or JSON of another shape
             self._tell(f"warning: {file} is damaged ({type(error).__name__}: {error}); the exam is taken again")
             return None
         evaluation = Evaluation.from_json(entry["evaluation"])
         return replace(evaluation, cached=dict.fromkeys(evaluation.scores, f"{entry['run']}, {entry['day']}"))
 
     def keep(self, facts: Mapping[str, Any], evaluation: Evaluation, run: Path) -> None:
-        """Keep the result that `run` measured, unless a verifier failed in it, which it might not do again."""
+        """Keep the result that `run` measured. Not if a verifier raised in it, since that might not happen another time."""
         if any(score.failed for score in evaluation.scores.values()):
             return
         file = self._file_of_facts(facts)

@@ -1,4 +1,5 @@
-"""Evaluation over a rollout engine, and the two evaluations that a merge is compared with: the student before, the experts."""
+"""Evaluation by means of a rollout engine, and the two evaluations that a merge is compared with: the untrained student's and the
+experts'."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from opd.records.types import Completion, Prompt, Teacher
 from opd.verifiers.reward import score_of
 
 KEPT_QUESTIONS = 5
-"""Questions of each domain whose answers are kept to be read."""
+"""Number of questions of each domain, from the first, of which all answers are kept to be read."""
 KEPT_WRONG = 5
-"""Wrong answers of each domain to other questions that are kept as well, at most."""
+"""Most wrong answers to a domain's other questions that are kept as well."""
 KEPT_FAILURES = 20
-"""The same of answers whose verifier raised."""
+"""Most answers to a domain's other questions whose verifier raised that are kept as well."""
 
 BEFORE, EXPERT, MERGED = "student before", "expert", "merged"
 """Names of a merge's evaluations, for people."""
@@ -37,7 +38,7 @@ class DomainExam:
 
 
 class EngineEvaluator:
-    """Implements `opd.interfaces.Evaluator` for whatever weights the engine holds."""
+    """Implements `opd.interfaces.Evaluator` for the weights that the engine holds at the time."""
 
     def __init__(
         self,
@@ -55,30 +56,34 @@ class EngineEvaluator:
         self._tell = tell
 
     def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
-        """Evaluate the named domains (default: all that have an exam) in one batch; `model` says who answers."""
-        chosen = {d: self._exams[d] for d in (domains if domains is not None else self._exams) if d in self._exams}
-        prompts = [p for exam in chosen.values() for p in exam.prompts]
+        """Evaluate the named domains (default: all that have an exam) in one batch. Names without an exam are left out. `model`: the
+        name of the model that answers, for people."""
+        names = self._exams if domains is None else [name for name in domains if name in self._exams]
+        exams = {name: self._exams[name] for name in names}
+        prompts = [prompt for exam in exams.values() for prompt in exam.prompts]
         n = self._settings.n
-        written = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
+        completions = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
         answers = {
-            domain: [self._score_answer(exam, c) for c in written if c.prompt.domain == domain]
-            for domain, exam in chosen.items()
+            domain: [self._judge_answer(exam, c) for c in completions if c.prompt.domain == domain]
+            for domain, exam in exams.items()
         }
         for domain, judged in answers.items():
             failed = [answer.error for answer in judged if answer.error]
             if failed:
                 last_line = failed[0].strip().splitlines()[-1]
+                # An answer without turns is no episode, so that it was a verifier that judged it.
                 culprit = "verifier" if all(answer.turns is None for answer in judged) else "environment"
                 self._tell(
                     f"{model}: the {culprit} of {domain} raised on {len(failed)} of {len(judged)} answers, counted as wrong: {last_line}"
                 )
         return Evaluation(
             model=model,
-            scores={domain: self._score(chosen[domain], judged) for domain, judged in answers.items()},
+            scores={domain: self._summarise_domain(exams[domain], judged) for domain, judged in answers.items()},
             answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
         )
 
-    def _score_answer(self, exam: DomainExam, completion: Completion) -> ScoredAnswer:
+    def _judge_answer(self, exam: DomainExam, completion: Completion) -> ScoredAnswer:
+        """Return an answer with its score: an episode's reward, else what the verifier says, and 0 if that raises."""
         prompt = completion.prompt
         score, error, episode = 0.0, "", completion.episode
         if episode is not None:
@@ -92,7 +97,7 @@ class EngineEvaluator:
             domain=prompt.domain,
             prompt_id=prompt.id,
             prompt=self._tokenizer.decode(prompt.token_ids, skip_special_tokens=False),
-            answer=prompt.answer,
+            answer=prompt.answer,  # the reference; what the model answered is `text`
             text=completion.text,
             score=score,
             tokens=completion.num_tokens,
@@ -102,12 +107,14 @@ class EngineEvaluator:
             invalid_calls=episode.invalid_calls if episode is not None else 0,
         )
 
-    def _score(self, exam: DomainExam, answers: Sequence[ScoredAnswer]) -> DomainScore:
-        """Return the score of one domain; the answers to a question lie side by side."""
+    def _summarise_domain(self, exam: DomainExam, answers: Sequence[ScoredAnswer]) -> DomainScore:
+        """Return the score of one domain from all answers to its exam."""
         n = self._settings.n
+        # The engine gives n answers to every prompt, also to one that does not fit, and those to a prompt lie side by side.
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
         low, high = confidence_interval(scores)
         turns = [a.turns for a in answers if a.turns is not None]
+        # The moves of the tasks' own solutions (`opd.evaluation.lengths`), which only environments have.
         moves = {prompt.id: right_moves(prompt.metadata) for prompt in exam.prompts} if turns else {}
         moves_by_question = [moves.get(answer.prompt_id) for answer in answers[::n]]
         return DomainScore(
@@ -129,15 +136,15 @@ class EngineEvaluator:
 
 
 def _choose_shown_answers(answers: Sequence[ScoredAnswer], n: int) -> list[ScoredAnswer]:
-    """Choose answers to show: those of the first few questions; of the others the first few that are wrong, and the first few
-    whose verifier raised."""
+    """Return the answers of a domain that are kept for people: all to the first few questions, and of those to the others the first few
+    that are wrong, and the first few whose verifier raised. `n`: answers to a question, which lie side by side."""
     first_answers, other_answers = answers[: KEPT_QUESTIONS * n], answers[KEPT_QUESTIONS * n :]
     wrong = [a for a in other_answers if a.score < 1 and not a.error][:KEPT_WRONG]
     return [*first_answers, *wrong, *[a for a in other_answers if a.error][:KEPT_FAILURES]]
 
 
 def measure_student(evaluator: Evaluator, domains: Sequence[str], tell: Callable[[str], None]) -> Evaluation:
-    """Evaluate the student before training, which the engine holds, on the named domains."""
+    """Evaluate the untrained student, whose weights the engine holds, on the named domains. `tell` gets a sentence about the result."""
     evaluation = evaluator.evaluate(domains, model=BEFORE)
     tell(
         f"before the merge: mean accuracy {fmean(evaluation.accuracy.values()):.3f} over {len(evaluation.scores)} domains"
@@ -148,7 +155,7 @@ def measure_student(evaluator: Evaluator, domains: Sequence[str], tell: Callable
 
 
 def measure_experts(
-    hold: Callable[[Path], None],
+    load_model: Callable[[Path], None],
     evaluator: Evaluator,
     student_accuracy: Mapping[str, float],
     teachers: Mapping[str, Teacher],
@@ -157,15 +164,16 @@ def measure_experts(
 ) -> Evaluation:
     """Evaluate each domain's own teacher on it, as one evaluation; the engine holds the last teacher afterwards.
 
-    `hold` has the engine hold a directory's model. `student_accuracy`: the student's accuracies. `open_full_model` gives a directory with a teacher's
-    full model while it answers: an engine's worker that dies meanwhile needs it again.
+    `load_model` loads the model of a directory into the engine. `student_accuracy`: the student's accuracy by domain; domains that it
+    lacks have no exam, and are left out. `open_full_model` gives a directory with a teacher's full model. It stays open while the
+    teacher answers, because a worker of the engine that dies meanwhile loads the model anew.
     """
     scores: dict[str, DomainScore] = {}
     answers: tuple[ScoredAnswer, ...] = ()
     for domain, teacher in teachers.items():
         if domain in student_accuracy:
             with open_full_model(teacher) as directory:
-                hold(directory)
+                load_model(directory)
                 evaluation = evaluator.evaluate([domain], model=f"expert {teacher.name}")
             scores |= evaluation.scores
             answers += evaluation.answers

@@ -1,7 +1,7 @@
 """Tasks of EleutherAI's lm-evaluation-harness (optional extra `lm-eval`), run by the harness itself in a process of its own.
 
-Its results are what its own command line gives: `lm_eval run --config FILE` is what is called. The process ends with
-the model that it loaded, so its memory is free again, and a deadline can stop it.
+The results are those of its own command line, since `lm_eval run --config FILE` is what is called. The memory of the model is free
+again as the process ends, and a deadline can stop it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from opd.rollouts.served import HF_FORMAT
 BATCH_SIZE = {"hf": 8, "vllm": "auto"}
 """Adapter -> batch size; vLLM forms its batches itself."""
 SHOWN_LINES = 12
+"""Number of lines, from the end of the harness's output, that an error message shows."""
 
 TaskScores = dict[str, dict[str, float]]
 """Task -> metric with its filter, as the harness names it (`exact_match,none`) -> value."""
@@ -80,6 +81,7 @@ def _has_distribution(name: str) -> bool:
 
 
 def _refuse_unknown(names: list[str]) -> None:
+    """Raises: ConfigError for a task that the harness does not have."""
     from lm_eval.tasks import TaskManager  # reads thousands of files: seconds
 
     manager = TaskManager()
@@ -101,7 +103,7 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
         settings, results, log = (Path(scratch) / name for name in ("config.yaml", "results", "log"))
         settings.write_text(yaml.safe_dump(_harness_settings(config, model_dir, dtype, results)), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "lm_eval", "run", "--config", str(settings)]
-        # A file, not a pipe: nothing has to read it while the harness runs.
+        # The output goes to a file, not a pipe, so that nothing has to read it while the harness runs.
         with log.open("w") as written:
             try:
                 process = subprocess.run(
@@ -118,14 +120,14 @@ def run_tasks(config: LMEvalConfig, model_dir: Path, dtype: str) -> TaskScores:
                     f"lm-evaluation-harness was not done with {model_dir} after {config.timeout_s:g} s; "
                     "raise evaluate.lm_eval.timeout_s or set evaluate.lm_eval.limit"
                 ) from None
-        last = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:])
+        last_lines = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-SHOWN_LINES:])
         if process.returncode != 0:
-            raise RunError(f"lm-evaluation-harness ended with code {process.returncode} on {model_dir}:\n{last}")
+            raise RunError(f"lm-evaluation-harness ended with code {process.returncode} on {model_dir}:\n{last_lines}")
         scores: TaskScores = {}
         for file in results.rglob("results_*.json"):
             scores |= read_results(json.loads(file.read_text(encoding="utf-8")))
         if not scores:
-            raise RunError(f"lm-evaluation-harness ended without results on {model_dir}:\n{last}")
+            raise RunError(f"lm-evaluation-harness ended without results on {model_dir}:\n{last_lines}")
         return scores
 
 
@@ -144,7 +146,7 @@ def _harness_settings(config: LMEvalConfig, model_dir: Path, dtype: str, results
 
 
 def read_results(data: Mapping[str, Any]) -> TaskScores:
-    """Read the numbers of a results file of the harness; names and aliases, and what it could not compute, are left out."""
+    """Return the numbers in the parsed results file of the harness, without names, aliases and numbers that it could not compute."""
     return {
         task: {key: float(value) for key, value in entry.items() if isinstance(value, int | float) and isfinite(value)}
         for task, entry in data.get("results", {}).items()
@@ -152,8 +154,8 @@ def read_results(data: Mapping[str, Any]) -> TaskScores:
 
 
 def task_rows(models: Mapping[str, TaskScores]) -> list[tuple[str, ...]]:
-    """Return rows of task, metric, then for each model its value with the harness's standard error; `-` where there is none."""
-    # Of every model, because what the harness could not compute for one is not among its numbers.
+    """Return rows of a task, a metric, and for each model its value with the harness's standard error, or `-` if it has no value."""
+    # From all models, since a metric that the harness could not compute for one of them is not among that one's numbers.
     metrics = {
         (task, key): None for task_scores in models.values() for task, entry in task_scores.items() for key in entry
     }

@@ -1,7 +1,7 @@
-"""Success by the length of the task: how it falls where more moves in a row have to be right.
+"""Scores by the length of the task, to show how they fall as more moves in a row have to be right.
 
-The length is that of the task's own solution (`metadata.moves`), not of the episode: a model that is lost plays on and on, so the
-turns that it takes say how good it is, and not how hard the task was.
+The length is that of the task's own solution (`metadata.moves`), not that of the episode: a model that is lost plays on and on, so the
+number of its turns says how good it is, and not how hard the task was.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from opd.evaluation.statistics import confidence_interval
 from opd.records.scores import Evaluation, LengthScore
 
 BUCKETS: tuple[tuple[int, int | None], ...] = ((1, 3), (4, 7), (8, 14), (15, None))
-"""Fewest and most right moves of a group of tasks, both included; None: no limit. Fixed, so that runs can be compared."""
+"""Fewest and most moves in the solution of a group of tasks, both included; None: no limit. Fixed, so that runs can be compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRow:
-    """Tasks of a like length in one domain, and how models did on them."""
+    """Scores of several models on the tasks of one group in one domain."""
 
     domain: str
     fewest: int
     most: int | None
     questions: int
     scores: Mapping[str, LengthScore]
-    """Model -> its score; not there for a model whose file has none."""
+    """Model -> its score; a model whose file has none is left out."""
 
     @property
     def moves(self) -> str:
@@ -42,8 +42,8 @@ def right_moves(metadata: Mapping[str, Any]) -> int | None:
 
 
 def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[LengthScore, ...]:
-    """Return the scores of the groups that have a task, the shortest first. `scored`: right moves of a task (None: unknown, it
-    is in no group) and the scores of its answers, 0..1."""
+    """Return the scores of the groups that have a task, the shortest first. `scored`: for each task the moves of its solution (None if
+    they are unknown: the task is then in no group) and the scores of its answers, 0..1."""
     groups = []
     for fewest, most in BUCKETS:
         group_scores = [

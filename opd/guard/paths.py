@@ -1,7 +1,7 @@
 """The patterns of rules: globs over text, where `*` is any text, and globs over paths.
 
-In a path glob `**` is any depth, `*` and `?` stay inside one component, and `{a,b}` are alternatives. Text is searched from left to
-right in one go, so that no command can make a comparison slow.
+In a path glob `**` is any depth, `*` and `?` stay inside one component, and `{a,b}` are alternatives. A text glob is compared from
+left to right without ever going back, so that no command can make a comparison slow.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ OUTSIDE = "outside:"
 
 
 MAX_STARS = 12
-"""Wildcards of a path. Nobody needs more; one that has more counts as whatever it may be, because to try it would take long."""
+"""Most `*` of a path that is compared with well-known paths: more would take long to try, and nobody needs more. With more of them,
+`matches_path` takes the path for a match if every glob in it has a letter of its own, and `may_expand_into` takes it for none."""
 MAX_PATH = 1024
-"""Characters of a path that is compared; what a grader keeps has shorter ones."""
+"""Most characters of a path that is compared. What a grader keeps has shorter paths, so a longer one is no match."""
 
 
 _ANY_DOT = re.compile(r"/\.[^\w/]+(?:/|$)")
+"""A component of a dot and then neither letters nor digits: `.*`, `.??` or `.…`, which may be any name that begins with a dot."""
 
 
 class TextGlobs:
-    """Many text globs as one question; case is ignored."""
+    """Text globs that are compared together: a text fits if it fits one of them. Case is ignored."""
 
     def __init__(self, globs: Iterable[str]) -> None:
         parts = [glob.lower().split("*") for glob in globs]
         self._exact = frozenset(pieces[0] for pieces in parts if len(pieces) == 1)
-        self._within = [pieces[1] for pieces in parts if _is_within(pieces)]
+        self._words = [pieces[1] for pieces in parts if _is_word_glob(pieces)]
         """The words of globs such as `*word*`. Most globs are such, and Python looks for a word faster than we compare parts."""
-        self._parts = [pieces for pieces in parts if len(pieces) > 1 and not _is_within(pieces)]
+        self._parts = [pieces for pieces in parts if len(pieces) > 1 and not _is_word_glob(pieces)]
 
     def matches_text(self, text: str) -> bool:
         """Return True if one of the globs fits the whole text."""
-        return self.hold_one((text,))
+        return self.matches_any_text((text,))
 
-    def hold_one(self, texts: Iterable[str]) -> bool:
-        """Return True if one of the globs fits one of the texts."""
+    def matches_any_text(self, texts: Iterable[str]) -> bool:
+        """Return True if one of the globs fits one of the texts as a whole."""
         for text in texts:
             lower = text.lower()
             if lower in self._exact:
                 return True
-            for word in self._within:
+            for word in self._words:
                 if word in lower:
                     return True
             for parts in self._parts:
@@ -54,12 +56,13 @@ class TextGlobs:
         return False
 
 
-def _is_within(parts: list[str]) -> bool:
-    """Return True if a glob is `*word*`."""
+def _is_word_glob(parts: list[str]) -> bool:
+    """Return True if a glob, split at its `*`, is `*word*`."""
     return len(parts) == 3 and not parts[0] and not parts[2]
 
 
 def _matches_parts(parts: list[str], text: str) -> bool:
+    """Return True if a glob, split at its `*`, fits the whole text."""
     prefix, suffix = parts[0], parts[-1]
     if len(text) < len(prefix) + len(suffix) or not (text.startswith(prefix) and text.endswith(suffix)):
         return False
@@ -73,12 +76,16 @@ def _matches_parts(parts: list[str], text: str) -> bool:
     return True
 
 
-def glob_source(glob: str) -> str:
-    """Return the regular expression of one glob."""
-    pieces, index = [], 0
+def _rule_glob_source(glob: str) -> str:
+    """Return the regular expression of a path glob of a rule, where a comma outside of braces is a comma.
+
+    `_shell_glob_source` below is for the globs of a command, `opd.guard.shell.fields.glob_regex` for those over any text."""
+    pieces, index, depth = [], 0, 0
     while index < len(glob):
         char = glob[index]
-        if glob.startswith("/**", index) and glob[index + 3 : index + 4] in ("", "}", ","):
+        if char in "{}":
+            depth += 1 if char == "{" else -1
+        if glob.startswith("/**", index) and glob[index + 3 : index + 4] in (("", "}", ",") if depth else ("",)):
             pieces.append("(?:/.*)?")
             index += 3
             continue
@@ -86,128 +93,141 @@ def glob_source(glob: str) -> str:
             pieces.append("(?:.*/)?")
             index += 3
             continue
-        pieces.append({"*": "[^/]*", "?": "[^/]", "{": "(?:", ",": "|", "}": ")"}.get(char, re.escape(char)))
+        regex_by_char = {"*": "[^/]*", "?": "[^/]", "{": "(?:", ",": "|" if depth else ",", "}": ")"}
+        pieces.append(regex_by_char.get(char, re.escape(char)))
         index += 1
     return "".join(pieces)
 
 
 def is_valid_glob(glob: str) -> bool:
-    """Return True if a glob can be compared with paths at all."""
+    """Return True if a path glob of a rule can be compared with paths at all."""
     try:
-        re.compile(glob_source(glob))
+        re.compile(_rule_glob_source(glob))
     except re.error:  # a brace without the other one
         return False
     return True
 
 
 class PathGlobs:
-    """Many globs as one question: is a path one of them, or may it be, once the shell has expanded its own globs?"""
+    """Path globs that are compared together: is a path one of theirs, or may it be, once the shell has expanded its own globs?
 
-    def __init__(self, globs: Iterable[str], such_as: Iterable[str] = ()) -> None:
+    The paths are fields (`opd.guard.shell.fields`): each unquoted `*`, `?` or `[` in one is a mark, and so is text that is not
+    known before the command runs."""
+
+    def __init__(self, globs: Iterable[str], well_known: Iterable[str] = ()) -> None:
+        """`well_known`: paths of what the rules protect, from `/` or from the working directory. A pattern that the shell would
+        expand is compared with those that these globs fit, since nobody can list the files."""
         globs = list(globs)
-        self._regex = _one_of(glob for glob in globs if not glob.startswith(OUTSIDE))
+        self._regex = _compile_alternatives(glob for glob in globs if not glob.startswith(OUTSIDE))
         outside = [glob.removeprefix(OUTSIDE) for glob in globs if glob.startswith(OUTSIDE)]
-        self._outside = _one_of(outside) if outside else None
-        self._such_as = [name for name in such_as if self._regex.fullmatch(name if name[0] in "/*" else "/" + name)]
+        self._outside = _compile_alternatives(outside) if outside else None
+        # The globs are over absolute paths, so a relative name is tried as if it lay at the root.
+        self._well_known = [p for p in well_known if self._regex.fullmatch(p if p[0] in "/*" else "/" + p)]
 
     def matches_path(self, path: str, cwd: str) -> bool:
-        """Return True if the absolute path is one of these, or a pattern that a well-known one of these fits."""
+        """Return True if one of the globs fits the absolute path, or if the path is a pattern that the shell may expand to a
+        well-known path. `cwd`: the directory where the session begins."""
         text = show_field(path)
         if len(text) > MAX_PATH:
             return False
         if self._regex.fullmatch(text):
             return True
-        if self._outside is not None and self._outside.fullmatch(text) and not _join_directory(text, cwd):
+        if self._outside is not None and self._outside.fullmatch(text) and not _is_within_directory(text, cwd):
             return True
         if not has_glob(path) or not is_fully_known(path):
             return False
         if text.count("*") > MAX_STARS:
-            return bool(self._such_as) and _says_something(text)
-        return any(_leads_to(text, name) for name in self._well_known_names(cwd))
+            return bool(self._well_known) and _has_own_letters(text)
+        return any(_may_expand_to(text, name) for name in self._absolute_well_known(cwd))
 
-    def covered_by(self, path: str, cwd: str) -> bool:
-        """Return True if the shell may expand an absolute pattern to a well-known path of these globs, or to something below it,
-        though nothing in the pattern names it: `/*/*`, `/$(ls / | head -1)/x`. Below the directory where the session begins
-        only patterns for names that begin with a dot count: most of what a project's own globs take in is its own."""
+    def may_expand_into(self, path: str, cwd: str) -> bool:
+        """Return True if the shell may expand an absolute pattern to a well-known path, or to something below it, though nothing
+        in the pattern names it: `/*/*`, `/$(ls / | head -1)/x`. Below `cwd`, the directory where the session begins, only
+        patterns for names that begin with a dot count: most of what a project's own globs may expand to is its own."""
         if (not has_glob(path) and is_fully_known(path)) or len(path) > MAX_PATH:
             return False
         text = show_field(path)
-        if text.count("*") > MAX_STARS or (_join_directory(text, cwd) and not _ANY_DOT.search(text)):
+        if text.count("*") > MAX_STARS or (_is_within_directory(text, cwd) and not _ANY_DOT.search(text)):
             return False
         parts = text.split("/")
-        names = [name.removesuffix("/**").removesuffix("/*") for name in self._well_known_names(cwd)]
+        names = [name.removesuffix("/**").removesuffix("/*") for name in self._absolute_well_known(cwd)]
         if "**" in parts:
-            return any(_expands_to(text, name) for name in names)
-        return any(_takes_in(parts, name) for name in names)
+            return any(_matches_shell_glob(text, name) for name in names)
+        return any(_may_expand_below(parts, name) for name in names)
 
-    def _well_known_names(self, cwd: str) -> list[str]:
-        return [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._such_as]
-
-
-def _one_of(globs: Iterable[str]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{glob_source(glob)})" for glob in globs) or r"(?!)", re.IGNORECASE)
+    def _absolute_well_known(self, cwd: str) -> list[str]:
+        return [name if name.startswith(("/", "**/")) else f"{cwd.rstrip('/')}/{name}" for name in self._well_known]
 
 
-def _leads_to(pattern: str, name: str) -> bool:
+def _compile_alternatives(globs: Iterable[str]) -> re.Pattern[str]:
+    """Return one regular expression for all these path globs of rules; without any it fits nothing."""
+    return re.compile("|".join(f"(?:{_rule_glob_source(glob)})" for glob in globs) or r"(?!)", re.IGNORECASE)
+
+
+def _may_expand_to(pattern: str, name: str) -> bool:
     """Return True if the shell may expand a pattern to a well-known path. Where that is `NAME/**`, anything in the directory
     counts; where it is `NAME/*`, only patterns that say nothing of the names in there. A pattern with `**` never counts."""
-    if "**" in pattern.split("/"):
+    parts = pattern.split("/")
+    if "**" in parts:
         return False
     if name.endswith("/*"):
         depth = name.count("/")
-        parts = pattern.split("/")
         anything = len(parts) > depth and all(set(part) <= set("*?") for part in parts[depth:])
-        return anything and _leads_to("/".join(parts[:depth]), name.removesuffix("/*"))
+        return anything and _may_expand_to("/".join(parts[:depth]), name.removesuffix("/*"))
     if not name.endswith("/**"):
-        return _says_something(pattern) and _expands_to(pattern, name)
+        return _has_own_letters(pattern) and _matches_shell_glob(pattern, name)
     directory = name.removesuffix("/**")
-    parts, depth = pattern.split("/"), directory.count("/") + 1
     if not directory.startswith("**/"):
-        head = "/".join(parts[:depth])
-        return _says_something(head) and _expands_to(head, directory)
+        # The directory is at one place, so as many components as it has, from the root, must fit.
+        head = "/".join(parts[: directory.count("/") + 1])
+        return _has_own_letters(head) and _matches_shell_glob(head, directory)
+    # The directory may lie at any depth: its components may fit anywhere in the pattern, side by side.
     suffix = directory.removeprefix("**/")
-    windows = ("/".join(parts[start : start + depth - 1]) for start in range(1, len(parts)))
-    return any(_says_something(window) and _expands_to(window, suffix) for window in windows)
+    length = suffix.count("/") + 1
+    windows = ("/".join(parts[start : start + length]) for start in range(1, len(parts)))
+    return any(_has_own_letters(window) and _matches_shell_glob(window, suffix) for window in windows)
 
 
-def _takes_in(parts: list[str], name: str) -> bool:
-    """Return True if a pattern, split at `/`, takes in a well-known path or something below it. An unknown part (`…`) may be any
-    name; a `*` is no name that begins with a dot."""
+def _may_expand_below(parts: list[str], name: str) -> bool:
+    """Return True if the shell may expand a pattern, split at `/`, to a well-known path or to something below it. An unknown part
+    (`…`) may be any name; a `*` is no name that begins with a dot."""
     name_parts = name.split("/")
     if name.startswith("**/"):
         return False
     for part, own in zip(parts[1:], name_parts[1:], strict=False):
-        if (own.startswith(".") and part[:1] not in (".", "…")) or not _expands_to(part.replace("…", "*"), own):
+        if (own.startswith(".") and part[:1] not in (".", "…")) or not _matches_shell_glob(part.replace("…", "*"), own):
             return False
     return len(parts) >= len(name_parts)
 
 
-def _expands_to(pattern: str, name: str) -> bool:
-    regex = _compile_glob(pattern)
+def _matches_shell_glob(pattern: str, name: str) -> bool:
+    """Return True if a glob of the shell fits the whole name."""
+    regex = _compile_shell_glob(pattern)
     return regex is not None and regex.fullmatch(name) is not None
 
 
 @lru_cache(maxsize=4096)
-def _compile_glob(pattern: str) -> re.Pattern[str] | None:
+def _compile_shell_glob(pattern: str) -> re.Pattern[str] | None:
     try:
-        return re.compile(_shell_pattern_regex(pattern))
+        return re.compile(_shell_glob_source(pattern))
     except re.error:  # a set such as [z-a], which fits nothing
         return None
 
 
-def _join_directory(path: str, cwd: str) -> bool:
-    return path == cwd or path.startswith(cwd.rstrip("/") + "/")
+def _is_within_directory(path: str, directory: str) -> bool:
+    """Return True if a path is the directory or below it."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 @lru_cache(maxsize=4096)
-def _says_something(text: str) -> bool:
-    """Return True if every component with a glob has a letter of its own: `*/*` may be anything and so means nothing."""
+def _has_own_letters(text: str) -> bool:
+    """Return True if every component with a glob has a letter or digit of its own: `*/*` may be anything and so means nothing."""
     parts = [part for part in text.split("/") if set(part) & set("*?[") and part != "**"]
     return all(any(c.isalnum() for c in part) for part in parts)
 
 
-def _shell_pattern_regex(text: str) -> str:
-    """Return the regular expression of a pattern that the shell would expand."""
+def _shell_glob_source(text: str) -> str:
+    """Return the regular expression of a pattern in a command that the shell would expand to paths."""
     pieces, index = [], 0
     while index < len(text):
         end = text.find("]", index + 2) if text[index] == "[" else -1
@@ -215,8 +235,9 @@ def _shell_pattern_regex(text: str) -> str:
             pieces.append("(?:.*/)?")
             index += 2
         elif end > 0:
-            inside = re.escape(text[index + 1 : end].lstrip("!^")).replace(r"\-", "-")
-            pieces.append(f"[{'^' if text[index + 1] in '!^' else ''}{inside}]")
+            negation = "^" if text[index + 1] in "!^" else ""
+            inside = re.escape(text[index + 1 + len(negation) : end]).replace(r"\-", "-")
+            pieces.append(f"[{negation}{inside}]")
             index = end
         else:
             pieces.append({"*": "[^/]*", "?": "[^/]"}.get(text[index], re.escape(text[index])))

@@ -322,7 +322,7 @@ class _Compiler:
 
 def _make_text_test(key: str, globs: TextGlobs) -> Test:
     """Return the test that some text under the key fits."""
-    return lambda texts, begins_at: globs.hold_one(texts[key])
+    return lambda texts, begins_at: globs.matches_any_text(texts[key])
 
 
 def _make_other_test(key: str, globs: TextGlobs, empty: bool) -> Test:
@@ -342,7 +342,7 @@ def _make_path_test(key: str, globs: PathGlobs) -> Test:
 
 def _make_cover_test(globs: PathGlobs) -> Test:
     """Return the test of the key `covers`."""
-    return lambda texts, begins_at: any(globs.covered_by(path, begins_at) for path in texts["covers"])
+    return lambda texts, begins_at: any(globs.may_expand_into(path, begins_at) for path in texts["covers"])
 
 
 def shipped_rules() -> RuleFile:

@@ -1,4 +1,4 @@
-"""Keeps a few episodes of a few steps in `RUN_DIR/traces`, so that a reader sees how the student acted, and acts now."""
+"""Keep a few episodes of a few steps in `RUN_DIR/traces`, so that people can read how the student acted before and acts now."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from opd.traces.record import StepTraces
 class TraceFiles:
     """Implements `opd.interfaces.Traces`.
 
-    Steps 1, 2, 4, 8 and so on stay; of the others only the newest that has a checkpoint, and the last step. What is kept
-    depends on the number of the step alone, so a run that was killed and resumed keeps the same.
+    The steps 1, 2, 4, 8 and so on stay. Of the others only the newest that has a checkpoint stays, and the last step. What is kept
+    depends on the numbers of the steps alone, so a run that was killed and resumed keeps the same.
     """
 
     def __init__(self, paths: RunPaths, tokenizer: Decoder, every: int, last: int) -> None:
-        """`every` steps there is a checkpoint; `last` is the last step."""
+        """`every`: steps between two checkpoints; `last`: the last step of the run."""
         self._paths = paths
         self._tokenizer = tokenizer
         self._every = every
         self._last = last
 
     def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
-        """Store the chosen episodes of a step that is kept. Raises: StorageError."""
-        if not (_is_kept_step(step) or step % self._every == 0 or step == self._last):
+        """Write the chosen episodes of a step, if the step is one to keep, and delete older steps. Raises: StorageError."""
+        if not (_is_power_of_two(step) or step % self._every == 0 or step == self._last):
             return
         episodes, events = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
         traces = [
@@ -40,10 +40,10 @@ class TraceFiles:
             self._paths.traces.mkdir(exist_ok=True)
             StepTraces(step=step, episodes=tuple(traces)).save(self._paths.trace_file(step))
             for older, file in self._paths.traces_by_step().items():
-                if older < step and not _is_kept_step(older):
+                if older < step and not _is_power_of_two(older):
                     file.unlink()
 
 
-def _is_kept_step(step: int) -> bool:
-    """Return True if the step is a power of two."""
+def _is_power_of_two(step: int) -> bool:
+    """Return True for 1, 2, 4, 8 and so on."""
     return step & (step - 1) == 0

@@ -1,4 +1,4 @@
-"""Episodes of rollouts as traces: token ids become texts here, and long texts are cut."""
+"""Make traces of the episodes of rollouts: decode token ids, and cut long texts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 from opd.traces.texts import token_texts
 
 MAX_TEXT = 4000
-"""Characters of a prompt or an observation that are kept; the first and the last half of a longer one."""
+"""Most characters of a prompt or an observation that are kept: half of them from its beginning, half from its end."""
 MAX_TOKENS = 2000
-"""Tokens of a span of the policy whose texts are kept."""
+"""Most tokens of any other span that are kept, from its beginning."""
 DIGITS = 4
-"""Digits that are kept of a loss, after the point."""
+"""Digits of a loss after the decimal point."""
 
 Losses = Mapping[str, Sequence[float]]
-"""Sample id -> the loss of each of its trained tokens, nats."""
+"""Sample id -> the loss of each of its trained tokens, in nats."""
 
 
 def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
-    """Return the events that the guard saw in a step, of all domains."""
+    """Return what the guard saw in a step, in all domains."""
     return [
         event
         for stats_of_domain in stats
@@ -40,10 +40,10 @@ def make_trace(
     tokenizer: Decoder,
     events: Iterable[GuardEvent] = (),
 ) -> EpisodeTrace:
-    """Make the trace of one episode; segments without an entry in `losses` have none. `events` is what the guard saw in the
-    step."""
+    """Make the trace of the episode that these segments form. Segments without an entry in `losses` get no losses. `events`: what the
+    guard saw in the step, in all episodes."""
     first_segment = segments[0]
-    prefix = f"{first_segment.episode}/"  # sub-agents have names of their own below it
+    prefix = f"{first_segment.episode}/"  # the id of a sub-agent's episode begins with this
     return EpisodeTrace(
         episode=first_segment.episode,
         domain=first_segment.domain,
@@ -56,6 +56,7 @@ def make_trace(
 
 
 def _make_segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder) -> SegmentTrace:
+    # `at` counts response tokens; `trained` counts those that carry loss, since `losses` has these only.
     pieces, at, trained = [], 0, 0
     for span in rollout.spans:
         ids = rollout.response_ids[at : at + span.length]
@@ -92,7 +93,7 @@ def _make_piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokeniz
 
 
 def _shorten_text(text: str) -> tuple[str, int]:
-    """Return the text, or its first and last part, and how many characters are missing."""
+    """Return the text, or its beginning and end if it is long, and the number of characters that are left out."""
     missing = len(text) - MAX_TEXT
     if missing <= 0:
         return text, 0

@@ -1,4 +1,4 @@
-"""An episode as it is kept for people: `RUN_DIR/traces/step-NNNNNN.json`, a few episodes of a training step."""
+"""Episodes as they are kept for people: `RUN_DIR/traces/step-NNNNNN.json` has a few episodes of a training step."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Text that the policy or the environment wrote at a stretch."""
+    """A stretch of text with one origin and one policy version: a span of the rollout, as text."""
 
     origin: Origin
     policy_version: int
     length: int
-    """Tokens, also those that are not among `texts`."""
+    """Number of tokens, with those that are not among `texts`."""
     texts: tuple[str, ...]
-    """What the policy wrote, token by token; what an environment wrote, as one text."""
+    """The text: in one piece if the environment wrote it, else token by token."""
     losses: tuple[float, ...] = ()
-    """The loss of each of these tokens, nats; empty where they carry none, or where it is not known."""
+    """The loss of each of these tokens, in nats; empty if they carry no loss, or if it is not known."""
     left_out: int = 0
-    """Characters of an environment's text that were not kept, or tokens of the policy's."""
+    """How much of the text was not kept: characters if the environment wrote it, else tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentTrace:
-    """One token sequence of the episode; `opd.records.types.Rollout` explains the fields that have the same names."""
+    """One token sequence of the episode. `opd.records.types.Rollout` explains the fields that have the same names."""
 
     sample_id: str
     domain: str
@@ -43,14 +43,15 @@ class SegmentTrace:
     parent: str | None
     next: str | None
     prompt: str
-    """What it begins with. All but the first segment of an episode begin with copies of what others have, without loss."""
+    """Text with which the segment begins; a long one is cut in the middle."""
     prompt_length: int
-    """Tokens."""
+    """Tokens of the whole prompt."""
     pieces: tuple[Piece, ...]
 
     @property
     def turns(self) -> Iterator[tuple[int, Piece]]:
-        """Each piece with the number of its turn, from 1; an environment's piece has that of the turn that it answers."""
+        """Each piece with the number of its turn, from 1. A piece of the environment has the number of the turn that it answers, and 0
+        before the first turn."""
         turn, began = 0, False
         for piece in self.pieces:
             if piece.origin == "environment":
@@ -67,13 +68,13 @@ class EpisodeTrace:
     episode: str
     domain: str
     why: tuple[TraceReason, ...]
-    """Why it was kept; empty where all of a step are shown."""
+    """The reasons for which the episode was kept; empty if all episodes of a step are shown."""
     stop_reason: StopReason
     reward: float | None
     segments: tuple[SegmentTrace, ...]
     """In the order in which they began."""
     guard: tuple[str, ...] = ()
-    """What the guard said of its calls, in their order."""
+    """Sentences of the guard on calls of the episode, in the order of the calls."""
 
     @property
     def num_turns(self) -> int:
@@ -81,7 +82,8 @@ class EpisodeTrace:
         return sum(max((turn for turn, _ in segment.turns), default=0) for segment in self.segments)
 
     def segment_kind(self, segment: SegmentTrace) -> str:
-        """Return what one of its segments is, in words."""
+        """Return in words what one of its segments is."""
+        # A segment that goes on from another (`Rollout.next`) begins with the same dialogue, without the thoughts.
         if segment.origin == "main" and segment.sample_id in {sibling.next for sibling in self.segments}:
             return "continuation without thoughts"
         forked = segment.parent is not None and segment.origin == "main"
@@ -94,12 +96,13 @@ class EpisodeTrace:
 
     @property
     def trained(self) -> int:
-        """Number of sampled tokens that carry loss."""
+        """Number of tokens that the policy sampled and that carry loss. Tokens of an expert (`taught`) are not among them, although
+        they carry loss too."""
         return sum(p.length for s in self.segments for p in s.pieces if p.origin in ("policy", "blocked"))
 
     @property
     def tree(self) -> Iterator[tuple[int, SegmentTrace]]:
-        """Every segment once, after its parent, with its depth: 0 for one whose parent is not here."""
+        """Every segment once, after its parent, with its depth: 0 if it has no parent in this episode."""
         ids = {segment.sample_id for segment in self.segments}
         children: dict[str | None, list[SegmentTrace]] = {}
         for segment in self.segments:
@@ -125,7 +128,7 @@ class StepTraces:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
         """Make the traces from the parsed JSON that `save` writes. Raises: KeyError or TypeError for anything else."""
-        return check_types(cls(step=data["step"], episodes=tuple(map(_read_episode, data["episodes"]))))
+        return check_types(cls(step=data["step"], episodes=tuple(map(_parse_episode, data["episodes"]))))
 
 
 def read_traces(path: Path) -> StepTraces:
@@ -144,9 +147,9 @@ def read_traces(path: Path) -> StepTraces:
         ) from None
 
 
-def _read_episode(data: Mapping[str, Any]) -> EpisodeTrace:
+def _parse_episode(data: Mapping[str, Any]) -> EpisodeTrace:
     segments = tuple(
-        SegmentTrace(**{**segment, "pieces": tuple(map(_read_piece, segment["pieces"]))})
+        SegmentTrace(**{**segment, "pieces": tuple(map(_parse_piece, segment["pieces"]))})
         for segment in data["segments"]
     )
     return EpisodeTrace(
@@ -154,5 +157,5 @@ def _read_episode(data: Mapping[str, Any]) -> EpisodeTrace:
     )
 
 
-def _read_piece(data: Mapping[str, Any]) -> Piece:
+def _parse_piece(data: Mapping[str, Any]) -> Piece:
     return Piece(**{**data, "texts": tuple(data["texts"]), "losses": tuple(data["losses"])})

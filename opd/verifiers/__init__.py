@@ -1,4 +1,4 @@
-"""Verifiers, which judge answers: 1.0 is right, 0.0 is wrong. One small file a family, behind one dictionary."""
+"""Verifiers judge the answers of models: 1.0 is right, 0.0 is wrong. One small file per family, behind one dictionary."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ VERIFIERS: dict[str, Callable[..., Verifier]] = {
 
 
 def build_verifier(config: VerifierConfig) -> Verifier:
-    """Make the verifier that a pipeline names. Raises: ConfigError for a `python` function that is not there."""
+    """Build the verifier that a pipeline names. Raises: ConfigError for a `python` function that cannot be imported or called."""
     options: dict[str, Any] = {"kind": config} if isinstance(config, str) else config.model_dump()
     return VERIFIERS[options.pop("kind")](**options)

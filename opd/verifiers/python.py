@@ -18,13 +18,13 @@ WANTED = "a function(text, answer, metadata) that gives a score in 0..1"
 
 @dataclass(frozen=True, slots=True)
 class Python:
-    """Calls `module:function` as function(text, answer, metadata)."""
+    """Gives the score of the function named by `module:function`, which is called with text, answer and metadata."""
 
     function: str
 
     def __post_init__(self) -> None:
-        """Check the function that is named. Raises: ConfigError if the module cannot be imported, or has no such function of
-        three arguments."""
+        """Check the function. Raises: ConfigError if the module cannot be imported, has no such function, or if it cannot be called
+        with three arguments."""
         _refuse_unfit(self.function)
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
@@ -44,7 +44,7 @@ def load_function(function: str) -> Callable[..., Any]:
 
 
 def _refuse_unfit(function: str) -> None:
-    """Check the function. Raises: ConfigError for a function that is not there, or cannot be called with three arguments."""
+    """Raises: ConfigError for a function that is not there, or that cannot be called with three arguments."""
     user_function = load_function(function)
     try:
         signature = inspect.signature(user_function)

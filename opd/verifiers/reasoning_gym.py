@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers, except those that would run an answer as code."""
+"""A verifier that calls reasoning-gym's own scoring functions, except those that would run an answer as code."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TASKS = frozenset(
         *("word_sequence_reversal", "word_sorting"),
     }
 )
-"""Task families whose scoring function we read: it runs no code. Other families hand a model's answer, or the prompts
-file's, to Python's `eval`."""
+"""Task families whose scoring functions run no code: we have read them. Those of other families pass a model's answer, or an answer of
+the prompts file, to Python's `eval`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningGym:
-    """The task family's own `score_answer`; only its full score counts as right."""
+    """Judges a text right if the `score_answer` of its task's family gives it the full score."""
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
         import reasoning_gym as gym

@@ -1,4 +1,4 @@
-"""The last match of a regular expression in the text, or the first group of that match if there is one."""
+"""A verifier that takes the last match of a regular expression in the text, or that match's first group if the expression has one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opd.verifiers.exact import NO_ANSWER
 
 @dataclass(frozen=True, slots=True)
 class Regex:
-    """Compares the last match, apart from white space around it, with the row's answer."""
+    """Judges a text right if the last match equals the row's answer, apart from white space around both."""
 
     pattern: str
 

@@ -68,8 +68,8 @@ def help_examples(*lines: str) -> str:
     return "\n\n".join(["Examples:", *lines])
 
 
-class EndsClearly(TyperGroup):
-    """Group of commands. Each command runs within `explain_errors`."""
+class ErrorExplainingGroup(TyperGroup):
+    """A group of commands, each of which runs within `explain_errors`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with explain_errors(DEBUG in args):

@@ -1,9 +1,11 @@
-"""Advise what would make a merge fit that does not: keys of its pipeline, or a shipped cluster."""
+"""Find what would make a merge fit that does not fit yet: keys of its pipeline, or a shipped cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from pydantic import ByteSize, TypeAdapter
 
 from opd.config import PipelineConfig
 from opd.errors import OpdError
@@ -20,7 +22,7 @@ def advise_changes(config: PipelineConfig, spec: ClusterSpec) -> str:
     for number in range(1, len(changes) + 1):
         tried = changes[:number]
         if _fits_with_changes(config, spec, tried):
-            needed = _drop_idle(config, spec, tried)
+            needed = _choose_needed(config, spec, tried)
             return "it would fit with " + " ".join(f"--set {change}" for change in needed)
     for name in sorted(shipped_specs(), key=lambda name: load_spec(name).devices):
         if _fits_with_changes(config, load_spec(name), ()):
@@ -29,23 +31,33 @@ def advise_changes(config: PipelineConfig, spec: ClusterSpec) -> str:
 
 
 def _list_changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
-    """Yield the keys by which `opd init` would make the merge smaller, one after the other, as far as the pipeline has not
-    done it."""
+    """Yield the changes by which `opd init` would make the merge smaller, as `SECTION.KEY=VALUE` and in its order, without those
+    that the pipeline has already."""
     for _, change in shrinking_steps(gpus=gpus):
         for section, keys in change.items():
             for key, value in keys.items():
-                if key != "lr" and _is_smaller(value, getattr(getattr(config, section), key, None)):
+                # The rate that goes with adapters frees no memory, so it would make nothing fit.
+                if key != "lr" and needs_less_memory(value, getattr(getattr(config, section), key, None)):
                     yield f"{section}.{key}={on_one_line(value)}"
 
 
-def _is_smaller(value: Any, now: Any) -> bool:
-    """Return True if a key with this value needs less memory than with the one that it has now."""
-    if isinstance(value, str):  # a type, or a size such as 1GiB
-        return now == "float32" if value == "bfloat16" else isinstance(now, int) and now > 1 << 30
-    return now is None or (value > now if isinstance(value, bool) else not isinstance(value, dict) and value < now)
+def needs_less_memory(value: Any, current: Any) -> bool:
+    """Return True if a key needs less memory with one of the values of `shrinking_steps` than with its current one.
+
+    `current` is None if the key is not set, or if this kind of engine has no such key: the change is then refused or ignored
+    as the whole pipeline is validated."""
+    if value == "bfloat16":
+        return bool(current == "float32")
+    if isinstance(value, str):  # a size, such as `teachers.memory`
+        return isinstance(current, int) and current > TypeAdapter(ByteSize).validate_python(value)
+    if current is None or isinstance(value, dict):  # adapters, which a pipeline has or has not
+        return current is None
+    # Gradient checkpointing needs less if it is on, a number if it is lower.
+    return bool(value > current if isinstance(value, bool) else value < current)
 
 
 def _fits_with_changes(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> bool:
+    """Return True if the pipeline with these changes is valid and fits the cluster."""
     try:
         data = apply_overrides(config.model_dump(mode="json", exclude_unset=True), list(changes))
         return fits_cluster(validate_section(PipelineConfig, data, "plan"), spec)
@@ -53,11 +65,11 @@ def _fits_with_changes(config: PipelineConfig, spec: ClusterSpec, changes: Seque
         return False  # a change that does not go with the other keys of this pipeline
 
 
-def _drop_idle(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> list[str]:
-    """Return the changes without those that it fits without."""
+def _choose_needed(config: PipelineConfig, spec: ClusterSpec, changes: Sequence[str]) -> list[str]:
+    """Return the changes that are needed: without any one of them the merge no longer fits."""
     needed = list(changes)
     for change in reversed(changes):
-        fewer = [needed_change for needed_change in needed if needed_change != change]
+        fewer = [other for other in needed if other != change]
         if _fits_with_changes(config, spec, fewer):
             needed = fewer
     return needed

@@ -1,4 +1,4 @@
-"""Seconds by what they are spent on, and the place of a role: how many workers, and what one of them can do."""
+"""Seconds by what they are spent on, and the hardware of each role: how many workers it has, and what each of them can do."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Seconds:
     link: float = 0.0
     """Bytes between devices, machines, host and storage."""
     overhead: float = 0.0
+    """All else: calls, scheduling, Python."""
 
     @property
     def total(self) -> float:
@@ -39,6 +40,7 @@ class Seconds:
         )
 
     def times(self, factor: float) -> Seconds:
+        """Return each part multiplied by a factor."""
         return Seconds(
             compute=factor * self.compute,
             memory=factor * self.memory,
@@ -47,12 +49,12 @@ class Seconds:
         )
 
     def parts(self) -> dict[str, float]:
-        """Seconds by name."""
+        """Return the seconds of each part, by name."""
         return {name: getattr(self, name) for name in ("compute", "memory", "link", "overhead")}
 
     @property
     def limit(self) -> str:
-        """The largest part."""
+        """Name of the largest part."""
         parts = self.parts()
         return max(parts, key=lambda name: parts[name])
 
@@ -66,7 +68,7 @@ class WorkerHardware:
     devices: float
     """Devices of each worker: several, or a share of one."""
     in_turn: bool = False
-    """A worker's devices have different layers of its model, so one of them computes at a time."""
+    """True if a worker's devices hold different layers of its model, so that one of them computes at a time."""
 
     @property
     def at_work(self) -> float:
@@ -74,41 +76,42 @@ class WorkerHardware:
         return min(1.0, self.devices) if self.in_turn else self.devices
 
     @property
-    def used(self) -> float:
-        """Share of all devices that the role's workers use while they are at work."""
+    def share_of_devices(self) -> float:
+        """Share of the cluster's devices that the role's workers use while they are at work."""
         return self.workers * self.devices / self.spec.devices
 
     @property
     def machines(self) -> int:
-        """Machines that the role's workers are on."""
+        """Number of machines that the role's workers are on."""
         return max(1, min(self.spec.machines, ceil(self.workers * self.devices / max(1, self.spec.machine.gpus))))
 
     @property
-    def crowd(self) -> float:
-        """Workers that share a core: what they do beside their work takes so many times as long."""
+    def slowdown(self) -> float:
+        """How many times as long overheads take because workers share cores; 1 with GPUs, or with a core for each worker."""
         if self.spec.machine.gpus:
             return 1.0
         return max(1.0, self.workers / (self.spec.machines * self.spec.machine.cores))
 
     def matmul_seconds(self, flops: float, dtype: DType, share: float) -> float:
-        """Seconds of so many FLOPs in one worker, which reaches that share of the rate."""
+        """Return the seconds of `flops` FLOPs in one worker, which reaches `share` of the rate."""
         return flops / (self.spec.rates.flops(dtype) * self.at_work * share)
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Seconds to read or write so many bytes in one worker's memory."""
+        """Return the seconds in which one worker reads or writes `nbytes` in its memory."""
         return nbytes / (self.spec.rates.memory * self.at_work * self.spec.factors.memory.share)
 
     def first_touch_seconds(self, nbytes: float) -> float:
-        """Seconds that so many bytes take longer because their memory has just been given to the worker's process."""
+        """Return the additional seconds of writing `nbytes` to memory that the system has only just given to the worker's process."""
         fresh, touched = self.spec.rates.fresh, self.spec.rates.memory
         if self.spec.machine.gpus or fresh is None:
             return 0.0
         return max(0.0, nbytes / fresh - nbytes / touched) / self.at_work
 
     def collective_seconds(self, nbytes: float, members: float) -> float:
-        """Seconds until each of so many devices has bytes that are divided among all of them, or has their sum.
+        """Return the seconds until each of `members` devices has all `nbytes`, which were divided among them (a gather), or the
+        sum of its part of them (a reduce-scatter). An all-reduce is one after the other.
 
-        A ring passes (members - 1) / members of them through each link. Between machines all links of a machine share in this.
+        A ring passes (members - 1) / members of the bytes through each link. Between machines all links of a machine share in this.
         """
         if members <= 1:
             return 0.0
@@ -126,59 +129,60 @@ class Hardware:
     teachers: WorkerHardware
     trainer: WorkerHardware
     shared: bool
-    """Roles take turns on the same devices."""
-    crowd: float = 1.0
-    """How many times as long the engines, and who works beside them, take while both are at work: they share cores if there are
-    fewer of these than threads."""
+    """True if the roles take turns on the same devices."""
+    slowdown: float = 1.0
+    """How many times as long the engines take, and the role that works beside them, while both are at work. It is more than 1 if there
+    are more threads than cores."""
 
     @classmethod
-    def of(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
-        """The places of a pipeline's workers; `apply_placement` has brought it in line with the spec."""
+    def from_config(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
+        """Return the hardware under the workers of a pipeline to which `apply_placement` has applied the spec's placement."""
         cluster, on_gpus = config.cluster, spec.machine.gpus > 0
         workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
         engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
         gpus = (engine, scorer, cluster.trainer_gpus)
         roles = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
-            WorkerHardware(spec=spec, workers=n, devices=(own or 1) if on_gpus else _worker_cores(spec, n, roles))
-            for n, own in zip(workers, gpus, strict=True)
+            # A role without GPUs of its own is planned as if each worker had one.
+            WorkerHardware(spec=spec, workers=n, devices=(gpus_each or 1) if on_gpus else _worker_cores(spec, n, roles))
+            for n, gpus_each in zip(workers, gpus, strict=True)
         )
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
         shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
         hardware = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
-        return (
-            hardware
-            if roles == 1
-            else replace(hardware, crowd=max(1.0, rollout.used + max(teachers.used, trainer.used)))
-        )
+        if roles == 1:
+            return hardware
+        # The engines work beside scoring or beside training, of which the larger share counts.
+        together = rollout.share_of_devices + max(teachers.share_of_devices, trainer.share_of_devices)
+        return replace(hardware, slowdown=max(1.0, together))
 
 
 def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:
-    """The share of a machine's cores that one of a role's workers computes with, where `roles` roles do at the same time: its
-    threads, as `opd merge` counts them, or less where there are more threads than cores."""
+    """Return the share of a machine's cores with which one of a role's workers computes while `roles` roles are at work: its
+    threads, as `opd merge` counts them, or less if there are more threads than cores."""
     per_machine = ceil(workers / spec.machines)
     threads = max(1, spec.machine.cores // per_machine // roles)
     return min(1 / per_machine, threads / spec.machine.cores)
 
 
 def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
-    """The pipeline with the workers and GPUs of the spec's placement, if it has one."""
+    """Return the pipeline with the workers and GPUs of the spec's placement, or as it is if the spec has none."""
     chosen = spec.placement
     if chosen is None:
         return config
     scores = config.teachers.scoring_workers > 0
     teachers = {"workers": chosen.teachers.workers} if scores else {}
-    rollout, divided = {"workers": chosen.rollout.workers}, isinstance(config.teachers, VLLMTeachers)
+    rollout, is_vllm = {"workers": chosen.rollout.workers}, isinstance(config.teachers, VLLMTeachers)
     if spec.machine.gpus:
         rollout["tensor_parallel_size"] = chosen.rollout.devices
         teachers |= (
             {"tensor_parallel_size": chosen.teachers.devices}
-            if divided
+            if is_vllm
             else _map_layers(config, chosen.teachers.devices)
         )
     cluster = {
         "rollout_gpus": 1,
-        "teacher_gpus": (1 if divided else chosen.teachers.devices) if scores else 0,
+        "teacher_gpus": (1 if is_vllm else chosen.teachers.devices) if scores else 0,
         "trainer_gpus": 1,
     }
     changed = {
@@ -191,9 +195,10 @@ def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig
 
 
 def _map_layers(config: PipelineConfig, gpus: int) -> dict[str, Any]:
-    """Return the map that divides the layers of a teacher among so many GPUs; sizes for another number of GPUs say nothing."""
+    """Return the keys of `teachers` that divide the layers of each teacher among `gpus` GPUs. `max_memory` is kept only if it names as
+    many GPUs: sizes for another number of them say nothing."""
     teachers = config.teachers
     if not isinstance(teachers, TransformersTeachers) or (gpus == 1 and teachers.device_map is None):
         return {}
-    named = [device for device in teachers.max_memory if isinstance(device, int)]
-    return {"device_map": "auto", "max_memory": teachers.max_memory if len(named) == gpus else {}}
+    sized_gpus = [device for device in teachers.max_memory if isinstance(device, int)]
+    return {"device_map": "auto", "max_memory": teachers.max_memory if len(sized_gpus) == gpus else {}}

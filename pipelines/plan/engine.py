@@ -1,4 +1,4 @@
-"""One rollout engine, event by event: between two responses that end, every step costs the same."""
+"""Simulate one rollout engine, event by event. Between two responses that end, every decode step is taken to cost the same."""
 
 from __future__ import annotations
 
@@ -9,55 +9,58 @@ from dataclasses import dataclass
 
 from pipelines.plan.cost import Seconds
 
-StepCost = Callable[[int, float], Seconds]
-"""(sequences, tokens that one of them sees) -> one step."""
+DecodeCost = Callable[[int, float], Seconds]
+"""(sequences, tokens that each of them sees on average) -> cost of one decode step: a token for each sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCost:
-    """Costs of an engine's events."""
+    """Costs of the events of an engine."""
 
     prefill: Callable[[int], Seconds]
-    """Tokens of prompts -> reading them."""
-    step: StepCost
+    """Tokens of prompts -> cost of reading them."""
+    decode: DecodeCost
     request: Seconds
-    """One response, beside its tokens."""
+    """One response, in addition to its tokens."""
     phase: Seconds
-    """All responses of a step together."""
+    """The rollout phase of a training step, once for each engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTimeline:
-    """Simulated work of an engine."""
+    """Simulated work of an engine in one training step."""
 
     spent: Seconds
     steps: int
+    """Decode steps."""
     sequences: float
-    """Mean sequences of a step."""
+    """Mean number of sequences in a decode step."""
 
 
 def simulate_writing(prompt: int, groups: Sequence[Sequence[int]], slots: int, cost: EngineCost) -> EngineTimeline:
-    """Let an engine write the responses of some prompts, `slots` of them at a time, those that wait in order.
+    """Return the work of an engine that writes the responses to some prompts, at most `slots` of them at a time and in their order.
 
-    A prompt is read once for all responses to it.
+    `prompt`: tokens of each prompt, which is read once for all responses to it. `groups`: tokens of the responses to each prompt.
     """
     waiting = deque((length, index == 0) for group in groups for index, length in enumerate(group))
-    running: list[tuple[int, int]] = []  # (step after which it ends, step at which it began)
+    running: list[tuple[int, int]] = []  # (decode step after which it ends, decode step at which it began)
+    # `now` counts decode steps; `begun` is the sum of the steps at which the running responses began, `sampled` of all tokens.
     spent, now, begun, sampled = cost.phase, 0, 0, 0
     while waiting or running:
-        new = 0
+        new_prompt_tokens = 0
         while waiting and len(running) < slots:
             length, is_first = waiting.popleft()
             heapq.heappush(running, (now + length, now))
             begun += now
-            new += prompt * is_first
+            new_prompt_tokens += prompt if is_first else 0
             spent += cost.request
-        if new:
-            spent += cost.prefill(new)
+        if new_prompt_tokens:
+            spent += cost.prefill(new_prompt_tokens)
         ends = running[0][0]
         steps, batch = ends - now, len(running)
+        # Halfway to `ends` a sequence sees its prompt and what it has written since it began, averaged over the batch.
         context = prompt + (now + ends) / 2 - begun / batch
-        spent += cost.step(batch, context).times(steps)
+        spent += cost.decode(batch, context).times(steps)
         sampled += steps * batch
         now = ends
         while running and running[0][0] == now:

@@ -1,4 +1,4 @@
-"""Lengths of prompts and responses: stated, not read from prompts."""
+"""Lengths of the prompts and responses of a planned merge: drawn from what the spec states, not read from prompts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ HUNDREDTH = 2.3263
 
 @dataclass(frozen=True, kw_only=True)
 class StepLengths:
-    """The lengths of one step: each prompt's responses, in tokens."""
+    """Lengths of all prompts and responses of one step, in tokens."""
 
     prompt: int
+    """Tokens of each prompt."""
     groups: tuple[tuple[int, ...], ...]
+    """For each prompt the tokens of its responses."""
     domains: tuple[str, ...]
     """Domain of each prompt."""
 
@@ -38,10 +40,11 @@ class StepLengths:
 
     @cached_property
     def units(self) -> list[tuple[RowSize, tuple[int, ...]]]:
-        """What is laid out together, and its responses: a response with its prompt, or trees of responses to one prompt."""
+        """Units that the trainer lays out together, each with the tokens of its responses: a response with its prompt, or a tree of
+        responses to one prompt."""
         pairs = []
         for number, (domain, group) in enumerate(zip(self.domains, self.groups, strict=True)):
-            for tree, responses in enumerate(_share_prompts(self.prompt, group)):
+            for tree, responses in enumerate(_cut_into_trees(self.prompt, group)):
                 size = self.prompt + sum(responses)
                 other_ids = tuple(f"{number}/{tree}/{i}" for i in range(1, len(responses)))
                 pairs.append((RowSize(f"{number}/{tree}/0", domain, size, other_ids), responses))
@@ -49,31 +52,32 @@ class StepLengths:
 
 
 def draw_responses(config: PipelineConfig, models: Models, lengths: LengthsSpec, step: int) -> StepLengths:
-    """Draw the responses of one step: the same for the same seed and step."""
-    chance = random.Random(f"{lengths.seed}/plan/{step}")
+    """Draw the lengths of one step, lognormal and cut at `rollout.max_new_tokens`; the same seed and step give the same."""
+    rng = random.Random(f"{lengths.seed}/plan/{step}")
     median, prompt = stated_lengths(config, lengths)
+    # `tail` is the 99th percentile over the median, of which the logarithm is so many standard deviations.
     sigma = math.log(lengths.tail) / HUNDREDTH
     groups, domains = [], []
     for domain, samples in models.samples.items():
         for _ in range(samples // config.rollout.n):
-            drawn = (median * math.exp(sigma * chance.gauss(0, 1)) for _ in range(config.rollout.n))
+            drawn = (median * math.exp(sigma * rng.gauss(0, 1)) for _ in range(config.rollout.n))
             groups.append(tuple(min(config.rollout.max_new_tokens, max(1, round(length))) for length in drawn))
             domains.append(domain)
     return StepLengths(prompt=prompt, groups=tuple(groups), domains=tuple(domains))
 
 
 def stated_lengths(config: PipelineConfig, lengths: LengthsSpec) -> tuple[float, int]:
-    """(median of responses, tokens of a prompt), with the defaults that the pipeline's limits give."""
+    """Return (median tokens of a response, tokens of a prompt): as stated, or by default what the pipeline's limits allow."""
     rollout = config.rollout
     prompt = lengths.prompt or max(1, rollout.max_model_len - rollout.max_new_tokens)
     return min(lengths.response or rollout.max_new_tokens, rollout.max_new_tokens), prompt
 
 
-def _share_prompts(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
-    """Responses to one prompt, as many beside each other as a tree may have."""
+def _cut_into_trees(prompt: int, group: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the responses to one prompt in trees, in order: as many in each as the limit of its columns allows."""
     limit = compute_tree_limit(prompt + max(group))
     trees: list[list[int]] = []
-    size = limit
+    size = limit  # so that the first response begins a tree
     for length in group:
         size += length
         if size > limit:

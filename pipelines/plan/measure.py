@@ -1,4 +1,4 @@
-"""`opd plan --measure`: the rates of this machine, from a matrix product, a copy, small calls and a layer of the student."""
+"""Measure the rates of this machine for `opd plan --measure`: by a matrix product, a copy, small calls, and a layer of the student."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from pipelines.sizing.models import read_config
 SECONDS = 1.0
 """Seconds for which each rate is measured."""
 ROWS, WIDTH, IDS = 512, 576, 49152
-"""The product: states with the output head of a model such as SmolLM2. Every factor of two-cores is a share of it."""
+"""Sizes of the matrix product: states times the output head of a model such as SmolLM2. The factors of two-cores are shares of its rate."""
 COPIED = 128 << 20
-"""Bytes that are copied at a time: more than any cache holds."""
-LAYER_ROWS, LAYER_WIDE, LAYER_BATCH = 13, 128, 64
-"""Rows and their width in a pass forward and backward; sequences in an engine's step."""
+"""Bytes of one copy: more than a processor's cache holds."""
+LAYER_ROWS, LAYER_WIDTH, LAYER_BATCH = 13, 128, 64
+"""Rows, and tokens of each, in a pass of the layer forward and backward; sequences in a decode step of an engine."""
 LARGEST = 50_000_000
-"""Numbers of the largest layer that is measured: a larger one takes seconds for a pass."""
+"""Most parameters of a layer that is measured: a larger one takes seconds for a pass."""
 SMALL, CALLS = 8, 1000
-"""The small operation, a product of a row of so many numbers, and how often it is called at a time."""
+"""Width of the small operation, the product of one row and a square matrix; and how many of them are timed together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredLayer:
-    """A dense decoder layer, as far as its time goes."""
+    """The sizes of a dense decoder layer, on which its time depends."""
 
     whose: str
-    """Source of the shape, for people."""
+    """The model that has the layer, for people."""
     hidden: int
     queries: int
+    """Width of the queries of all heads."""
     keys: int
+    """Width of the keys of all heads, and of the values."""
     head: int
+    """Width of one head."""
     inside: int
+    """Width of the feed-forward block."""
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of its matrices."""
+        """Inputs and outputs of each matrix, in the order in which `_layer_forward` takes them."""
         ends = {"q_proj": (self.hidden, self.queries), "k_proj": (self.hidden, self.keys)}
         ends |= {"v_proj": (self.hidden, self.keys), "o_proj": (self.queries, self.hidden)}
         ends |= {"gate_proj": (self.hidden, self.inside), "up_proj": (self.hidden, self.inside)}
@@ -54,15 +58,15 @@ class MeasuredLayer:
 
     @property
     def parameters(self) -> int:
-        return sum(of * out for of, out in self.products.values())
+        return sum(inputs * outputs for inputs, outputs in self.products.values())
 
 
 SMOLLM2 = MeasuredLayer(whose="SmolLM2", hidden=576, queries=576, keys=192, head=64, inside=1536)
-"""The layer that is measured where the student's own is no dense layer, or too large."""
+"""The layer that is measured if the student's own is not dense, or too large."""
 
 
 def layer_of(model_dir: Path) -> MeasuredLayer:
-    """The student's own layer, or SmolLM2's. Raises: as `read_config`."""
+    """Return the student's own layer, or SmolLM2's if that is not dense or too large. Raises: as `read_config`."""
     config = read_config(model_dir)
     heads = config.num_attention_heads
     head = config.head_dim or config.hidden_size // heads
@@ -79,8 +83,8 @@ def layer_of(model_dir: Path) -> MeasuredLayer:
 
 
 def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterSpec:
-    """The spec with this machine's cores, memory and rates, and the shares of a product that a layer reaches; a machine
-    without GPUs."""
+    """Measure this machine, and return `base` with its cores, memory and rates, and with the shares of a matrix product's rate that the
+    layer reaches. The machine counts as one without GPUs."""
     import torch
 
     torch.set_num_threads(count_cores())
@@ -92,18 +96,18 @@ def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterS
         "calls": _measure_small_calls(torch),
     }
     machine = {"cores": count_cores(), "memory": machine_bytes()}
-    # How much of a product a body reaches differs among machines and shapes, so it is measured, not taken from the base.
     data = base.model_dump() | {"name": "this-machine", "machines": 1, "machine": machine, "rates": rates}
-    # Processes of one machine pass bytes on by copying them.
+    # The shares differ among machines and shapes, so they are measured too, not taken from the base.
     data["factors"] |= measured_factors(torch, rates["float32"], layer)
+    # Processes of one machine pass bytes on by copying them; `memory` counts the bytes read and those written.
     data["links"] |= {"inside": rates["memory"] / 2, "between": rates["memory"] / 2, "load": rates["memory"] / 2}
     return ClusterSpec.model_validate(data)
 
 
 def measured_factors(torch: Any, rate: float, layer: MeasuredLayer) -> dict[str, dict[str, Any]]:
-    """Shares of the float32 product that a layer reaches: whole rows forward, the same forward and backward, and one token of
-    each of some sequences."""
-    rows, batch = f"{LAYER_ROWS} rows of {LAYER_WIDE}", f"{LAYER_BATCH} rows of 1"
+    """Return the factors `forward`, `backward` and `decode`: shares of `rate`, the FLOP/s of the float32 product, that the layer reaches
+    with whole rows forward, with the same forward and backward, and with one token of each of some sequences."""
+    rows, batch = f"{LAYER_ROWS} rows of {LAYER_WIDTH}", f"{LAYER_BATCH} rows of 1"
     rates = {
         "forward": (rows, _layer_rate(torch, layer, 1)),
         "backward": (rows, _layer_rate(torch, layer, 3)),
@@ -119,50 +123,52 @@ def measured_factors(torch: Any, rate: float, layer: MeasuredLayer) -> dict[str,
 
 
 def _layer_rate(torch: Any, layer: MeasuredLayer, passes: int) -> float:
-    """FLOP/s of a layer: forward, or with three passes' products forward and backward."""
+    """Return the FLOP/s of a layer: forward if `passes` is 1, forward and backward if it is 3, since a backward pass has the products of
+    two forward passes."""
     draw = torch.Generator().manual_seed(0)
-    weights = [torch.randn(out, of, generator=draw).mul_(0.02) for of, out in layer.products.values()]
-    hidden_B_T_D = torch.randn(LAYER_ROWS, LAYER_WIDE, layer.hidden, generator=draw)
+    weights = [torch.randn(outputs, inputs, generator=draw).mul_(0.02) for inputs, outputs in layer.products.values()]
+    hidden_B_T_D = torch.randn(LAYER_ROWS, LAYER_WIDTH, layer.hidden, generator=draw)
     for leaf in (*weights, hidden_B_T_D):
         leaf.requires_grad_(passes > 1)
 
     def run() -> None:
-        made_B_T_D = _layer_forward(torch, layer, weights, hidden_B_T_D)
+        output_B_T_D = _layer_forward(torch, layer, weights, hidden_B_T_D)
         if passes > 1:
-            made_B_T_D.sum().backward()
+            output_B_T_D.sum().backward()
 
-    pairs = 2 * layer.queries * LAYER_WIDE / 2
-    flops = 2 * LAYER_ROWS * LAYER_WIDE * (layer.parameters + pairs)
+    # A token looks at half of its row on average: queries with keys, and weights with values.
+    pairs = 2 * layer.queries * LAYER_WIDTH / 2
+    flops = 2 * LAYER_ROWS * LAYER_WIDTH * (layer.parameters + pairs)
     with torch.set_grad_enabled(passes > 1):
         return float(passes * flops / _quickest_seconds(run))
 
 
 def _layer_forward(torch: Any, layer: MeasuredLayer, weights: Sequence[Any], hidden_B_T_D: Any) -> Any:
-    """[B, T, D] of one layer, without norms and positions."""
+    """Return the [B, T, D] output of one layer, without norms and positions."""
     q, k, v, o, gate, up, down = weights
     linear = torch.nn.functional.linear
 
-    def split(projected_B_T_I: Any) -> Any:
+    def split_heads(projected_B_T_I: Any) -> Any:
         return projected_B_T_I.unflatten(-1, (-1, layer.head)).transpose(1, 2)
 
-    looked_B_H_T_K = torch.nn.functional.scaled_dot_product_attention(
-        split(linear(hidden_B_T_D, q)),
-        split(linear(hidden_B_T_D, k)),
-        split(linear(hidden_B_T_D, v)),
+    attended_B_H_T_K = torch.nn.functional.scaled_dot_product_attention(
+        split_heads(linear(hidden_B_T_D, q)),
+        split_heads(linear(hidden_B_T_D, k)),
+        split_heads(linear(hidden_B_T_D, v)),
         is_causal=True,
         enable_gqa=True,
     )
-    seen_B_T_D = hidden_B_T_D + linear(looked_B_H_T_K.transpose(1, 2).flatten(-2), o)
-    inner_B_T_F = torch.nn.functional.silu(linear(seen_B_T_D, gate)) * linear(seen_B_T_D, up)
-    return seen_B_T_D + linear(inner_B_T_F, down)
+    residual_B_T_D = hidden_B_T_D + linear(attended_B_H_T_K.transpose(1, 2).flatten(-2), o)
+    inner_B_T_F = torch.nn.functional.silu(linear(residual_B_T_D, gate)) * linear(residual_B_T_D, up)
+    return residual_B_T_D + linear(inner_B_T_F, down)
 
 
 def _decode_rate(torch: Any, layer: MeasuredLayer) -> float:
-    """FLOP/s of a layer's matrices with one token of each of `LAYER_BATCH` sequences."""
+    """Return the FLOP/s of a layer's matrices with one token of each of `LAYER_BATCH` sequences."""
     draw = torch.Generator().manual_seed(0)
     pairs = [
-        (torch.randn(LAYER_BATCH, of, generator=draw), torch.randn(out, of, generator=draw))
-        for of, out in layer.products.values()
+        (torch.randn(LAYER_BATCH, inputs, generator=draw), torch.randn(outputs, inputs, generator=draw))
+        for inputs, outputs in layer.products.values()
     ]
 
     def run() -> None:
@@ -174,8 +180,10 @@ def _decode_rate(torch: Any, layer: MeasuredLayer) -> float:
 
 
 def cluster_spec(name_or_path: str | None, measure: Path | None, model_dir: Path) -> ClusterSpec:
-    """The spec that a plan is made with: a named one, or this machine's, written to the file `measure`. Raises: ConfigError if both are
-    given; as `load_spec` and `measure_to`."""
+    """Return the spec that a plan is made with: a named one, or this machine's, which is also written to the file `measure`.
+
+    Raises: ConfigError if both are named; as `load_spec` and `measure_to`.
+    """
     if measure is None:
         return load_spec(name_or_path or DEFAULT)
     if name_or_path is not None:
@@ -189,8 +197,8 @@ def cluster_spec(name_or_path: str | None, measure: Path | None, model_dir: Path
 
 
 def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
-    """Measure this machine, with a layer of that student, and write its spec; overheads, lengths and the other factors of a file
-    that is there stay as they are.
+    """Measure this machine with a layer of the student in `model_dir`, write its spec to a file and return it. If the file is there, its
+    overheads, its lengths and its other factors stay as they are.
 
     Raises: StorageError, before anything is measured if the file's directory cannot be made; ConfigError if `path` is a
     directory, or in a file.
@@ -210,25 +218,26 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
 
 
 def _measure_matmul(torch: Any, dtype: Any) -> float:
-    """FLOP/s of a matrix product, the best of one second's."""
+    """Return the FLOP/s of the quickest matrix product within a second."""
     hidden_N_D, head_V_D = torch.randn(ROWS, WIDTH).to(dtype), torch.randn(IDS, WIDTH).to(dtype)
     return 2 * ROWS * WIDTH * IDS / _quickest_seconds(lambda: hidden_N_D @ head_V_D.T)
 
 
 def _measure_copies(torch: Any) -> float:
-    """Bytes a second that a copy reads and writes."""
+    """Return the bytes a second that a copy reads and writes, together."""
     source = torch.ones(COPIED, dtype=torch.uint8)
     target = torch.empty_like(source)
     return 2 * COPIED / _quickest_seconds(lambda: target.copy_(source))
 
 
 def _measure_fresh_memory(torch: Any) -> float:
-    """Bytes a second that are written to memory which is asked for each time."""
+    """Return the bytes a second that are written to memory which is asked for anew each time."""
     return COPIED / _quickest_seconds(lambda: torch.empty(COPIED, dtype=torch.uint8).fill_(1))
 
 
 def _measure_small_calls(torch: Any) -> float:
-    """Small operations a second that one core begins: Python's part and torch's, no arithmetic worth the name."""
+    """Return the small operations a second that one core begins. They are too small for their arithmetic to matter: this is the time of
+    Python and torch."""
     row_1_D, square_D_D = torch.ones(1, SMALL), torch.ones(SMALL, SMALL)
 
     def multiply_rows() -> None:
@@ -240,7 +249,7 @@ def _measure_small_calls(torch: Any) -> float:
 
 
 def _quickest_seconds(work: Callable[[], Any]) -> float:
-    """Seconds of the quickest of the runs that a second has room for."""
+    """Return the seconds of the quickest run of `work`, of as many as fit into `SECONDS`."""
     work()
     end, best = time.perf_counter() + SECONDS, float("inf")
     while time.perf_counter() < end:

@@ -37,16 +37,17 @@ class Models:
     """The models of a merge."""
 
     merge: MergeModels
-    """What the sum of memory is made of; it has no prompts."""
+    """The facts from which memory is estimated, as `opd check` has them, but without prompts."""
     student: Shape
     scorers: Mapping[str, Shape]
-    """Name of everyone who scores -> its shape; an adapter's is its base's."""
+    """Name of each teacher -> its shape; that of an adapter is the shape of its base."""
     samples: Mapping[str, int]
     """Domain -> responses of a step."""
     notes: tuple[str, ...]
+    """Sentences for people about models that had to be guessed."""
 
     def rows_by_scorer(self) -> dict[str, int]:
-        """Name of everyone who scores -> rows of a step."""
+        """Return the rows that each teacher scores in a step, by its name."""
         rows = dict.fromkeys(self.scorers, 0)
         for domain, assigned in self.merge.scoring.items():
             for weighted_teacher in assigned:
@@ -54,8 +55,8 @@ class Models:
         return rows
 
     @property
-    def opinions(self) -> int:
-        """Target rows of a step."""
+    def target_rows(self) -> int:
+        """Target rows of a step: one for each response and each teacher that scores it."""
         return sum(self.rows_by_scorer().values())
 
 
@@ -65,8 +66,8 @@ def read_models(config: PipelineConfig) -> Models:
     student = model_facts(config.student.model, shape)
     refuse_past_context(config, student)
     shapes, experts, notes = {START: shape}, dict[str, RoutedExpert](), list[str]()
-    for name, expert, own in _expert_shapes(config, shape, notes):
-        experts[name], shapes[name] = expert, own
+    for name, expert, expert_shape in _expert_shapes(config, shape, notes):
+        experts[name], shapes[name] = expert, expert_shape
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
     start = unhashed_expert(START, "", student)
     scoring = scoring_routes(config, routes, start.teacher)
@@ -83,12 +84,12 @@ def read_models(config: PipelineConfig) -> Models:
         lora=None if lora is None else LoraSize(trained=trained, pushed=pushed),
         bodies={expert.info.path: shapes[name].body for name, expert in everyone.items()},
     )
-    used = {name: shapes[name] for name in scorers}
-    return Models(merge=merge, student=shape, scorers=used, samples=_samples_by_domain(config), notes=tuple(notes))
+    samples, scorer_shapes = _samples_by_domain(config), {name: shapes[name] for name in scorers}
+    return Models(merge=merge, student=shape, scorers=scorer_shapes, samples=samples, notes=tuple(notes))
 
 
 def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
-    """Responses of each domain in an ordinary step, as `opd merge` deals them out."""
+    """Return the responses of each domain in an ordinary step, as `opd merge` deals them out."""
     total = config.trainer.samples_per_step // config.rollout.n
     prompts = round_counts(samples_by_weight(total, config.domain_weights), total, draw=0.5)
     return {name: config.rollout.n * count for name, count in prompts.items()}
@@ -97,7 +98,8 @@ def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
 def _expert_shapes(
     config: PipelineConfig, student: Shape, notes: list[str]
 ) -> Iterator[tuple[str, RoutedExpert, Shape]]:
-    """Name, expert and shape. Raises: OpdError."""
+    """Yield name, expert and shape of each expert. Experts that are not registered yet are planned as full models of the student's
+    shape, and `notes` gets a sentence about them. Raises: OpdError."""
     if not isinstance(config.experts, RegisteredExperts):
         for name, expert_config in config.experts.items():
             yield (name, *_inline_model(name, expert_config))
@@ -118,12 +120,13 @@ def _expert_shapes(
 
 
 def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert, Shape]:
+    """Return an expert of the pipeline itself: a full model, or an adapter with the shape of its base. Raises: OpdError."""
     file = locate_file(expert_config.model, ADAPTER_CONFIG)
     if not file.is_file():
         shape = read_shape(expert_config.model)
         return unhashed_expert(name, expert_config.domain, model_facts(expert_config.model, shape)), shape
-    named = expert_config.base or named_base(file.parent)
-    if named is None:
+    stated_base = expert_config.base or named_base(file.parent)
+    if stated_base is None:
         raise ConfigError.at(
             f"experts.{name}.base",
             found="nothing, for a LoRA adapter that names no directory here",
@@ -131,7 +134,7 @@ def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert,
             fix=f"set experts.{name}.base to its directory",
         )
     # Adapters that name one directory in several ways share it.
-    base = expert_config.base or named.resolve()
+    base = expert_config.base or stated_base.resolve()
     shape = read_shape(base)
     if has_weights(expert_config.model) and has_weights(base):
         adapter = inspect_adapter(expert_config.model, base, hash_files=False)
@@ -141,6 +144,7 @@ def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert,
 
 
 def _adapter_by_config(path: Path, base: Path, lora: _Adapter, shape: Shape) -> AdapterInfo:
+    """Return an adapter from its config alone, for weights that are not here."""
     targets = lora.target_modules if isinstance(lora.target_modules, list) else None
     return AdapterInfo(
         path=str(path),

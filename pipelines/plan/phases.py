@@ -1,9 +1,11 @@
 """Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
 
-rollout   engines' steps: the larger of matrix products and bytes read, one event after the other
-score     each teacher's rows on one worker, teachers one after the other
-train     micro-batches of the busiest rank, then the optimiser
+rollout   steps of the engines: each takes as long as its matrix products or the bytes that it reads, whichever takes longer
+score     all rows of a teacher on one worker; a worker scores with its teachers one after the other
+train     micro-batches of the rank with the most tokens, then the optimiser
 sync      new weights: gathered, sent, put in place, proven
+
+A unit is what the trainer lays out together: a response with its prompt, or a tree of responses to one prompt (`StepLengths.units`).
 """
 
 from __future__ import annotations
@@ -33,22 +35,23 @@ from teachers.scorers import SCORE_TOKENS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """The trainer's part of a step."""
+    """Time of the trainer in one step."""
 
     micro_batches: tuple[Seconds, ...]
     last: Seconds
-    """The optimiser."""
+    """The optimiser, after all micro-batches."""
     gathers: int
     """Number of times that all weights are gathered."""
 
     @property
     def spent(self) -> Seconds:
+        """Time of the whole phase."""
         return sum(self.micro_batches, self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCost:
-    """Everything that the phases depend on but the lengths."""
+class PhaseCosts:
+    """Times of a step's phases, for any lengths: all else that they depend on is here."""
 
     config: PipelineConfig
     spec: ClusterSpec
@@ -58,111 +61,114 @@ class StepCost:
     """Sequences that one engine writes at a time."""
 
     def rollout_seconds(self, lengths: StepLengths) -> list[EngineTimeline]:
-        """Every engine's part of a step; prompts are dealt out one by one."""
+        """Return the work of each engine in a step; prompts are dealt out one by one."""
         workers, cost = self.hardware.rollout.workers, self._engine_cost(lengths.prompt)
         shares = [lengths.groups[worker::workers] for worker in range(workers)]
         return [simulate_writing(lengths.prompt, share, self.slots, cost) for share in shares if share]
 
     def _engine_cost(self, prompt: int) -> EngineCost:
+        """Return what the events of an engine cost; `prompt`: tokens of a prompt."""
         engine, shape, spec = self.hardware.rollout, self.models.student, self.spec
         dtype = self.config.rollout.dtype
         width = DTYPE_BYTES[dtype]
-        factors, extra = spec.factors, spec.overheads
+        factors, event = spec.factors, spec.overheads
         copies = cache_copies(self.config, shape.attention, spec.machine.gpus)
 
         def prefill(tokens: int) -> Seconds:
-            flops = shape.forward(tokens, prompt / 2)
+            flops = shape.forward(tokens, prompt / 2)  # a token looks at half of the prompt, on average
             return Seconds(
                 compute=engine.matmul_seconds(flops, dtype, factors.forward.share), link=self._reduce_seconds(tokens)
             )
 
-        def step(batch: int, context: float) -> Seconds:
+        def decode(batch: int, context: float) -> Seconds:
             flops = shape.forward(batch, context) + 2 * batch * shape.head
             products = engine.matmul_seconds(flops, dtype, factors.decode.share)
-            looked_at = min(context, shape.attention.window or context)
-            cache = batch * looked_at * shape.attention.kv_values * copies
+            visible = min(context, shape.attention.window or context)
+            cache = batch * visible * shape.attention.kv_values * copies
             read = engine.copy_seconds((shape.numbers_read(batch) + cache) * width)
+            # Products and reads overlap, so only the longer of the two takes time.
             return Seconds(
                 compute=products if products >= read else 0.0,
                 memory=read if read > products else 0.0,
                 link=self._reduce_seconds(batch),
-                overhead=engine.crowd * (extra.engine_step.of(shape.tensors) + batch * extra.token.s),
+                overhead=engine.slowdown * (event.engine_step.seconds(shape.tensors) + batch * event.token.s),
             )
 
-        return EngineCost(
-            prefill=prefill, step=step, request=Seconds(overhead=extra.request.s), phase=Seconds(overhead=extra.phase.s)
-        )
+        request, phase = Seconds(overhead=event.request.s), Seconds(overhead=event.phase.s)
+        return EngineCost(prefill=prefill, decode=decode, request=request, phase=phase)
 
     def _reduce_seconds(self, tokens: int) -> float:
-        """Two sums a layer among the devices of one engine."""
+        """Return the seconds in which the devices of one engine add up their parts of each layer's results, twice a layer."""
         engine, shape = self.hardware.rollout, self.models.student
         if engine.devices <= 1:
             return 0.0
+        # An all-reduce passes its bytes twice: it adds them up in parts, then gathers the parts.
         nbytes = 2 * tokens * shape.hidden * DTYPE_BYTES[self.config.rollout.dtype]
         once = self.spec.overheads.message.s + engine.collective_seconds(nbytes, engine.devices)
         return 2 * shape.layers * once
 
-    def score(self, lengths: StepLengths) -> list[Seconds]:
-        """Every worker's part of a step: the teacher with the most rows goes to the worker with the fewest."""
+    def score_seconds(self, lengths: StepLengths) -> list[Seconds]:
+        """Return the time of each scoring worker in a step: the teacher with the most tokens goes to the worker with the fewest."""
         if self.config.teachers.elsewhere or not self.models.scorers:
             return []
         workers = self.hardware.teachers.workers
-        rows = {name: self._rows_of(name, lengths) for name in self.models.scorers}
+        sizes_by_teacher = {name: self._unit_sizes(name, lengths) for name in self.models.scorers}
         loads = [(0, worker) for worker in range(workers)]
         seconds = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
-        for name in sorted(rows, key=lambda scorer: -sum(rows[scorer])):
+        for name, sizes in sorted(sizes_by_teacher.items(), key=lambda item: -sum(item[1])):
             load, worker = heapq.heappop(loads)
-            seconds[worker] += self._score_seconds(name, rows[name])
-            heapq.heappush(loads, (load + sum(rows[name]), worker))
+            seconds[worker] += self._teacher_seconds(name, sizes)
+            heapq.heappush(loads, (load + sum(sizes), worker))
         return seconds
 
-    def _rows_of(self, name: str, lengths: StepLengths) -> list[int]:
-        """Sizes of the units of the domains that a teacher scores."""
-        scoring = self.models.merge.scoring
-        domains = {
-            domain
-            for domain, assigned in scoring.items()
-            if name in [weighted_teacher.teacher.name for weighted_teacher in assigned]
-        }
+    def _unit_sizes(self, name: str, lengths: StepLengths) -> list[int]:
+        """Return the tokens of each unit of the domains that a teacher scores."""
+        scoring = self.models.merge.scoring.items()
+        domains = {domain for domain, teachers in scoring if name in [weighted.teacher.name for weighted in teachers]}
         return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
-    def _score_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
+    def _teacher_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
+        """Return the time in which one teacher comes to its worker and scores units of these sizes, in tokens."""
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
-        extra = self.spec.overheads
-        compute, read, passes = 0.0, 0, 0
-        for batch in cut_into_runs(sorted(sizes), SCORE_TOKENS):
-            tokens, wide = computed_tokens(batch)
-            read += tokens
-            flops = shape.forward(tokens, wide / 2)
+        event = self.spec.overheads
+        compute, computed, passes = 0.0, 0, 0
+        for batch in cut_into_batches(sorted(sizes), SCORE_TOKENS):
+            tokens, width = count_padded_tokens(batch)
+            computed += tokens
+            flops = shape.forward(tokens, width / 2)
             compute += worker.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
             passes += 1
         rows = self.models.rows_by_scorer()[name]
         return Seconds(
             compute=compute,
             link=self._load_seconds(name) + passes * self._offload_seconds(name),
-            overhead=extra.teacher.of(shape.tensors) + rows * extra.scored_row.s + read * extra.scored_token.s,
+            overhead=event.teacher.seconds(shape.tensors) + rows * event.scored_row.s + computed * event.scored_token.s,
         )
 
     def _load_seconds(self, name: str) -> float:
-        """Seconds until a teacher's weights are where it computes. Weights within `teachers.memory` stay there on CPUs, those
-        within `teachers.gpu_memory` on GPUs."""
+        """Return the seconds until a teacher's weights are where it computes: 0 if all teachers fit into `teachers.memory` on CPUs, or
+        into `teachers.gpu_memory` on GPUs, since they stay there."""
         worker, spec, teachers = self.hardware.teachers, self.spec, self.config.teachers
         sizes = teacher_bytes(self.config, self.models)
-        share, every = spec.factors.link.share, sum(sizes.values())
-        read = sizes[name] / (spec.links.disk * max(1.0, worker.machines / worker.workers) * share)
+        share, total = spec.factors.link.share, sum(sizes.values())
+        # A worker on several machines reads from all their disks. Each of several workers on one machine is planned with its whole rate.
+        disks = max(1.0, worker.machines / worker.workers)
+        disk_seconds = sizes[name] / (spec.links.disk * disks * share)
         budget = 0
         if isinstance(teachers, TransformersTeachers):
             budget = teachers.gpu_memory if spec.machine.gpus else teachers.memory
-        if every <= budget:
+        if total <= budget:
             return 0.0
         if not spec.machine.gpus:
-            return read
-        copied = sizes[name] / (spec.links.load * worker.at_work * share)
-        # Files that machines have read stay in half of their memory.
-        return copied if every / worker.machines <= spec.machine.memory / 2 else max(copied, read)
+            return disk_seconds
+        copy_seconds = sizes[name] / (spec.links.load * worker.at_work * share)
+        # Files that were read once stay in the page cache, which is taken to be half of a machine's memory: only the copy is left.
+        is_cached = total / worker.machines <= spec.machine.memory / 2
+        return copy_seconds if is_cached else max(copy_seconds, disk_seconds)
 
     def _offload_seconds(self, name: str) -> float:
-        """Seconds of a pass in which layers that are on no GPU come to the first one: from memory, and from the files."""
+        """Return the seconds of a pass in which layers that are on no GPU come to the first one: from memory, and those that
+        memory does not hold from the files before."""
         teachers, links = self.config.teachers, self.spec.links
         if not self.spec.machine.gpus or not isinstance(teachers, TransformersTeachers) or not teachers.max_memory:
             return 0.0
@@ -172,95 +178,101 @@ class StepCost:
         return (off / links.load + on_disk / links.disk) / self.spec.factors.link.share
 
     def train_seconds(self, lengths: StepLengths) -> TrainingCost:
-        """The busiest rank, which the others wait for in every micro-batch; then the optimiser."""
+        """Return the time of the rank with the most tokens of the step, which the others wait for; then that of the optimiser."""
         trainer, config = self.hardware.trainer, self.config
         units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
-        rows = [unit for unit, _ in units.values()]
-        plan = plan_micro_batches(rows, trainer.workers, config.trainer.micro_batch_tokens)
-        ranks = [[[units[i] for i in part if i in units] for part in rank] for rank in plan]
+        sizes = [unit for unit, _ in units.values()]
+        plan = plan_micro_batches(sizes, trainer.workers, config.trainer.micro_batch_tokens)
+        # The plan also names a tree's other samples, which are among no units: the tree counts once.
+        ranks = [[[units[sample_id] for sample_id in part if sample_id in units] for part in rank] for rank in plan]
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
         return TrainingCost(
-            micro_batches=tuple(self._micro_batch(part) for part in busiest),
+            micro_batches=tuple(self._micro_batch_seconds(part) for part in busiest),
             last=self._optimiser_seconds(),
             gathers=sum(3 if self._start_student_sizes(part) else 2 for part in busiest),
         )
 
-    def _start_student_sizes(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
-        """Sizes of the units for which the ranks run the student without its adapters: it is one of their teachers."""
+    def _start_student_sizes(self, units: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
+        """Return the tokens of each unit for which the ranks run the student without its adapters: that is one of its teachers."""
         domains = start_student_weights(self.config)
-        return [unit.length for unit, _ in rows if unit.domain in domains]
+        return [unit.length for unit, _ in units if unit.domain in domains]
 
-    def _micro_batch(self, rows: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
+    def _micro_batch_seconds(self, units: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
+        """Return the time of one micro-batch of a rank. `units`: each with the tokens of its responses, which are trained."""
         config, shape, trainer = self.config, self.models.student, self.hardware.trainer
         spec, dtype = self.spec, config.trainer.dtype
-        tokens, wide = computed_tokens([unit.length for unit, _ in rows])
-        trained = sum(sum(responses) for _, responses in rows)
-        flops = self._passes * shape.forward(tokens, wide / 2) + 2 * trained * shape.head * self._head_passes()
+        tokens, width = count_padded_tokens([unit.length for unit, _ in units])
+        trained = sum(sum(responses) for _, responses in units)
+        flops = self._body_passes * shape.forward(tokens, width / 2) + 2 * trained * shape.head * self._head_passes()
         compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
-        start_sizes = self._start_student_sizes(rows)
-        start_tokens, start_wide = computed_tokens(start_sizes)
-        compute += trainer.matmul_seconds(
-            shape.forward(start_tokens, start_wide / 2), dtype, spec.factors.forward.share
-        )
-        count = sum(len(responses) for _, responses in rows)
-        extra = spec.overheads
-        own = extra.micro_batch.of(shape.tensors) + count * extra.trained_row.s + tokens * extra.trained_token.s
-        gathers = 3 if start_sizes else 2
-        talk = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
-        hidden = min(spec.factors.hidden.share * talk, compute)
+        start_sizes = self._start_student_sizes(units)
+        start_tokens, start_width = count_padded_tokens(start_sizes)
+        start_flops = shape.forward(start_tokens, start_width / 2)
+        compute += trainer.matmul_seconds(start_flops, dtype, spec.factors.forward.share)
+        rows = sum(len(responses) for _, responses in units)
+        event = spec.overheads
+        extra = event.micro_batch.seconds(shape.tensors) + rows * event.trained_row.s + tokens * event.trained_token.s
+        gathers = 3 if start_sizes else 2  # forward, backward, and the pass without adapters
+        link = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
+        hidden_link = min(spec.factors.hidden.share * link, compute)
         # Logits of student and teachers in float32: written and read once each.
         logits = trainer.copy_seconds(trained * shape.vocab * 8 * (1 + self._teacher_heads()))
         return Seconds(
             compute=compute,
             memory=logits,
-            link=talk - hidden,
-            overhead=trainer.crowd * own + self._micro_batch_messages(gathers),
+            link=link - hidden_link,
+            overhead=trainer.slowdown * extra + self._message_seconds(gathers),
         )
 
     @property
-    def _passes(self) -> float:
-        """Forward passes whose products a training step's body costs: a backward pass costs two, one where the weights stay."""
+    def _body_passes(self) -> float:
+        """Cost of training the body, in forward passes: 1 for the forward pass, 2 for the backward pass (1 if LoRA keeps the weights as
+        they are), and 1 more for gradient checkpointing, which runs the forward pass twice."""
         backward = 1.0 if self.models.merge.lora else 2.0
         return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
-        """FLOPs of each phase that the models ask for, padding left out."""
+        """Return the FLOPs of all workers for each phase of a step, padding left out."""
         shape, context = self.models.student, lengths.tokens / len(lengths.responses) / 2
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(
-            scorer.forward(sum(self._rows_of(name, lengths)), context) for name, scorer in self.models.scorers.items()
+            scorer.forward(sum(self._unit_sizes(name, lengths)), context)
+            for name, scorer in self.models.scorers.items()
         )
         laid_out = sum(unit.length for unit, _ in lengths.units)
         start_tokens = sum(self._start_student_sizes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
+        train = self._body_passes * shape.forward(laid_out, context) + shape.forward(start_tokens, context) + heads
         return {
             "rollout": shape.forward(prompts + responses, context) + 2 * responses * shape.head,
             "score": scored,
-            "train": self._passes * shape.forward(laid_out, context) + shape.forward(start_tokens, context) + heads,
+            "train": train,
             "sync": 0.0,
         }
 
     def _head_passes(self) -> float:
-        """Products of a trained token's states with an output head: the student's there and back, each teacher's there."""
+        """Return the number of products of a trained token's states with output heads: the student's forward and backward, each
+        teacher's forward only."""
         back = 1 if self.models.merge.lora else 2
         return 1 + back + self._teacher_heads()
 
     def _teacher_heads(self) -> float:
-        """Heads beside the student's for each trained token: none where teachers send log-probs, but that of a start student that
-        the trainer asks."""
+        """Return the mean number of heads beside the student's for each trained token. Teachers that send log-probs need none, but the
+        ranks run a start student themselves, with its head."""
         sends = answer_class(self.config.teachers.payload).SENDS_HEADS
         start_samples = sum(self.models.samples[domain] for domain in start_student_weights(self.config))
-        return ((self.models.opinions if sends else 0) + start_samples) / max(1, self.config.trainer.samples_per_step)
+        head_rows = self.models.target_rows if sends else 0
+        return (head_rows + start_samples) / max(1, self.config.trainer.samples_per_step)
 
     def gather_seconds(self, times: int = 2) -> float:
-        """Seconds to gather all weights so many times; a micro-batch does forward, and backward."""
+        """Return the seconds in which the ranks gather all weights so many times; a micro-batch does it forward and backward."""
         trainer = self.hardware.trainer
         nbytes = times * self.models.student.parameters * DTYPE_BYTES[self.config.trainer.dtype]
         return trainer.collective_seconds(nbytes, trainer.workers) if self._is_sharded() else 0.0
 
     def reduce_gradients_seconds(self) -> float:
-        """Seconds to add up gradients, each rank its shard."""
+        """Return the seconds in which the ranks add up gradients, each of them those of its shard."""
         trainer = self.hardware.trainer
         nbytes = self.models.merge.trained * DTYPE_BYTES[self.config.trainer.grad_accum_dtype]
         return trainer.collective_seconds(nbytes, trainer.workers) if self._is_sharded() else 0.0
@@ -268,25 +280,28 @@ class StepCost:
     def _is_sharded(self) -> bool:
         return self.hardware.trainer.workers > 1
 
-    def _micro_batch_messages(self, gathers: int) -> float:
-        """Collectives of a micro-batch: every tensor's gradient is added up, those that no rank holds whole are gathered."""
+    def _message_seconds(self, gathers: int) -> float:
+        """Return the overhead of a micro-batch's collectives: every tensor's gradient is added up, and the tensors that no rank holds
+        whole are gathered."""
         if not self._is_sharded():
             return 0.0
+        # A part is the same tensor in all its layers; the limit is that of one of them.
         large = sum(p.layers for p in self.models.student.parts if p.parameters > MAX_UNSHARDED * p.layers)
         return (self.models.student.tensors + gathers * large) * self.spec.overheads.message.s
 
     def _optimiser_seconds(self) -> Seconds:
-        """One pass over gradient, master, both moments and compute copy of a shard."""
+        """Return the time of one pass over gradient, master, both moments and compute copy of a shard."""
         rank, trainer = self.hardware.trainer, self.config.trainer
+        # Master and moments are 12 bytes in float32. These and the gradient are counted read and written, the copy once.
         bytes_per_weight = 2 * 12 + 2 * DTYPE_BYTES[trainer.grad_accum_dtype] + DTYPE_BYTES[trainer.dtype]
         nbytes = self.models.merge.trained * bytes_per_weight / rank.workers
         return Seconds(
             memory=rank.copy_seconds(nbytes),
-            overhead=self.spec.overheads.phase.s + rank.crowd * self.spec.overheads.step.s,
+            overhead=self.spec.overheads.phase.s + rank.slowdown * self.spec.overheads.step.s,
         )
 
     def push_seconds(self, lengths: StepLengths) -> Seconds:
-        """A push to every engine, and its probe."""
+        """Return the time of a push to all engines, and of its probe."""
         gathered = self.hardware.trainer.collective_seconds(self.push.nbytes, self.hardware.trainer.workers)
         # The probe's pass of the trainer gathers all weights once more.
         return self.push.push_seconds(lengths.prompt, gathered + self.gather_seconds(1))
@@ -303,28 +318,28 @@ class StepCost:
 
 
 def teacher_bytes(config: PipelineConfig, models: Models) -> dict[str, int]:
-    """Bytes that a teacher's turn brings in: an adapter where its base is another teacher's too."""
+    """Return the bytes that a scoring worker loads for each teacher: its weights, of an adapter without those of its base."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    sizes = {}
-    for name, expert in models.merge.scorers.items():
-        sizes[name] = width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
-    return sizes
+    return {
+        name: width * (expert.adapter.parameters if expert.adapter else expert.info.parameters)
+        for name, expert in models.merge.scorers.items()
+    }
 
 
-def computed_tokens(sizes: Sequence[int]) -> tuple[int, int]:
-    """(tokens of the rows that units are laid out in, width of a row): the padding counts."""
+def count_padded_tokens(sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the tokens that are computed for units of these sizes, with the padding of their rows; and the width of a row."""
     if not sizes:
         return 0, 0
     packing = pack_into_rows(sizes)
     return packing.num_rows * packing.width, packing.width
 
 
-def cut_into_runs(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive runs of at most so many tokens; a longer unit is alone."""
-    runs: list[list[int]] = []
+def cut_into_batches(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut units into batches of at most `most` tokens, in their order; a longer unit is alone."""
+    batches: list[list[int]] = []
     for size in sizes:
-        if runs and sum(runs[-1]) + size <= most:
-            runs[-1].append(size)
+        if batches and sum(batches[-1]) + size <= most:
+            batches[-1].append(size)
         else:
-            runs.append([size])
-    return runs
+            batches.append([size])
+    return batches

@@ -12,7 +12,7 @@ from opd.settings.strict import DTYPE_BYTES
 from pipelines.plan.cost import Hardware, Seconds, apply_placement
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
-from pipelines.plan.phases import StepCost, teacher_bytes
+from pipelines.plan.phases import PhaseCosts, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
@@ -22,10 +22,11 @@ from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_byte
 from pipelines.sizing.parts import MemoryPart, worker_parts
 
 SIMULATED = 20
-"""Steps that are simulated at most; the others are taken to be like them."""
+"""Most steps that are simulated; all others are taken to be like them."""
 HOUR = 3600
+"""Seconds."""
 ROW = 100
-"""Bytes of a row beside its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
+"""Bytes of a row in addition to its tokens: its id, its span, and its place in the dictionary. See "Rows on the way" in docs/architecture.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,19 +41,19 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRow:
-    """Busy and idle time of one role's devices."""
+    """How busy the devices of one role are."""
 
     name: str
     workers: int
     devices: float
     """Devices of one worker."""
     busy: float
-    """Share of the time in which it computes."""
+    """Share of the time in which a worker computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePlan:
-    """One phase of a step, on its slowest worker; seconds, means over the simulated steps."""
+    """Seconds of one phase of a step on its slowest worker, the mean over the simulated steps."""
 
     name: str
     seconds: float
@@ -61,9 +62,9 @@ class PhasePlan:
     link: float
     overhead: float
     limit: str
-    """The largest of the four."""
+    """Name of the largest of these four."""
     flops: float
-    """FLOPs of all workers that the model asks for, padding left out."""
+    """FLOPs of all workers, padding left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,11 @@ class MergePlan:
     """Numbers that a token is multiplied with, the output head included."""
     experts: int
     steps: int
+    """Training steps of all rounds."""
     samples: int
+    """Responses of a step."""
     prompt: int
+    """Tokens of a prompt."""
     response: float
     """Mean tokens of a response."""
     sequences: float
@@ -92,10 +96,12 @@ class MergePlan:
     roles: tuple[RoleRow, ...]
     step_s: float
     hours: float
-    """All steps; no start, no exams, no checkpoints."""
+    """Hours of all steps, without the start, exams and checkpoints."""
     devices: float
+    """GPUs of the cluster; 0 if it has none."""
     device_hours: float
     limit: str
+    """The longest phase, and what limits it."""
     fits: bool
     notes: tuple[str, ...]
 
@@ -105,17 +111,17 @@ class MergePlan:
 
 def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
-    spec, config = spec.at_its_speed(), apply_placement(config, spec)
+    spec, config = spec.with_own_overheads(), apply_placement(config, spec)
     models = _read_models(config)
-    hardware = Hardware.of(config, spec)
+    hardware = Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
-    work = StepCost(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
+    costs = PhaseCosts(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
     total = sum(round_config.trainer.steps for round_config in rounds_of(config))
-    steps = simulate_steps(work, spec.lengths, min(SIMULATED, total))
+    steps = simulate_steps(costs, spec.lengths, min(SIMULATED, total))
     lengths = draw_responses(config, models, spec.lengths, 0)
-    phases = tuple(_phase_row(name, steps, flops) for name, flops in work.phase_flops(lengths).items())
+    phases = tuple(_phase_row(name, steps, flops) for name, flops in costs.phase_flops(lengths).items())
     step_s = sum(step.wall for step in steps) / len(steps)
     room = tuple(memory_rooms(config, models.merge, spec.hardware, shared=spec.takes_turns))
     return MergePlan(
@@ -130,11 +136,11 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         response=sum(step.response_tokens for step in steps) / len(steps) / config.trainer.samples_per_step,
         sequences=sum(step.sequences for step in steps) / len(steps),
         memory=tuple(
-            worker_parts(config, models.merge, on_gpus=spec.machine.gpus > 0, cache=cache, rows=models.opinions)
+            worker_parts(config, models.merge, on_gpus=spec.machine.gpus > 0, cache=cache, rows=models.target_rows)
         ),
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
-        traffic=tuple(_step_traffic(work, lengths)),
+        traffic=tuple(_step_traffic(costs, lengths)),
         phases=phases,
         roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
@@ -150,14 +156,14 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
 def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = apply_placement(config, spec)
-    models, hardware = _read_models(config), Hardware.of(config, spec)
+    models, hardware = _read_models(config), Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
     return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
 
 
 def _read_models(config: PipelineConfig) -> Models:
-    """The models of a pipeline whose GPUs and sizes a merge would take too. Raises: OpdError."""
+    """Return the models of a pipeline. Raises: OpdError, also for GPUs and sizes that a merge would refuse."""
     refuse_idle_gpus(config)
     models = read_models(config)
     refuse_no_room(config, models.merge.scorers)
@@ -169,14 +175,13 @@ def _spec_gpus(spec: ClusterSpec) -> float:
 
 
 def _engine_slots(config: PipelineConfig, models: Models, spec: ClusterSpec, cache: float) -> tuple[int, list[str]]:
-    """Sequences that an engine writes at a time: `rollout.max_num_seqs`, or as many of mean length as its cache holds. With 0 the
-    merge does not fit, and is planned as if it had room for one, to say what is missing."""
+    """Return how many sequences an engine writes at a time, and notes on that: `rollout.max_num_seqs`, or as many sequences of mean
+    length as its cache of `cache` bytes on each device holds. With 0 the merge does not fit; the caller then plans it as if there
+    were room for one, to say what is missing."""
     lengths = draw_responses(config, models, spec.lengths, 0)
     sequence_tokens = lengths.tokens / len(lengths.responses)
-    room, max_sequences = (
-        int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / sequence_tokens),
-        config.rollout.max_num_seqs,
-    )
+    room = int(cache_tokens(config, models.student.attention, spec.machine.gpus, cache) / sequence_tokens)
+    max_sequences = config.rollout.max_num_seqs
     if room >= min(max_sequences, len(lengths.responses)):
         return max_sequences, []
     if not room:
@@ -193,29 +198,31 @@ def _phase_row(name: str, steps: Sequence[SimulatedStep], flops: float) -> Phase
     return PhasePlan(name=name, seconds=mean.total, **mean.parts(), limit=mean.limit, flops=flops)
 
 
-def _step_traffic(work: StepCost, lengths: StepLengths) -> Iterator[Transfer]:
-    """Everything of size that a step moves between processes."""
-    config, models = work.config, work.models
+def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]:
+    """Yield the transfers of a step between processes, as far as they are large."""
+    config, models = costs.config, costs.models
     shape, merge = models.student, models.merge
     rows, responses = len(lengths.responses), sum(lengths.responses)
+    # An id takes 4 bytes; a response token has its log-prob too.
     rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
     yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
     if models.scorers:
-        opinions = models.opinions / rows
-        targets = opinions * (rollouts + target_bytes(config, merge) * responses)
+        teachers_per_row = models.target_rows / rows
+        targets = teachers_per_row * (rollouts + target_bytes(config, merge) * responses)
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
-        turns = teacher_bytes(config, models)
-        yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=sum(turns.values()))
+        loaded = sum(teacher_bytes(config, models).values())
+        yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=loaded)
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
-        trained = work.train_seconds(lengths)
+        trained = costs.train_seconds(lengths)
         parts = len(trained.micro_batches)
+        # Each rank gets what the other ranks hold: summed over the ranks, all bytes ranks - 1 times.
         gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
         summed = parts * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
         yield Transfer(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
         yield Transfer(what="summed gradients", link="rank ↔ rank", nbytes=summed)
-    way = "rank 0 → object stores → engines" if work.push.over_network else "rank 0 → engines"
-    yield Transfer(what="new weights", link=way, nbytes=work.push.sent)
+    way = "rank 0 → object stores → engines" if costs.push.over_network else "rank 0 → engines"
+    yield Transfer(what="new weights", link=way, nbytes=costs.push.sent)
 
 
 def _role_rows(steps: Sequence[SimulatedStep], hardware: Hardware) -> list[RoleRow]:
@@ -233,10 +240,10 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
 
 
 def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
-    """Return notes on what the plan leaves out, or what a merge of today does not do."""
-    acting = [name for name, domain in config.domains.items() if domain.has_episodes]
-    if acting:
-        yield f"planned as single responses although they are episodes of turns: {', '.join(acting)}"
+    """Yield notes on what the plan leaves out, and on what it plans although `opd merge` does not do it yet."""
+    with_episodes = [name for name, domain in config.domains.items() if domain.has_episodes]
+    if with_episodes:
+        yield f"planned as single responses although they are episodes of turns: {', '.join(with_episodes)}"
     if isinstance(config.rounds, list):
         yield "every round is planned like the first"
     if config.objective.has_critic:

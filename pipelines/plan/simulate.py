@@ -1,7 +1,7 @@
-"""The schedule of a merge, event by event, over the first of its steps.
+"""Simulate the schedule of a merge over the first of its steps.
 
     sync           write k ─→ score k ─→ train k ─→ push
-    one_step_off   write k+1 beside score k ─→ train k, then push
+    one_step_off   write k+1 while the others do score k ─→ train k, then push
 
 With `schedule.overlap` a micro-batch begins as soon as its share of the rows is scored.
 """
@@ -16,7 +16,7 @@ from opd.config.pipeline import is_overlapped
 from pipelines.plan.cost import Seconds
 from pipelines.plan.engine import EngineTimeline
 from pipelines.plan.lengths import StepLengths, draw_responses
-from pipelines.plan.phases import StepCost, TrainingCost
+from pipelines.plan.phases import PhaseCosts, TrainingCost
 from pipelines.plan.spec import LengthsSpec
 
 PHASES = ("rollout", "score", "train", "sync")
@@ -27,51 +27,52 @@ class SimulatedStep:
     """One step of the schedule."""
 
     wall: float
-    """Seconds from the record of the step before to its own."""
+    """Seconds from the record of the step before to the record of this one."""
     phases: dict[str, Seconds]
-    """The slowest worker of each phase."""
+    """Phase -> time of its slowest worker."""
     busy: dict[str, float]
-    """Role -> seconds that one of its workers computes, on average."""
+    """Role -> seconds that one of its workers works, on average."""
     response_tokens: int
     tokens: int
+    """Prompt and response tokens of all rows."""
     engine_steps: int
+    """Decode steps of the engine that has most of them."""
     sequences: float
-    """Mean sequences of an engine's step."""
+    """Mean number of sequences in a decode step."""
 
 
-def simulate_steps(work: StepCost, lengths: LengthsSpec, steps: int) -> list[SimulatedStep]:
-    """The first steps of the merge. The same lengths give the same steps."""
-    drawn = [draw_responses(work.config, work.models, lengths, number) for number in range(steps + 1)]
-    return [_simulate_step(work, now, after) for now, after in pairwise(drawn)]
+def simulate_steps(costs: PhaseCosts, lengths: LengthsSpec, steps: int) -> list[SimulatedStep]:
+    """Return the first steps of the merge. The same lengths, with their seed, give the same steps."""
+    drawn = [draw_responses(costs.config, costs.models, lengths, number) for number in range(steps + 1)]
+    return [_simulate_step(costs, now, after) for now, after in pairwise(drawn)]
 
 
-def _simulate_step(work: StepCost, now: StepLengths, after: StepLengths) -> SimulatedStep:
-    config = work.config
-    writes_ahead = config.schedule.mode == "one_step_off"
-    timelines = work.rollout_seconds(after if writes_ahead else now)
-    scored, trained, pushed = work.score(now), work.train_seconds(now), work.push_seconds(now)
+def _simulate_step(costs: PhaseCosts, now: StepLengths, after: StepLengths) -> SimulatedStep:
+    """Return one step; `now` are its lengths, `after` those of the next step."""
+    writes_ahead = costs.config.schedule.mode == "one_step_off"
+    timelines = costs.rollout_seconds(after if writes_ahead else now)
+    scoring, training, push = costs.score_seconds(now), costs.train_seconds(now), costs.push_seconds(now)
     phases = {
         "rollout": _slowest_worker([timeline.spent for timeline in timelines]),
-        "score": _slowest_worker(scored),
-        "train": trained.spent,
-        "sync": pushed,
+        "score": _slowest_worker(scoring),
+        "train": training.spent,
+        "sync": push,
     }
-    taught = _overlapped_seconds(work, phases["score"].total, trained)
-    writing = phases["rollout"].total
+    learn_s = _score_and_train_seconds(costs, phases["score"].total, training)
+    write_s = phases["rollout"].total
+    phases_s = write_s + learn_s
     # Devices that roles share do one thing at a time; CPU cores are divided between them instead.
-    apart = writes_ahead and not (work.hardware.shared and work.spec.machine.gpus)
-    phase_wall = writing + taught
-    if apart:
-        together, crowd = min(writing, taught), work.hardware.crowd
-        phase_wall = max(writing, taught) + (crowd - 1) * together
-        phases = _slow_down_phases(phases, together, crowd)
+    if writes_ahead and not (costs.hardware.shared and costs.spec.machine.gpus):
+        overlap_s, slowdown = min(write_s, learn_s), costs.hardware.slowdown
+        phases_s = max(write_s, learn_s) + (slowdown - 1) * overlap_s
+        phases = _slow_down_phases(phases, overlap_s, slowdown)
     return SimulatedStep(
-        wall=phase_wall + pushed.total,
+        wall=phases_s + push.total,
         phases=phases,
         busy={
-            "rollout": _mean_worker([timeline.spent for timeline in timelines], work.hardware.rollout.workers),
-            "teachers": _mean_worker(scored, work.hardware.teachers.workers),
-            "trainer": trained.spent.total,
+            "rollout": _mean_worker([timeline.spent for timeline in timelines], costs.hardware.rollout.workers),
+            "teachers": _mean_worker(scoring, costs.hardware.teachers.workers),
+            "trainer": training.spent.total,
         },
         response_tokens=sum(now.responses),
         tokens=now.tokens,
@@ -80,28 +81,30 @@ def _simulate_step(work: StepCost, now: StepLengths, after: StepLengths) -> Simu
     )
 
 
-def _slow_down_phases(phases: dict[str, Seconds], together: float, crowd: float) -> dict[str, Seconds]:
-    """The phases as they last where the engines, for so many seconds of their work, share cores with scoring and training."""
-    shared_seconds = {"rollout": together, "score": together, "train": max(0.0, together - phases["score"].total)}
+def _slow_down_phases(phases: dict[str, Seconds], overlap_s: float, slowdown: float) -> dict[str, Seconds]:
+    """Return the phases as they last if the engines share cores with scoring, and then with training, for the first `overlap_s`
+    seconds of their work."""
+    shared_s = {"rollout": overlap_s, "score": overlap_s, "train": max(0.0, overlap_s - phases["score"].total)}
     slowed = dict(phases)
-    for name, overlap in shared_seconds.items():
+    for name, seconds in shared_s.items():
         alone = phases[name].total
-        slowed[name] = phases[name].times(1 + (crowd - 1) * min(alone, overlap) / alone) if alone else phases[name]
+        slowed[name] = phases[name].times(1 + (slowdown - 1) * min(alone, seconds) / alone) if alone else phases[name]
     return slowed
 
 
-def _overlapped_seconds(work: StepCost, scoring: float, trained: TrainingCost) -> float:
-    """Seconds from the first row that is scored to the end of the optimiser's step."""
-    if not is_overlapped(work.config) or work.hardware.shared:
-        return scoring + trained.spent.total
-    parts, clock = len(trained.micro_batches), 0.0
-    for number, micro_batch in enumerate(trained.micro_batches, start=1):
+def _score_and_train_seconds(costs: PhaseCosts, scoring: float, training: TrainingCost) -> float:
+    """Return the seconds from the first row that is scored to the end of the optimiser's step. `scoring`: seconds of that phase."""
+    if not is_overlapped(costs.config) or costs.hardware.shared:
+        return scoring + training.spent.total
+    parts, clock = len(training.micro_batches), 0.0
+    for number, micro_batch in enumerate(training.micro_batches, start=1):
+        # A micro-batch waits for its share of the scored rows, and for the micro-batch before it.
         clock = max(clock, scoring * number / parts) + micro_batch.total
-    return clock + trained.last.total
+    return clock + training.last.total
 
 
 def role_timeline(steps: Sequence[SimulatedStep]) -> Iterator[tuple[str, float, float]]:
-    """(role, its busy share, seconds that it waits) over the steps."""
+    """Yield each role with the share of all steps in which it is busy, and the mean seconds of a step in which it waits."""
     wall = sum(step.wall for step in steps)
     for role in ("rollout", "teachers", "trainer"):
         busy = sum(step.busy[role] for step in steps)
@@ -113,9 +116,11 @@ def _slowest_worker(workers: Sequence[Seconds]) -> Seconds:
 
 
 def _mean_worker(workers: Sequence[Seconds], count: int) -> float:
+    """Return the mean seconds of `count` workers; those that had nothing to do are not among `workers`."""
     return sum(seconds.total for seconds in workers) / count
 
 
 def _mean_sequences(timelines: Sequence[EngineTimeline]) -> float:
+    """Return the mean number of sequences in a decode step of all engines."""
     steps = sum(timeline.steps for timeline in timelines)
     return sum(timeline.sequences * timeline.steps for timeline in timelines) / max(1, steps)

@@ -53,7 +53,7 @@ class RatesSpec(Strict):
     `overheads.calls` and take as much longer as this is less."""
 
     def flops(self, dtype: DType) -> float:
-        """FLOP/s of a matrix product in that type."""
+        """Return the FLOP/s of a matrix product in that type."""
         return self.float32 if dtype == "float32" else self.bfloat16
 
 
@@ -100,11 +100,12 @@ class SecondsSpec(Strict):
     why: str = Field(..., min_length=1)
     """How it was found."""
 
-    def of(self, tensors: int) -> float:
-        """Seconds for a model of so many tensors."""
+    def seconds(self, tensors: int) -> float:
+        """Return the seconds of an event that is about a model of `tensors` tensors."""
         return self.s + self.tensor * tensors
 
     def times(self, factor: float) -> SecondsSpec:
+        """Return the same with all seconds multiplied by a factor."""
         return SecondsSpec(s=factor * self.s, tensor=factor * self.tensor, why=self.why)
 
 
@@ -142,8 +143,8 @@ class OverheadsSpec(Strict):
     step: SecondsSpec
     """A step of the optimiser and a record of it."""
 
-    def at(self, calls: float | None) -> OverheadsSpec:
-        """The same on a machine of this rate."""
+    def scale_to(self, calls: float | None) -> OverheadsSpec:
+        """Return the overheads of a machine that begins `calls` small operations a second; as they are if either rate is unknown."""
         if self.calls is None or calls is None:
             return self
         changed = {
@@ -194,18 +195,18 @@ class ClusterSpec(Strict):
     """Default: the pipeline's own numbers of workers, and `cluster.*_gpus`."""
     lengths: LengthsSpec = LengthsSpec()
 
-    def at_its_speed(self) -> ClusterSpec:
-        """The spec with the overheads of its own machines."""
-        return self.model_copy(update={"overheads": self.overheads.at(self.rates.calls)})
+    def with_own_overheads(self) -> ClusterSpec:
+        """Return the spec with overheads that are scaled to the speed of its own machines."""
+        return self.model_copy(update={"overheads": self.overheads.scale_to(self.rates.calls)})
 
     @property
     def devices(self) -> int:
-        """GPUs, or machines without any."""
+        """Number of GPUs, or of machines if they have none."""
         return self.machines * max(1, self.machine.gpus)
 
     @property
     def hardware(self) -> MachineFacts:
-        """All machines as one."""
+        """All machines of the cluster, counted as one."""
         gpus = (int(self.machine.gpu_memory),) * (self.machines * self.machine.gpus)
         return MachineFacts(
             cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus
@@ -218,7 +219,7 @@ class ClusterSpec(Strict):
 
 
 def shipped_specs() -> dict[str, Path]:
-    """Name -> file of every cluster spec that comes with the package."""
+    """Return the file of every cluster spec that comes with the package, by its name."""
     return {file.stem: file for file in sorted((PLANS / "clusters").glob("*.yaml"))}
 
 
@@ -236,7 +237,7 @@ def load_spec(name_or_path: str) -> ClusterSpec:
 
 
 def with_lengths(spec: ClusterSpec, prompt: int | None, response: float | None, tail: float | None) -> ClusterSpec:
-    """The spec with the lengths that are given; the others stay."""
+    """Return the spec with those of these lengths that are not None; the others stay as they are."""
     lengths = {"prompt": prompt, "response": response, "tail": tail}
     changed = {name: value for name, value in lengths.items() if value is not None}
     return spec.model_copy(update={"lengths": spec.lengths.model_copy(update=changed)})

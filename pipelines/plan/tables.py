@@ -1,4 +1,4 @@
-"""A plan as tables: title, columns, rows. The command prints them, and docs/results/plans.json holds those of the shipped plans."""
+"""A plan as tables for people. The command prints them, and docs/results/plans.json holds those of the shipped plans."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipelines.plan.plan import MergePlan
 
-UNITS = ("", "k", "M", "G", "T", "P", "E")
+PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class PrintedTable:
 
 
 def plan_tables(plan: MergePlan) -> Iterator[PrintedTable]:
-    """Return tables of the inputs, memory, bytes, seconds, and busy shares of the roles."""
+    """Yield the tables of a plan: inputs, memory, what fits, bytes and seconds of a step, and how busy each role is."""
     yield PrintedTable(title=f"{plan.pipeline} on {plan.cluster}", columns=("merge", ""), rows=_inputs_table(plan))
     yield PrintedTable(
         title="memory of one worker, on each of its devices",
@@ -79,14 +79,14 @@ def _inputs_table(plan: MergePlan) -> list[tuple[str, str]]:
 
 
 def format_gib(nbytes: float) -> str:
-    """GiB with as many digits as matter."""
+    """Return the number of GiB in three digits, or whole from 1000 on."""
     value = nbytes / 2**30
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def format_short(value: float) -> str:
-    """Three digits and a prefix of a thousand."""
+    """Return a number in three digits with the prefix of its power of 1000, for a unit to follow: `7.62 G`."""
     power = 0
-    while value >= 999.5 and power < len(UNITS) - 1:
+    while value >= 999.5 and power < len(PREFIXES) - 1:
         value, power = value / 1000, power + 1
-    return f"{value:.3g} {UNITS[power]}"
+    return f"{value:.3g} {PREFIXES[power]}"

@@ -16,17 +16,18 @@ from pipelines.sizing.models import MergeModels, read_body
 from pipelines.sizing.shape import Attention
 
 AT_ONCE = 16
-"""Sequences of full length for which a CPU engine's cache has room; shorter ones, which most are, take less."""
+"""Sequences of full length for which the cache of a CPU engine gets room; most sequences are shorter and take less."""
 
 
 def cache_gib(student: Path, rollout: dict[str, Any]) -> int:
-    """Return the GiB of a CPU engine's cache in which `AT_ONCE` of the longest sequences have room. Raises: as `read_body`."""
-    a_token = read_body(student).kv_values * DTYPE_BYTES[rollout["dtype"]]
-    return max(1, -(-AT_ONCE * rollout["max_model_len"] * a_token >> 30))
+    """Return the GiB of a CPU engine's cache in which `AT_ONCE` of the longest sequences have room, at least 1. Raises: as `read_body`."""
+    token_bytes = read_body(student).kv_values * DTYPE_BYTES[rollout["dtype"]]
+    return max(1, -(-AT_ONCE * rollout["max_model_len"] * token_bytes >> 30))
 
 
 def refuse_small_cache(config: PipelineConfig, models: MergeModels) -> None:
-    """Refuse a CPU engine's cache without room for the longest sequence: vLLM would not start. Of GPUs `least_bytes` says it.
+    """Refuse a CPU engine's cache without room for the longest sequence, with which vLLM would not start. On GPUs `least_bytes` counts that
+    sequence.
 
     Raises: ConfigError.
     """
@@ -47,8 +48,7 @@ def has_cpu_cache(config: PipelineConfig) -> bool:
 
 
 def least_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes on each of its GPUs without which an engine does not start: weights, activations, and in its cache the longest
-    sequence."""
+    """Return the bytes that an engine needs on each of its GPUs to start: weights, activations, and a cache for the longest sequence."""
     return round(_held_bytes(config, models) + sequence_bytes(config, models))
 
 
@@ -67,28 +67,28 @@ def cache_bytes(config: PipelineConfig, models: MergeModels, gpu_memory: int) ->
 
 
 def _held_bytes(config: PipelineConfig, models: MergeModels) -> float:
-    """Return what an engine holds beside its cache on each of its GPUs."""
+    """Return the bytes that an engine holds on each of its GPUs in addition to its cache."""
     return (engine_weights(config, models) + engine_activations(config, models)) / engine_devices(config)
 
 
 def _width(config: PipelineConfig) -> int:
-    """Return the bytes of a number of the cache."""
+    """Return the bytes of one number in the cache."""
     kind = config.rollout.kv_cache_dtype
     return 1 if kind.startswith("fp8") else DTYPE_BYTES[config.rollout.dtype if kind == "auto" else "bfloat16"]
 
 
 def cache_copies(config: PipelineConfig, attention: Attention, gpus: int) -> float:
-    """Return how often an engine holds the keys and values of a token: machines of so many GPUs divide sequences, the devices of a
-    machine heads."""
+    """Return how many copies of a token's keys and values an engine holds. Machines, of `gpus` GPUs each, divide the sequences among them;
+    the devices of a machine divide the heads, and hold copies if there are more devices than parts to divide."""
     return max(1.0, min(engine_devices(config), max(1, gpus)) / attention.kv_split)
 
 
 def cache_tokens(config: PipelineConfig, attention: Attention, gpus: int, cache: float) -> float:
-    """Return how many tokens' keys and values fit into `cache` bytes on each device of an engine."""
-    a_token = attention.kv_values * _width(config)
-    return cache * engine_devices(config) / (a_token * cache_copies(config, attention, gpus))
+    """Return the number of tokens whose keys and values fit into an engine with `cache` bytes on each of its devices."""
+    token_bytes = attention.kv_values * _width(config)
+    return cache * engine_devices(config) / (token_bytes * cache_copies(config, attention, gpus))
 
 
 def engine_devices(config: PipelineConfig) -> float:
-    """Return the devices that divide one rollout engine."""
+    """Return the number of devices among which one rollout engine is divided."""
     return max(1.0, rollout_devices(config.cluster, config.rollout))

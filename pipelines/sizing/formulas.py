@@ -1,5 +1,8 @@
-"""The shape that a `config.json` describes, by kind of model: attention with grouped queries (and plain heads) or latent keys and
-values, with or without an indexer; feed-forward of one gated block in every layer, or of a mixture."""
+"""Formulas that make the shape of a model from its `config.json`, by kind of model.
+
+Attention has grouped queries (plain heads are groups of one) or latent keys and values, with or without an indexer. The feed-forward part
+is one gated block in every layer, or a mixture.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from opd.errors import ModelError
 from pipelines.sizing.shape import Attention, Shape, ShapePart
 
 ALWAYS_WINDOWED = ("mistral", "mixtral", "phi3")
-"""Kinds whose window holds wherever the config has one; others ask `use_sliding_window` first."""
+"""Kinds that use the window whenever their config has one. Other kinds use it only if `use_sliding_window` is true."""
 
 
 class ShapeConfig(Lenient):
-    """Keys of transformers' configs; those that a kind lacks keep a value that means `none`."""
+    """The keys of transformers' configs that the formulas read. The default of a key stands for kinds of model that lack it."""
 
     model_type: str
     hidden_size: PositiveInt
@@ -66,7 +69,7 @@ def grouped_attention(config: ShapeConfig) -> Attention:
 
 
 def fused_attention(config: ShapeConfig) -> Attention:
-    """Return the same with queries, keys and values in one matrix."""
+    """Return grouped attention with queries, keys and values in one matrix."""
     attention = grouped_attention(config)
     queries, keys, values, out = attention.parts
     outputs = queries.outputs + keys.outputs + values.outputs
@@ -74,14 +77,11 @@ def fused_attention(config: ShapeConfig) -> Attention:
 
 
 def latent_attention(config: ShapeConfig) -> Attention:
-    """Return multi-head latent attention: one small vector of keys and values for all heads, and a rotary key beside it."""
+    """Return multi-head latent attention, which keeps one small vector of keys and values for all heads, and one rotary key. With an
+    indexer, a token looks at the `index_topk` tokens that the indexer chooses for it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    nope, rope, value, kv_rank = (
-        config.qk_nope_head_dim,
-        config.qk_rope_head_dim,
-        config.v_head_dim,
-        config.kv_lora_rank or 0,
-    )
+    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    kv_rank = config.kv_lora_rank or 0
     queries = heads * (nope + rope)
     q_rank = config.q_lora_rank
     ends = [("q_proj", width, queries)]
@@ -92,46 +92,51 @@ def latent_attention(config: ShapeConfig) -> Attention:
         ("kv_b_proj", kv_rank, heads * (nope + value)),
         ("o_proj", heads * value, width),
     ]
-    chosen, index = config.index_n_heads, config.index_head_dim
-    if chosen:
-        ends += [("wq_b", q_rank or width, chosen * index), ("wk", width, index), ("weights_proj", width, chosen)]
+    index_heads, index = config.index_n_heads, config.index_head_dim
+    if index_heads:
+        ends += [
+            ("wq_b", q_rank or width, index_heads * index),
+            ("wk", width, index),
+            ("weights_proj", width, index_heads),
+        ]
     return Attention(
         parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
-        vectors=layers * ((q_rank or 0) + kv_rank + (2 * index if chosen else 0)),
+        vectors=layers * ((q_rank or 0) + kv_rank + (2 * index if index_heads else 0)),
         pair=layers * heads * (nope + rope + value),
-        kv_values=layers * (kv_rank + rope + (index if chosen else 0)),
+        kv_values=layers * (kv_rank + rope + (index if index_heads else 0)),
         kv_split=1,
-        window=config.index_topk if chosen else None,
-        index_pair=layers * chosen * index,
+        window=config.index_topk if index_heads else None,
+        index_pair=layers * index_heads * index,
     )
 
 
 def dense_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
-    """Return gate, up and down in every layer."""
+    """Return the matrices gate, up and down in every layer."""
     return _gated_parts("", config.hidden_size, config.intermediate_size, config.num_hidden_layers)
 
 
 def fused_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
-    """Return the same with gate and up in one matrix."""
+    """Return gate and up in one matrix, and down, in every layer."""
     gate, _, down = dense_layers(config)
     return replace(gate, name="gate_up_proj", outputs=2 * gate.outputs), down
 
 
 def mixture_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
     """Return routed experts, shared experts and a router; the first layers may be dense."""
-    width, dense_layers = config.hidden_size, config.first_k_dense_replace
-    layers, experts = config.num_hidden_layers - dense_layers, config.experts
+    width, num_dense = config.hidden_size, config.first_k_dense_replace
+    layers, experts = config.num_hidden_layers - num_dense, config.experts
     inner = config.moe_intermediate_size or config.intermediate_size
     parts = _gated_parts("experts.", width, inner, layers, stored=experts, used=config.num_experts_per_tok)
     parts += (ShapePart(name="router", inputs=width, outputs=experts, layers=layers),)
     if config.n_shared_experts:
         parts += _gated_parts("shared_experts.", width, inner * config.n_shared_experts, layers)
-    return parts + (_gated_parts("", width, config.intermediate_size, dense_layers) if dense_layers else ())
+    return parts + (_gated_parts("", width, config.intermediate_size, num_dense) if num_dense else ())
 
 
 def _gated_parts(
     prefix: str, width: int, inner: int, layers: int, stored: int = 1, used: int = 1
 ) -> tuple[ShapePart, ...]:
+    """Return gated blocks in `layers` layers, `stored` of them in each, of which a token passes `used`."""
     ends = (("gate_proj", width, inner), ("up_proj", width, inner), ("down_proj", inner, width))
     return tuple(
         ShapePart(name=prefix + name, inputs=i, outputs=o, layers=layers, stored=stored, used=used)
@@ -152,7 +157,7 @@ KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig
     "deepseek_v32": (latent_attention, mixture_layers),
     "glm_moe_dsa": (latent_attention, mixture_layers),
 }
-"""`model_type` -> attention and feed-forward."""
+"""`model_type` -> the formulas of its attention and of its feed-forward part."""
 
 
 def shape_of(config: ShapeConfig, source: object) -> Shape:
@@ -164,7 +169,7 @@ def shape_of(config: ShapeConfig, source: object) -> Shape:
             wanted=f"one of: {', '.join(KINDS)}",
             fix="a plan needs formulas for the architecture: pipelines/sizing/formulas.py has them, and a new kind is a few lines there",
         )
-    heads, blocks = KINDS[config.model_type]
+    make_attention, make_feed_forward = KINDS[config.model_type]
     return Shape(
         kind=config.model_type,
         layers=config.num_hidden_layers,
@@ -172,6 +177,6 @@ def shape_of(config: ShapeConfig, source: object) -> Shape:
         vocab=config.vocab_size,
         tied=config.tie_word_embeddings,
         context=config.max_position_embeddings,
-        attention=heads(config),
-        feed_forward=blocks(config),
+        attention=make_attention(config),
+        feed_forward=make_feed_forward(config),
     )

@@ -1,7 +1,7 @@
 """Estimate how much of a GPU each role of a merge takes, from shapes and shares alone, before anything starts.
 
-    trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; beside them a micro-batch
-    scoring worker    one teacher's weights; beside them one pass. Engine vllm: its share
+    trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; and a micro-batch
+    scoring worker    one teacher's weights, and one pass. Engine vllm: its share
     rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
 
 vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
@@ -43,33 +43,34 @@ from pipelines.sizing.models import MergeModels
 CONTEXT = 600 << 20
 """Memory that CUDA and its libraries take for a process before the first tensor."""
 ASLEEP = 900 << 20
-"""Memory that an engine holds while it sleeps: the same, and its CUDA graphs. 0.87 GiB were measured on an H200, for a tiny model."""
+"""Memory that an engine holds while it sleeps: that of CUDA, and its CUDA graphs. 0.87 GiB were measured on an H200, for a tiny model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRole:
-    """One worker on a GPU."""
+    """The memory of one worker on its GPUs."""
 
     name: str
     gpus: float
-    """GPUs that Ray hands out to the worker, or a share of one."""
+    """Number of GPUs that Ray hands out to the worker, or a share of one."""
     resident: int = 0
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
-    """More bytes on it while the worker computes."""
+    """Additional bytes on that GPU while the worker computes."""
     share: float = 0.0
-    """Share of the whole GPU that a vLLM engine takes; all that it holds lies within."""
+    """Share of the whole GPU that a vLLM engine takes, and within which all its memory lies; 0 for other workers."""
     share_key: str = ""
+    """Key of the pipeline that sets the share."""
     engines: int = 1
-    """vLLM engines of the worker, each with such a share."""
+    """Number of vLLM engines of the worker, each with such a share."""
     sleeps: bool = False
-    """Holds its share only while the others do not compute."""
+    """True if it holds its share only while the other workers do not compute."""
     may_sleep: bool = False
-    """True if `rollout.sleep` could make it."""
+    """True if `rollout.sleep` could make the worker sleep."""
     least: int = 0
-    """Bytes without which an engine does not start."""
+    """Bytes that an engine needs to start."""
     least_of: str = "weights"
-    """Their contents."""
+    """What these bytes hold, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +78,10 @@ class GpuPhase:
     """The contents of one GPU at one time."""
 
     parts: tuple[tuple[str, int, float], ...]
-    """(name, bytes, share of the GPU) of each part."""
+    """(name, bytes, share of the GPU in addition to these) of each part."""
 
     def total(self, size: int) -> int:
+        """Return the bytes on a GPU of `size` bytes."""
         return sum(nbytes + round(share * size) for _, nbytes, share in self.parts)
 
     def describe(self, size: int | None = None) -> str:
@@ -97,9 +99,10 @@ class GpuPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRoom:
-    """Memory of one GPU, or of machines beside their GPUs."""
+    """The bytes that are needed on one GPU, or in the machines' own memory, and those that are there."""
 
     what: str
+    """What the memory is for, for people."""
     needed: float
     there: int
 
@@ -109,8 +112,8 @@ class MemoryRoom:
 
 
 def fits_machine(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> bool:
-    """Return True if a machine has the memory and the GPUs that a merge needs: what `opd merge` and `opd check` demand, `opd plan` plans
-    with and `opd init` aims at. Of a machine without GPUs only the memory is looked at. `shared`: as in `place_roles`.
+    """Return True if a machine has the memory and the GPUs that a merge needs. `opd merge` and `opd check` demand this, `opd plan` plans
+    with it, and `opd init` aims at it. On a machine without GPUs only the memory counts. `shared`: as in `place_roles`.
 
     Raises: ModelError.
     """
@@ -126,13 +129,13 @@ def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = Fa
 def memory_rooms(
     config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False
 ) -> list[MemoryRoom]:
-    """Return what is needed and what is there: on the smallest GPU, for everything that some GPU holds, and in the machine's own memory.
+    """Return the needed and the existing memory: for the roles of each GPU, as if it were the smallest, and in the machine's own memory.
 
     `shared`: as in `place_roles`. Raises: ModelError.
     """
-    crowds = place_roles(gpu_roles(config, models), shared=shared) if machine.gpus else []
-    rooms = [room for crowd in crowds for room in _share_rooms(crowd, min(machine.gpus))]
-    rooms += [_crowd_room(crowd, min(machine.gpus)) for crowd in crowds]
+    gpus = place_roles(gpu_roles(config, models), shared=shared) if machine.gpus else []
+    rooms = [room for roles in gpus for room in _share_rooms(roles, min(machine.gpus))]
+    rooms += [_gpu_room(roles, min(machine.gpus)) for roles in gpus]
     what = "all machines, beside their GPUs" if machine.gpus else "all machines"
     needed = sum(need.nbytes for need in estimate_memory(config, models))
     rooms.append(MemoryRoom(what=what, needed=needed, there=machine.memory))
@@ -143,7 +146,7 @@ def memory_rooms(
 
 
 def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str]:
-    """Check GPU memory; returns what the user should know although nothing is wrong.
+    """Check the memory of GPUs, and return sentences that the user should read although nothing is wrong.
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
@@ -166,7 +169,7 @@ def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str
             "teachers.workers)",
         )
     for together in placed:
-        _refuse_crowd(together, min(sizes))
+        _refuse_crowded_gpu(together, min(sizes))
     return []
 
 
@@ -191,7 +194,7 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
 
 
 def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
-    """Return every worker on a GPU. Reads headers only. Raises: ModelError."""
+    """Return the memory of every worker that has a GPU. Reads headers only. Raises: ModelError."""
     cluster, student, roles = config.cluster, models.student, []
     if cluster.rollout_gpus:
         engines = count_worker_engines(config.domains)
@@ -214,15 +217,15 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
         rank = _rank_memory(config, models, "trainer rank", trainer_state_bytes(config, models), models.trained)
         roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
         if config.objective.has_critic:
-            critic, every = critic_state_bytes(config, models), student.parameters
-            roles += [_rank_memory(config, models, "critic rank", critic, every)] * config.trainer.ranks
+            critic, parameters = critic_state_bytes(config, models), student.parameters
+            roles += [_rank_memory(config, models, "critic rank", critic, parameters)] * config.trainer.ranks
     return roles
 
 
 def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: int, trained: int) -> GpuRole:
-    """Return a rank of an engine whose ranks hold `state` bytes together, and train so many weights."""
+    """Return the memory of one rank of an engine whose ranks together hold `state` bytes and train `trained` weights."""
     ranks, summed = config.trainer.ranks, summed_bytes(config, trained)
-    # Gradients are copied to be added up, and converted to float32 for the optimiser.
+    # Gradients are copied to be added up, and later converted to float32 for the optimiser.
     copied = max(summed, 4 * trained // ranks)
     return GpuRole(
         name=name,
@@ -233,6 +236,7 @@ def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: 
 
 
 def _teacher_memory(config: PipelineConfig, models: MergeModels) -> GpuRole:
+    """Return the memory of one scoring worker with GPUs."""
     if isinstance(config.teachers, VLLMTeachers):
         weights, _ = scoring_bytes(config, models)
         return GpuRole(
@@ -265,7 +269,7 @@ def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int,
 
 
 def place_roles(roles: Sequence[GpuRole], *, shared: bool = False) -> list[list[GpuRole]]:
-    """Return the roles on each GPU. A worker with several GPUs is on each of them.
+    """Return for each GPU the roles of the workers on it. A worker with several GPUs is on each of them.
 
     `shared`: workers of different roles take turns on the same whole GPUs, as a cluster spec of `opd plan` may have it.
     """
@@ -285,14 +289,14 @@ def place_roles(roles: Sequence[GpuRole], *, shared: bool = False) -> list[list[
 
 
 def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:
-    """Return two phases: engines write, the others compute. One phase if no engine sleeps."""
-    awake = any(role.sleeps for role in together)
-    times = (True, False) if awake else (False,)
-    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in times]
+    """Return the phases of a GPU with these roles: engines write, then the others compute. It is one phase if no engine sleeps."""
+    phases = (True, False) if any(role.sleeps for role in together) else (False,)
+    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in phases]
 
 
 def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
-    """Return one role's part of the GPU. While `writing`, engines that sleep are awake and other roles hold only what they keep."""
+    """Return (name, bytes, share of the GPU) of one role. While `writing`, engines that can sleep are awake, and all other roles hold
+    only what stays for the whole run."""
     if role.share:
         asleep = role.sleeps and not writing
         return (
@@ -304,7 +308,8 @@ def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
 
 
 def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
-    """Return what each engine needs to start, and what its share of a GPU holds. CUDA's own memory lies beside the share."""
+    """Return for each engine the bytes that it needs to start, and those of its share of a GPU of `size` bytes. CUDA's own memory is
+    not in the share."""
     return [
         MemoryRoom(
             what=f"{role.name}: its share and its {role.least_of}", needed=role.least, there=round(role.share * size)
@@ -314,7 +319,8 @@ def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
     ]
 
 
-def _crowd_room(together: Sequence[GpuRole], size: int) -> MemoryRoom:
+def _gpu_room(together: Sequence[GpuRole], size: int) -> MemoryRoom:
+    """Return the memory of all roles on one GPU of `size` bytes, in the phase that needs most."""
     worst = _fullest_phase(together, size)
     return MemoryRoom(what=" + ".join(name for name, _, _ in worst.parts), needed=worst.total(size), there=size)
 
@@ -323,8 +329,8 @@ def _fullest_phase(together: Sequence[GpuRole], size: int) -> GpuPhase:
     return max(memory_phases(together), key=lambda phase: phase.total(size))
 
 
-def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
-    """Raises: ConfigError with the sum if the roles do not fit."""
+def _refuse_crowded_gpu(together: Sequence[GpuRole], size: int) -> None:
+    """Raises: ConfigError with the sum if these roles do not fit together on a GPU of `size` bytes."""
     engines = [role for role in together if role.share]
     for role, room in zip(engines, _share_rooms(engines, size), strict=True):
         if not room.fits:
@@ -334,7 +340,7 @@ def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
                 wanted="a share that holds the weights and a key-value cache",
                 fix=f"raise {role.share_key}, or use a larger GPU",
             )
-    room = _crowd_room(together, size)
+    room = _gpu_room(together, size)
     if not room.fits:
         worst = _fullest_phase(together, size)
         raise ConfigError.at(
@@ -346,6 +352,7 @@ def _refuse_crowd(together: Sequence[GpuRole], size: int) -> None:
 
 
 def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str:
+    """Return ways to make the roles fit, in words."""
     engines = [role for role in together if role.share]
     other_bytes = sum(nbytes for _, nbytes, _ in worst.parts)
     share_left = int(100 * (size - other_bytes) / size / max(1, sum(role.engines for role in engines))) / 100

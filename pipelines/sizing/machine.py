@@ -23,11 +23,11 @@ class MachineFacts:
 
     cores: int
     memory: int
-    """Bytes of the processes' own memory, beside that of GPUs."""
+    """Bytes of the memory that processes may have, without that of GPUs."""
     gpus: tuple[int, ...] = ()
     """Bytes of each GPU."""
     bf16: bool = False
-    """The cores multiply in bfloat16."""
+    """True if the cores have instructions for products in bfloat16."""
 
     def __str__(self) -> str:
         several = "s" if len(self.gpus) > 1 else ""
@@ -47,7 +47,7 @@ class GPU:
 
 
 def read_machine() -> MachineFacts:
-    """Return the machine that this process runs on."""
+    """Return the hardware of the machine that this process runs on."""
     return MachineFacts(cores=count_cores(), memory=machine_bytes(), gpus=tuple(gpu_sizes()), bf16=has_bf16())
 
 
@@ -58,7 +58,7 @@ def machine_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Return the part of it that is free now; a container has no more than its limit, whatever the machine has."""
+    """Return the part of `machine_bytes` that is free now: at most a container's limit, even if the machine has more."""
     return min(psutil.virtual_memory().available, machine_bytes())
 
 
@@ -74,10 +74,10 @@ def list_gpus() -> list[GPU]:
         return []
     command = [tool, "--query-gpu=uuid,memory.total,name", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     except subprocess.TimeoutExpired:
         return []
-    rows = [line.split(", ", 2) for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    rows = [line.split(", ", 2) for line in process.stdout.splitlines()] if process.returncode == 0 else []
     gpus = [
         GPU(uuid=row[0], nbytes=int(row[1]) << 20, name=row[2]) for row in rows if len(row) == 3 and row[1].isdigit()
     ]
@@ -92,8 +92,8 @@ def _visible_gpus(gpus: Sequence[GPU], names: Sequence[str]) -> list[GPU]:
     """
     visible: list[GPU] = []
     for name in map(str.strip, names):
-        same = [gpu for number, gpu in enumerate(gpus) if name == str(number) or (name and gpu.uuid.startswith(name))]
-        if not same:
+        hits = [gpu for number, gpu in enumerate(gpus) if name == str(number) or (name and gpu.uuid.startswith(name))]
+        if not hits:
             break
-        visible.append(same[0])
+        visible.append(hits[0])
     return visible

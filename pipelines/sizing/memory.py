@@ -35,17 +35,17 @@ from pipelines.sizing.models import MergeModels
 from teachers.scorers import SCORE_TOKENS
 
 MIB, GIB = 1 << 20, 1 << 30
-# Unique memory of processes with a model of 3 MB, measured. Shared memory, such as libraries, counts with the driver.
+# Memory of each process with a model of 3 MB, as measured. What processes share, such as libraries, counts once, with the driver.
 TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
 LOGIT_COPIES = 20
-"""Bytes for each logit of a chunk: logits, log-softmax, probabilities and gradient of student and teacher."""
+"""Bytes for each logit of a chunk of the loss: logits, log-softmax, probabilities and gradient of student and teacher."""
 MASK_COPIES = 5
 """Bytes for each pair of columns of a row: one says whether they see each other, four are what attention adds for it."""
 PREFILLED_AT_ONCE = 2048
-"""Tokens of one forward pass of the engine; more only if one sequence is longer."""
+"""Most tokens of one forward pass of the engine, unless a single sequence is longer."""
 PROMPT = 64
 """Bytes that the driver keeps for each prompt: its place in the order of two epochs, its length, its row. The rest is mapped
 from a file, or a few MB in all."""
@@ -55,7 +55,7 @@ STATE_COPY = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemoryNeed:
-    """One line of the sum."""
+    """One part of the memory of a merge: a line of the sum."""
 
     part: str
     nbytes: int
@@ -63,15 +63,15 @@ class HostMemoryNeed:
     knobs: str
     """Keys of the pipeline that decide this memory."""
     ranks: int = 0
-    """Trainer ranks that hold equal parts of it; 0: other processes have it."""
+    """Number of trainer ranks that hold equal parts of it; 0: other processes hold it."""
 
 
 def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    """Return the lines of the sum. Reads headers only. Raises: ModelError."""
+    """Return all parts of the memory of a merge. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, models)
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
-    teachers = (_off_gpus if config.cluster.teacher_gpus else _teacher_needs)(config, models)
-    gpu_copies = _waiting_for_gpus(config, models)
+    teachers = (_off_gpu_needs if config.cluster.teacher_gpus else _teacher_needs)(config, models)
+    gpu_copies = _gpu_copy_needs(config, models)
     return [
         *trainer,
         *rollout,
@@ -112,7 +112,7 @@ def refuse_too_large(config: PipelineConfig, models: MergeModels) -> None:
 
 
 def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) -> None:
-    """Refuse a teacher that is larger than all that it may have. Whether its layers fit device by device, a worker finds out.
+    """Refuse a teacher that is larger than all the memory that it may have. A worker finds out later if its layers fit device by device.
 
     Raises: ConfigError.
     """
@@ -122,10 +122,10 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) 
     room, width = sum(teachers.max_memory.values()), DTYPE_BYTES[teachers.dtype]
     for name, expert in scorers.items():
         if expert.info.parameters * width > room:
-            named = ", ".join(f"{device} {size / GIB:.3g} GiB" for device, size in teachers.max_memory.items())
+            sizes = ", ".join(f"{device} {size / GIB:.3g} GiB" for device, size in teachers.max_memory.items())
             raise ConfigError.at(
                 "teachers.max_memory",
-                found=f"{named}",
+                found=sizes,
                 wanted=f"room for the {expert.info.parameters * width / GIB:.3g} GiB of weights of expert `{name}` in "
                 f"{teachers.dtype}",
                 fix="raise a size, or name more devices: cpu, or disk, which leaves layers in their files",
@@ -152,24 +152,25 @@ def rank_bytes(needs: Sequence[HostMemoryNeed]) -> int:
 
 
 def fullest_workers(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
-    """Return the most bytes of one worker of each role on a machine without GPUs, its process included: the sum, by role.
+    """Return for each role the most bytes of one worker on a machine without GPUs, its process included.
 
-    Not all parts are there at one time, so this can be less than the sum of `worker_parts`.
+    Not all parts are there at the same time, so this can be less than the sum of `worker_parts`.
     """
     needs = estimate_memory(config, models)
 
-    def of(role: str) -> int:
+    def role_bytes(role: str) -> int:
         return sum(need.nbytes for need in needs if need.part.startswith(role))
 
     fullest = {
         "trainer rank": rank_bytes(needs),
-        "rollout engine": ROLLOUT_PROCESS + of("rollout:") // config.rollout.workers,
+        "rollout engine": ROLLOUT_PROCESS + role_bytes("rollout:") // config.rollout.workers,
     }
     scorers = config.teachers.scoring_workers if models.scorers else 0
-    return fullest | ({"scoring worker": TEACHER_PROCESS + of("teachers:") // scorers} if scorers else {})
+    return fullest | ({"scoring worker": TEACHER_PROCESS + role_bytes("teachers:") // scorers} if scorers else {})
 
 
 def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the memory of all trainer ranks, and that of a critic's."""
     ranks, largest = config.trainer.ranks, models.read_body(models.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
@@ -209,34 +210,35 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
 
 
 def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    """Return the critic's part.
+    """Return the memory of a critic, if there is one.
 
-    It computes while the student's trainer does not, so it adds what it keeps, and a copy while a checkpoint is written, which
-    is there beside the trainer's.
+    It computes while the student's trainer does not, so activations count once. It adds what it keeps all the time, and the copy
+    from which a checkpoint is written, which exists at the same time as the trainer's.
     """
     if not config.objective.has_critic:
         return []
-    every = models.student.parameters
+    parameters = models.student.parameters
     return [
         HostMemoryNeed(
             part="critic: weights, gradients, AdamW, and a copy for a checkpoint",
             nbytes=critic_state_bytes(config, models)
-            + config.trainer.ranks * summed_bytes(config, every)
-            + STATE_COPY * every,
+            + config.trainer.ranks * summed_bytes(config, parameters)
+            + STATE_COPY * parameters,
             knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, objective.reward.baseline",
         )
     ]
 
 
 def critic_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that all ranks of the critic hold together: those of a student of which every weight is trained."""
+    """Return the bytes that all ranks of the critic hold together: as much as for a student of which every weight is trained."""
     trainer = config.trainer
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
+    # 4 bytes for the float32 master, 8 for both moments.
     return models.student.parameters * (copy + 4 + 8 + gradients)
 
 
 def trainer_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that all ranks hold together."""
+    """Return the bytes of weights, gradients and optimiser that all ranks hold together."""
     return sum(trainer_state(config, models).values())
 
 
@@ -260,21 +262,21 @@ def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes of weights that one rank has gathered from the others: what fits the bucket, and one that does not."""
+    """Return the most bytes of weights that one rank has gathered from the others: as many as the bucket takes, and one more weight."""
     bucket, largest = config.trainer.bucket, models.read_body(models.student).largest
     most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
     return min(models.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
 
 def summed_bytes(config: PipelineConfig, trained: int) -> int:
-    """Return the bytes of gradients that one rank keeps until the ranks add them up; the memory for them stays."""
+    """Return the bytes of gradients that one rank keeps until the ranks add them up. That memory is not freed in between."""
     return min(trained, config.trainer.bucket or SUMMED_AT_ONCE) * DTYPE_BYTES[config.trainer.grad_accum_dtype]
 
 
 def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
-    # A unit that is trained together may begin just below the limit. What is left of a row is computed, too.
+    # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
     tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
     body = models.read_body(student)
@@ -293,20 +295,20 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
 def widest_unit(config: PipelineConfig) -> int:
     """Return the tokens of the longest response with its prompt, or of the largest tree where responses share a prompt.
 
-    What a tree saves is not subtracted from anything: a micro-batch has the same limit in tokens that are computed, and fits
-    more responses. An architecture that trees are wrong for, which only the started model tells, needs less.
+    Trees save no memory: a micro-batch has the same limit in tokens that are computed, and has more responses. An architecture for
+    which trees are wrong needs less, but only the started model tells that.
     """
     longest = config.rollout.max_model_len
     return compute_tree_limit(longest) if config.rollout.shares_prefixes else longest
 
 
 def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
-    """Return the bytes of the mask of so many tokens in trees; all layers share it."""
+    """Return the bytes of the attention mask for `tokens` tokens in trees; all layers share it."""
     return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares_prefixes else 0
 
 
 def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes of teachers' output heads that one rank keeps."""
+    """Return the bytes of teachers' output heads that one rank keeps: within `trainer.head_memory`, but at least the largest."""
     width = DTYPE_BYTES[config.teachers.dtype]
     sizes = [expert.info.vocab_rows * expert.info.hidden_size * width for expert in models.scorers.values()]
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
@@ -318,7 +320,7 @@ def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def engine_activations(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes of logits and activations of one process of a rollout engine."""
+    """Return an upper estimate of the bytes of logits and activations in one process of a rollout engine."""
     rollout, student = config.rollout, models.student
     logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
@@ -327,8 +329,8 @@ def engine_activations(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def cpu_engine_weights(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the same on a CPU: twice, because a copy of the new weights is in memory while the engine takes them; a tied head has a
-    packed copy of its own."""
+    """Return the bytes of the student's weights in one rollout engine on a CPU: twice the weights, because a copy of the new ones is in
+    memory while the engine takes them, and a head more, because a tied head has a packed copy of its own."""
     student = models.student
     head = student.vocab_rows * student.hidden_size * DTYPE_BYTES[config.rollout.dtype]
     return 2 * engine_weights(config, models) + head
@@ -382,42 +384,44 @@ def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
     ]
 
 
-def _off_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    """Return the layers of teachers on GPUs that wait in this machine's memory. What is on GPUs is mapped besides."""
+def _off_gpu_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the memory of teachers' layers that have no room on GPUs and wait in this machine's memory. The files of
+    layers on GPUs are mapped, which is not counted."""
     waiting = in_memory(config.teachers, scoring_bytes(config, models)[0]) if models.scorers else 0
     nbytes = config.teachers.scoring_workers * waiting
     knobs = "teachers.max_memory, teachers.dtype"
     return [HostMemoryNeed(part="teachers: layers that no GPU has", nbytes=nbytes, knobs=knobs)] if nbytes else []
 
 
-def _waiting_for_gpus(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the copy that trainer ranks make of their GPUs for a checkpoint, and the weights of engines that sleep."""
-    found = []
+    needs = []
     if config.cluster.trainer_gpus:
         trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
         what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
-        found.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
+        needs.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
-        found.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
-    return found
+        needs.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
+    return needs
 
 
 def off_gpus(teachers: TransformersTeachers, weights: int) -> int:
-    """Return the bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names none."""
+    """Return the bytes of a teacher's weights for which `teachers.max_memory` has no room on GPUs; all of them if it names no GPU."""
     return max(0, weights - sum(size for device, size in teachers.max_memory.items() if isinstance(device, int)))
 
 
 def in_memory(teachers: Teachers, weights: int) -> int:
-    """Return the bytes of them that `teachers.max_memory` puts into the machine's memory; what is left stays in the files."""
+    """Return the bytes of a teacher's weights that `teachers.max_memory` puts into the machine's memory, out of those that are on no GPU.
+    The rest stays in the files."""
     if not isinstance(teachers, TransformersTeachers):
         return 0
     return min(off_gpus(teachers, weights), teachers.max_memory.get("cpu", 0))
 
 
 def scoring_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
-    """Return (weights of the largest teacher, activations of one pass) of one scoring worker."""
+    """Return (bytes of the largest teacher's weights, bytes of activations of one pass) in one scoring worker."""
     width = DTYPE_BYTES[config.teachers.dtype]
     largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in models.scorers.values() if expert.adapter), default=0)
@@ -428,7 +432,7 @@ def scoring_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int
 
 
 def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int], int]:
-    """Return (bytes of each model among the teachers, a base that several have once; bytes of all adapters)."""
+    """Return (bytes of each full model among the teachers, where a base that several share comes once; bytes of all adapters)."""
     width = DTYPE_BYTES[config.teachers.dtype]
     infos = {expert.teacher.base_digest or expert.teacher.digest: expert.info for expert in models.scorers.values()}
     adapters = sum(expert.adapter.parameters for expert in models.scorers.values() if expert.adapter)
@@ -436,16 +440,16 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    responses = config.trainer.samples_per_step * max(
-        _longest_sample(config, domain) for domain in config.domains.values()
-    )
-    opinions = max((len(part) for part in models.scoring.values()), default=1)
+    """Return the memory of what travels between processes: new weights, and the scored rows of a step."""
+    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
+    responses = config.trainer.samples_per_step * longest  # tokens
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
     return [
         HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
         HostMemoryNeed(
             part="a step's scored rows",
-            nbytes=2 * responses * opinions * (target_bytes(config, models) + 16),
+            nbytes=2 * responses * most_teachers * (target_bytes(config, models) + 16),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
@@ -461,26 +465,28 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
-    """Return the tokens that the student writes for one sample at most."""
-    acts, turn = domain.environment, config.rollout.max_new_tokens
-    if acts is None or acts.replay:
+    """Return the most tokens that the student writes for one sample."""
+    environment, turn = domain.environment, config.rollout.max_new_tokens
+    if environment is None or environment.replay:
         return turn
-    return min(config.rollout.max_model_len, acts.max_turns * turn, acts.max_tokens or config.rollout.max_model_len)
+    limit = config.rollout.max_model_len
+    return min(limit, environment.max_turns * turn, environment.max_tokens or limit)
 
 
 def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes of a push beside the copies of trainer and engines."""
+    """Return the bytes of a push on its way, in addition to the weights that trainer and engines hold themselves."""
     width = DTYPE_BYTES[config.trainer.dtype]
     pushed = models.pushed * width
     if config.sync.kind == "shared_memory":
         return 2 * pushed
-    # Rank 0 fills one bucket while another is in the object store, and each engine copies from it, at most all of it.
+    # Rank 0 fills one bucket while another is in the object store, and each engine copies from that, in the end all of it.
     bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
     previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
     return previous + (2 + config.rollout.workers) * bucket
 
 
 def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNeed:
+    """Return the memory of all processes without their models, and of the prompts."""
     workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in models.prompts.values())
     divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
@@ -497,7 +503,8 @@ def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNee
 
 
 def _engine_processes(size: int) -> int:
-    """Return the processes of a worker with an engine; one that is divided lies beside the worker's own."""
+    """Return the number of processes of a worker whose engine is divided among `size` devices: its own, and one for each device if there
+    are several."""
     return 1 if size == 1 else 1 + size
 
 

@@ -1,4 +1,4 @@
-"""The models of a merge as far as memory goes: read from configurations and headers, never from weights."""
+"""The facts about the models of a merge from which its memory is estimated: read from configurations and headers, never from weights."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from pipelines.sizing.formulas import ShapeConfig, shape_of
 from pipelines.sizing.shape import Body, Shape
 
 TOLERANCE = 0.01
-"""Share by which the formulas may miss what the weight files hold."""
+"""Share by which the number of parameters by the formulas may differ from that of the weight files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeModels:
-    """Student and teachers of a merge, and what else its memory is made of."""
+    """Student and teachers of a merge, and the other facts on which its memory depends."""
 
     student: ModelInfo
     scorers: dict[str, RoutedExpert]
     """Name -> every teacher who scores a domain: experts, and the start student if a domain's target lies beyond its experts
     and the trainer does not ask it."""
     scoring: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> who scores its responses, with which weight."""
+    """Domain -> the teachers that score its responses, with their weights."""
     prompts: dict[str, PromptTable] = field(default_factory=dict)
-    """Domain -> training prompts; each `Prompt` is made on demand."""
+    """Domain -> training prompts."""
     lora: LoraSize | None = None
-    """How much of the student is trained and pushed; None if all of it is."""
+    """Numbers of parameters that are trained and pushed; None if all of the student is."""
     bodies: Mapping[str, Body] = field(default_factory=dict)
     """Directory -> sizes of the layers of a model whose weights are not on this machine."""
 
@@ -47,17 +47,17 @@ class MergeModels:
 
     @property
     def trained(self) -> int:
-        """Numbers that the optimiser has a state for."""
+        """Parameters that are trained, for which the optimiser has a state."""
         return self.lora.trained if self.lora else self.student.parameters
 
     @property
     def pushed(self) -> int:
-        """Numbers that a push brings to the rollout engines."""
+        """Parameters that a push brings to the rollout engines."""
         return self.lora.pushed if self.lora else self.student.parameters
 
     @property
     def experts(self) -> dict[str, RoutedExpert]:
-        """Name -> expert, for experts that score a domain."""
+        """Name -> expert, for each that scores a domain; without the start student."""
         return {name: expert for name, expert in self.scorers.items() if name != START}
 
 
@@ -73,20 +73,20 @@ def refuse_past_context(config: PipelineConfig, student: ModelInfo) -> None:
 
 
 def unhashed_expert(name: str, domain: str, info: ModelInfo, adapter: AdapterInfo | None = None) -> RoutedExpert:
-    """Return an expert whose weights are told apart by their directories, because nothing is hashed."""
-    base, files = info.path, adapter.path if adapter else ""
+    """Return an expert with the paths of its directories in place of hashes: nothing is hashed, and paths tell weights apart too."""
+    base, adapter_dir = info.path, adapter.path if adapter else ""
     teacher = Teacher(
         name=name,
         model_dir=Path(base),
-        adapter_dir=Path(files) if files else None,
-        digest=files or base,
-        base_digest=base if files else "",
+        adapter_dir=Path(adapter_dir) if adapter_dir else None,
+        digest=adapter_dir or base,
+        base_digest=base if adapter_dir else "",
     )
     return RoutedExpert(teacher=teacher, domain=domain, info=info, adapter=adapter, prompts=None)
 
 
 def locate_file(model_dir: Path, name: str = "config.json") -> Path:
-    """Return a file of a model directory; where the directory is not there, that of the shipped shape of the same relative path."""
+    """Return a file of a model directory; if the directory is missing, the file that is shipped under the same relative path."""
     shipped = PLANS / model_dir / name
     return shipped if not model_dir.exists() and not model_dir.is_absolute() and shipped.is_file() else model_dir / name
 
@@ -97,7 +97,7 @@ def has_weights(model_dir: Path) -> bool:
 
 
 def read_config(model_dir: Path) -> ShapeConfig:
-    """Return the config of a model directory, or of the shipped shape. Raises: ModelError without a config.json, or for a bad one."""
+    """Return the config of a model directory, or the shipped one. Raises: ModelError if there is no config.json, or a bad one."""
     file = locate_file(model_dir)
     if not file.is_file():
         raise ModelError.at(
@@ -112,9 +112,9 @@ def read_config(model_dir: Path) -> ShapeConfig:
 
 
 def read_shape(model_dir: Path) -> Shape:
-    """Return the shape of a model directory, checked against its weights where they are there.
+    """Return the shape of a model directory. It is checked against the weights if they are there.
 
-    Raises: as `read_config`; ModelError for a kind without formulas, or if the formulas miss what the files hold.
+    Raises: as `read_config`; ModelError for a kind without formulas, or if these give another number of parameters than the files have.
     """
     file = locate_file(model_dir)
     shape = shape_of(read_config(model_dir), file)
@@ -131,18 +131,18 @@ def read_shape(model_dir: Path) -> Shape:
 
 
 def read_body(model_dir: Path) -> Body:
-    """Return the sizes of a model's layers: by the formulas of its kind, which know how many experts of a mixture a token passes,
-    or from the header of its weights if there are none that hold. Raises: ModelError for weights that cannot be read."""
+    """Return the sizes of a model's layers: by the formulas of its kind, which know how many experts of a mixture a token passes, or
+    from the header of its weights if there are no formulas or they do not fit. Raises: ModelError for weights that cannot be read."""
     tensors = weight_tensors(model_dir)
     try:
         return read_shape(model_dir).body
     except ModelError:
-        body = Body.of(tensors)
+        body = Body.from_tensors(tensors)
         return body if body.kv_values else replace(body, kv_values=2 * _keys_by_config(model_dir))
 
 
 def _keys_by_config(model_dir: Path) -> int:
-    """Return a token's keys in all layers, for a model that has them in one matrix with queries and values."""
+    """Return the number of values of a token's keys in all layers, for a model that has keys, queries and values in one matrix."""
     from opd.models.weights import load_config
 
     config = load_config(model_dir).get_text_config(decoder=True)
@@ -154,8 +154,10 @@ def _keys_by_config(model_dir: Path) -> int:
 
 
 def model_facts(model_dir: Path, shape: Shape) -> ModelInfo:
-    """Return the facts that memory depends on: as `opd check` reads them where the model is here with its weights, else as its shape
-    has them. Raises: as `inspect_model`."""
+    """Return the facts on which memory depends: as `opd check` reads them if the model is here with its weights, else as its shape says.
+
+    Raises: as `inspect_model`.
+    """
     if has_weights(model_dir):
         return inspect_model(model_dir, hash_weights=False)
     return ModelInfo(

@@ -1,4 +1,4 @@
-"""What one worker of each role holds, part by part."""
+"""The memory of one worker of each role, part by part."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pipelines.sizing.models import MergeModels
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPart:
-    """A part of what one worker holds."""
+    """A part of the memory of one worker."""
 
     role: str
     part: str
     nbytes: float
-    """Bytes on each of its devices, or in its process where there are no GPUs."""
+    """Bytes on each of the worker's devices, or in its process if there are no GPUs."""
 
 
 def worker_parts(
@@ -46,22 +46,21 @@ def worker_parts(
     parts["activations and logits of a micro-batch"] = micro_batch_bytes(config, models)
     if answer_class(config.teachers.payload).SENDS_HEADS:
         parts["teachers' output heads"] = heads_bytes(config, models)
-        longest = target_bytes(config, models) * config.rollout.max_new_tokens
-        parts["target rows of a step (host)"] = longest * rows / ranks
+        longest_row = target_bytes(config, models) * config.rollout.max_new_tokens
+        parts["target rows of a step (host)"] = longest_row * rows / ranks
     held = [MemoryPart(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
-    weights, working = (
-        (engine_weights if on_gpus else cpu_engine_weights)(config, models),
-        engine_activations(config, models),
-    )
+    weights = (engine_weights if on_gpus else cpu_engine_weights)(config, models)
+    working = engine_activations(config, models)
     devices = engine_devices(config)
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
     held += [MemoryPart(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
     if config.teachers.scoring_workers and models.scorers:
+        # vLLM divides a teacher evenly among its devices. With transformers on GPUs `scoring_gpu_bytes` has the fullest of them already.
         engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
         weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
         devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
-        kept = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
-        part = "weights of the teachers that stay there" if kept else "weights of one teacher"
+        stay_on_gpu = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
+        part = "weights of the teachers that stay there" if stay_on_gpu else "weights of one teacher"
         held.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))
         held.append(MemoryPart(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
     return held

@@ -1,4 +1,4 @@
-"""The shape of a model: its matrices, which of them a token passes, and what attention keeps and compares.
+"""The shape of a model: its matrices, those of them that a token passes, and the numbers that attention keeps and compares.
 
 D stands for the hidden width, L for layers, V for ids, H for heads.
 """
@@ -18,7 +18,7 @@ from experts.safetensors_header import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """A model without its embedding and its output head, but for `largest`."""
+    """The sizes of a model on which the memory of activations depends. Embedding and output head count in `largest` only."""
 
     inside: int
     """Inputs and outputs of every linear layer that a token passes, added up."""
@@ -27,14 +27,14 @@ class Body:
     widest: int
     """The largest side of a matrix; 0 without matrices."""
     largest: int
-    """Numbers of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer are one, because
-    transformers keeps them in one tensor or module."""
+    """Parameters of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer count as one weight,
+    because transformers keeps them in one tensor or module."""
     kv_values: int
     """Values that a key-value cache has for one token, in all layers."""
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Self:
-        """Read the sizes from the header of the weights, as if a token passed every matrix: a mixture without formulas gets too much."""
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the sizes that the header of the weights tells, as if a token passed every matrix: for a mixture that is too much."""
         matrices = [
             (name, tensor.shape)
             for name, tensor in tensors.items()
@@ -52,27 +52,26 @@ class Body:
         )
 
     def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:
-        """Return the values that the backward pass needs for one token: inputs and outputs of every linear layer.
-
-        With checkpointing, the hidden state between blocks and the inside of one block.
+        """Return the number of values that the backward pass needs for one token: inputs and outputs of every linear layer. With
+        checkpointing only the hidden states between blocks, and those inside of one block.
         """
         return self.blocks * hidden_size + self.inside // self.blocks if checkpointing else self.inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapePart:
-    """Matrices of one kind: one in each of some layers, or as many as a mixture has experts."""
+    """The matrices of one name in all layers: one in each, or as many as a mixture has experts."""
 
     name: str
     """Name of the module, e.g. `q_proj`."""
     inputs: int
     outputs: int
     layers: int
-    """Number of layers with it."""
+    """Number of layers that have the matrix."""
     stored: int = 1
-    """Matrices in a layer."""
+    """Matrices in each of these layers."""
     used: int = 1
-    """Number of these that a token passes."""
+    """Matrices of a layer that a token passes."""
 
     @property
     def parameters(self) -> int:
@@ -80,31 +79,32 @@ class ShapePart:
 
     @property
     def active(self) -> int:
-        """Numbers that a token is multiplied with."""
+        """Parameters that a token is multiplied with."""
         return self.inputs * self.outputs * self.used * self.layers
 
     def numbers_read(self, tokens: float) -> float:
-        """Return the numbers that a pass over so many tokens reads, if a mixture's router spreads them evenly."""
+        """Return the parameters that a pass over `tokens` tokens reads, if a mixture's router spreads them evenly."""
+        # A matrix is left out by a token with the chance 1 - used / stored, and read unless all tokens leave it out.
         return self.parameters * (1 - (1 - self.used / self.stored) ** tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Sizes of one layer's attention beside its matrices."""
+    """The matrices of attention and its other sizes, in all layers."""
 
     parts: tuple[ShapePart, ...]
     vectors: int
-    """Biases and norms, numbers in all layers."""
+    """Parameters of biases and norms, in all layers."""
     pair: int
-    """Multiplications for one token that looks at one other, in all layers: queries with keys, weights with values."""
+    """Multiplications for one token that looks at one other token, in all layers: queries with keys, and weights with values."""
     kv_values: int
     """Values that the cache keeps for one token, in all layers."""
     kv_split: int
-    """Into how many parts the devices of a machine can cut the cache; beyond that they hold it several times."""
+    """Number of parts into which the devices of a machine can cut the cache; if there are more devices, several hold the same part."""
     window: int | None = None
-    """Most tokens that a token looks at; None: all before it."""
+    """Most tokens at which a token looks; None: all before it."""
     index_pair: int = 0
-    """Multiplications for one token that an indexer compares with one other, in all layers, however far back."""
+    """Multiplications of an indexer that compares one token with one other, in all layers; `window` does not limit it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +128,12 @@ class Shape:
 
     @property
     def head(self) -> int:
-        """Numbers of the output head."""
+        """Parameters of the output head."""
         return self.vocab * self.hidden
 
     @cached_property
     def parameters(self) -> int:
-        """Every number of the model; a tied head counts once."""
+        """Parameters of the model; a tied head counts once."""
         norms = (2 * self.layers + 1) * self.hidden
         return sum(p.parameters for p in self.parts) + self.attention.vectors + norms + self._heads
 
@@ -143,27 +143,27 @@ class Shape:
 
     @cached_property
     def active(self) -> int:
-        """Numbers of the body that a token is multiplied with: no embedding, no output head."""
+        """Parameters that a token is multiplied with, without embedding and output head."""
         return sum(p.active for p in self.parts)
 
     @property
     def tensors(self) -> int:
-        """Tensors that a push sends; a mixture's experts lie in one."""
+        """Number of tensors that a push sends; the experts of a mixture's layer lie in one."""
         return sum(p.layers for p in self.parts) + 2 * self.layers + (2 if self.tied else 3)
 
     def forward(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of the body for so many tokens, each of which looks at `context` others on average."""
-        looked_at = min(context, self.attention.window or context)
-        pairs = self.attention.pair * looked_at + self.attention.index_pair * context
+        """Return the FLOPs of the layers for `tokens` tokens, each of which looks at `context` others on average."""
+        visible = min(context, self.attention.window or context)
+        pairs = self.attention.pair * visible + self.attention.index_pair * context
         return 2 * tokens * (self.active + pairs)
 
     def numbers_read(self, tokens: float) -> float:
-        """Return the numbers that the matrices of one pass over so many tokens read, the output head included."""
+        """Return the parameters that one pass over `tokens` tokens reads from memory, the output head included."""
         return sum(p.numbers_read(tokens) for p in self.parts) + self.head
 
     @property
     def _experts(self) -> int:
-        """Numbers of a layer's routed experts, which lie in one module."""
+        """Parameters of the routed experts of one layer, which lie in one module."""
         return sum(p.parameters // p.layers for p in self.parts if p.stored > 1)
 
     @property
@@ -178,14 +178,14 @@ class Shape:
         )
 
     def lora_numbers(self, rank: int, targets: Iterable[str] | None) -> tuple[int, int]:
-        """Return (numbers of the adapters, numbers of the matrices that they change); `targets` None: all linear modules but the
-        output head and routers."""
+        """Return (parameters of adapters of this rank, parameters of the matrices that they change). `targets`: names of the modules
+        that get an adapter; None: all linear modules but the output head and routers."""
         adapted = [(p, self._adapted_layers(p, targets)) for p in self.parts]
         adapters = sum(rank * (p.inputs + p.outputs) * p.stored * layers for p, layers in adapted)
         return adapters, sum(p.parameters // p.layers * layers for p, layers in adapted)
 
     def _adapted_layers(self, part: ShapePart, targets: Iterable[str] | None) -> int:
-        """Return the layers whose matrix of this kind gets an adapter; a target is the end of a module's full name."""
+        """Return the number of layers whose matrix of this name gets an adapter; a target is the end of a module's full name."""
         if targets is None:
             return 0 if part.name == "router" else part.layers
         block = "self_attn" if part in self.attention.parts else "mlp"

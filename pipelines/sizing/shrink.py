@@ -1,4 +1,4 @@
-"""Make a merge smaller until it fits: the measures that `opd init` takes and `opd plan` advises, in their order."""
+"""Make a merge smaller until it fits, by the measures that `opd init` takes and `opd plan` advises, in their order."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ Data = dict[str, Any]
 LORA_RATE = 2e-4
 """Peak learning rate of adapters."""
 ADAPTERS: Data = {"student": {"lora": {"r": 16, "alpha": 32}}, "trainer": {"lr": LORA_RATE}}
-"""The change of a pipeline by which a LoRA student learns."""
+"""The change that makes a pipeline train adapters, with the learning rate that they need."""
 
 
 def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
-    """Return the measures that make a merge smaller, in order: in words, and as changes of the pipeline."""
-    half = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
-    small = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
-    fewer = {"teachers": {"workers": 1, "memory": "1GiB"}}
-    least = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
+    """Return the measures that make a merge smaller, in order, each in words and as a change of the pipeline. `gpus`: True if the cluster
+    has GPUs, on which the number of trainer ranks is left alone."""
+    bfloat16 = {section: {"dtype": "bfloat16"} for section in ("rollout", "teachers", "trainer")}
+    small_batches = {"trainer": {"micro_batch_tokens": 2048}, "rollout": {"max_num_seqs": 64}}
+    fewer_teachers = {"teachers": {"workers": 1, "memory": "1GiB"}}
+    recomputed = {"trainer": {"micro_batch_tokens": 1024, "gradient_checkpointing": True}}
     fewer_ranks = [] if gpus else [("one trainer rank", {"trainer": {"ranks": 1}})]
     return [
         *fewer_ranks,
-        ("smaller batches", small),
-        ("fewer experts in memory at a time", fewer),
-        ("recomputed activations", least),
-        ("bfloat16", half),
+        ("smaller batches", small_batches),
+        ("fewer experts in memory at a time", fewer_teachers),
+        ("recomputed activations", recomputed),
+        ("bfloat16", bfloat16),
         ("adapters in place of all weights", ADAPTERS),
     ]
 
 
 def shrink_to_fit(data: Data, fits: Callable[[Data], bool], *, gpus: bool) -> tuple[Data, list[str], bool]:
-    """Return the pipeline, made smaller until it fits; what was done for that; and True if it fits at last."""
+    """Return the pipeline, made smaller until it fits; the measures that were taken, in words; and True if it fits in the end."""
     measures: list[str] = []
     for measure, change in [("", {}), *shrinking_steps(gpus=gpus)]:
         data = apply_change(data, change)
@@ -42,7 +43,7 @@ def shrink_to_fit(data: Data, fits: Callable[[Data], bool], *, gpus: bool) -> tu
 
 
 def apply_change(data: Data, change: Data) -> Data:
-    """Return the data with a change in it, section by section."""
+    """Return the data with a change merged into it: mappings key by key, all else in place of the old value."""
     merged = dict(data)
     for key, value in change.items():
         old = merged.get(key)

@@ -139,7 +139,7 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
     width, inside, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     trained = layers * 4 * (2 * width + inside + width) if lora else numbers
     student = SimpleNamespace(path=path, parameters=numbers, hidden_size=width, vocab_size=ROWS)
-    body = Body.of(weight_tensors(path))
+    body = Body.from_tensors(weight_tensors(path))
     inputs: Any = SimpleNamespace(student=student, trained=trained, lora=lora, scorers={}, read_body=lambda _: body)
     most = memory.rank_bytes(memory._trainer_needs(pipeline, inputs))
     return {

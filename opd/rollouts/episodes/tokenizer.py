@@ -1,4 +1,4 @@
-"""The student's tokenizer, as far as episodes need it."""
+"""The part of the student's tokenizer that episodes of several turns need."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from opd.interfaces import Decoder, Tokenizer
 
 
 class TurnTokenizer(Tokenizer, Decoder, Protocol):
-    """The part of a Hugging Face tokenizer that dialogues need."""
+    """The part of a Hugging Face tokenizer that turns and their observations are encoded with."""
 
     @property
-    def eos_token_id(self) -> int | None: ...
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a turn; None if the tokenizer has none."""
+        ...
 
     @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Id -> token, for tokens that were added to the vocabulary; `opd.prompts.harmless` looks for special tokens among them."""
+        ...

@@ -11,7 +11,7 @@ from pipelines.plan.engine import EngineCost, simulate_writing
 
 COST = EngineCost(
     prefill=lambda tokens: Seconds(compute=tokens),
-    step=lambda batch, seen: Seconds(memory=batch * (10 + seen), overhead=1),
+    decode=lambda batch, seen: Seconds(memory=batch * (10 + seen), overhead=1),
     request=Seconds(overhead=0.5),
     phase=Seconds(link=3),
 )
@@ -29,7 +29,7 @@ def slowly(prompt: int, lengths: list[int], slots: int) -> tuple[Seconds, int]:
         spent += COST.prefill(new)
         # A token sees those before it, and its step is counted in the middle.
         seen = sum(prompt + done + 0.5 for _, done in running) / len(running)
-        spent += COST.step(len(running), seen)
+        spent += COST.decode(len(running), seen)
         running = [[left - 1, done + 1] for left, done in running if left > 1]
         steps += 1
     return spent, steps

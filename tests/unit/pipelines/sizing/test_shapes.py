@@ -129,7 +129,7 @@ def test_layers_are_the_formulas_also_where_weights_are_there(kind: str, tmp_pat
     mixture = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
     config = AutoConfig.for_model(kind, **sizes, **(mixture if "mix" in kind or "moe" in kind else {}), pad_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    body, header = read_body(tmp_path), Body.of(weight_tensors(tmp_path))
+    body, header = read_body(tmp_path), Body.from_tensors(weight_tensors(tmp_path))
     assert body == read_shape(tmp_path).body
     assert (header.blocks, header.widest, header.largest) == (body.blocks, body.widest, body.largest)
     assert header.inside - body.inside == (3 * 6 * 3 * (64 + 96) if "mix" in kind or "moe" in kind else 0)
