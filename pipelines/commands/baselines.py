@@ -15,10 +15,10 @@ from pipelines.commands.shell import (
     SetOption,
     end_command,
     help_examples,
+    make_waiting_threads_sleep,
     print_line,
     print_table,
     run_root,
-    wait_passively,
 )
 from pipelines.interrupts import Interrupted
 
@@ -60,7 +60,7 @@ def baseline(
     overrides: SetOption = None,
 ) -> None:
     """Merge the same experts in another way, and measure the result on the same exams."""
-    wait_passively()
+    make_waiting_threads_sleep()
     from pipelines.baselines.jobs import parse_methods, parse_shares, plan_jobs
     from pipelines.inputs.at_once import refuse_at_once
 
@@ -115,7 +115,7 @@ def compare(
     overrides: SetOption = None,
 ) -> None:
     """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
-    wait_passively()
+    make_waiting_threads_sleep()
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find_pipeline

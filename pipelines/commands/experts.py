@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, end_command, help_examples, print_line, print_table, wait_passively
+from pipelines.commands.shell import (
+    SetOption,
+    end_command,
+    help_examples,
+    make_waiting_threads_sleep,
+    print_line,
+    print_table,
+)
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -127,7 +134,7 @@ def train(
 
     method_override = [] if method is None else [f"method={method}"]
     training = load_training(find_spec(spec), [*(overrides or ()), *method_override])
-    wait_passively()
+    make_waiting_threads_sleep()
     for path in _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training):
         typer.echo(str(path))
 

@@ -36,7 +36,7 @@ from pipelines.merging.changes import (
     run_identity,
     without_unread_weights,
 )
-from pipelines.merging.companions import read_companions
+from pipelines.merging.companions import read_accompanying_files
 from pipelines.merging.directory import link_files, lock_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
@@ -89,7 +89,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    read_companions(config, inputs)
+    read_accompanying_files(config, inputs)
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)

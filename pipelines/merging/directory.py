@@ -122,7 +122,7 @@ def _make_at_work_error(paths: RunPaths) -> RunDirError:
 
 
 @contextmanager
-def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
+def explain_what_is_intact(paths: RunPaths) -> Iterator[None]:
     """Within, the error of a full disk also names what is intact and how to go on. Raises: StorageError."""
     try:
         with raise_storage_errors(paths.root):
