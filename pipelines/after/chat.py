@@ -158,14 +158,16 @@ def _load_model(source: LocalModel, options: ChatOptions) -> Any:
     model = load_causal_lm(source.path, torch.float32 if slow else getattr(torch, source.info.dtype)).to(device).eval()
     ends = list(source.info.eos_token_ids)
     sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
-    # `generate` wants a token to pad with, though one prompt alone is never padded.
+    # Never used for one prompt alone, but without it `generate` would warn that it takes the end token.
     pad = source.info.pad_token_id if source.info.pad_token_id is not None else next(iter(ends), None)
     model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad, **sampling)
     torch.manual_seed(options.seed)
     return model
 
 
-def run_dialogue(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, keep_going: bool) -> None:
+def run_dialogue(
+    chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, keep_going: bool
+) -> None:
     """Answer every line. With `keep_going`, as at a terminal, a line that is refused or Ctrl-C ends one answer and not the dialogue."""
     for line in lines:
         if line.strip() == NEW:

@@ -85,12 +85,12 @@ class MergeOutput:
             return
         from opd.live.displays import print_json
         from opd.live.now import FINISHED
-        from pipelines.merging.journal import end_of
+        from pipelines.merging.journal import classify_end
 
         if error is None:
             print_json({"event": "result", "state": FINISHED} | self._result)
         else:
-            state = REFUSED if isinstance(error, OpdError) else end_of(error)
+            state = REFUSED if isinstance(error, OpdError) else classify_end(error)
             print_json({"event": "result", "state": state, "error": str(error) or type(error).__name__})
 
 
