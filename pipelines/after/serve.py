@@ -113,8 +113,8 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
 def _cpu_options(model: LocalModel) -> list[str]:
     """Return the options of a server on a CPU.
 
-    Nothing is compiled, as in a merge, so the server is up in half the time and needs no compiler. DeepSeek's latent attention gets
-    the backend that takes every type of weights.
+    Nothing is compiled, as in a merge, so the server is up in half the time and needs no compiler. Latent attention, such as
+    DeepSeek's, gets the backend that takes every type of weights.
     """
     has_latent_attention = model.info.model_type in LATENT
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if has_latent_attention else ())]

@@ -159,7 +159,7 @@ def measure_teachers(
     # Sorted by teacher, so that each is loaded once.
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
-        # A teacher that guesses on its own domain is tried on the others: if it knows one of them, it is swapped and not garbled.
+        # A teacher that guesses on its own domain is tried on the others: if it knows one of them, it may be swapped but is not garbled.
         other_texts = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
         measured[domain, teacher] = MeasuredTeacher(
             domain=domain,

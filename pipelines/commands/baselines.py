@@ -47,7 +47,7 @@ def baseline(
         typer.Argument(
             metavar="RUN_DIR|PIPELINE",
             help="A merge's run directory, or a pipeline.",
-            autocompletion=completion.runs_and_pipelines,
+            autocompletion=completion.complete_runs_and_pipelines,
         ),
     ],
     method: Annotated[str, typer.Option(help=METHODS_HELP, autocompletion=completion.complete_methods)],

@@ -120,7 +120,8 @@ def train(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A training spec (YAML), or the name of a shipped one.", autocompletion=completion.training_specs
+            help="A training spec (YAML), or the name of a shipped one.",
+            autocompletion=completion.complete_training_specs,
         ),
     ],
     method: Annotated[

@@ -49,7 +49,7 @@ Shipped = Annotated[
         "--from",
         metavar="NAME",
         help="Copy a shipped pipeline; `opd pipelines list` names them.",
-        autocompletion=completion.shipped_pipelines,
+        autocompletion=completion.complete_shipped_pipelines,
     ),
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="Train LoRA adapters in place of all weights.")]
@@ -101,9 +101,11 @@ def init(
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = OutputFile(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
     make_waiting_threads_sleep()
-    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
+    next_commands = (
+        copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
+    )
     print_line(f"wrote {target.path}; next:", err=False)
-    for command in following:
+    for command in next_commands:
         print_line(f"  {command}", err=False)
 
 

@@ -301,7 +301,7 @@ def _run_session(
     metrics.rewind(start_step)
     withdraw_results(paths, start_step, config.trainer.steps)
     records, domains = metrics.read(), tuple(config.domains)
-    began -= sum(record.seconds for record in records)  # count the time of earlier starts
+    began -= sum(record.seconds for record in records)  # so that `wall_s` has the time of earlier starts too
     beginning = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
     with (
         run.callbacks.display(beginning) as display,
@@ -312,7 +312,7 @@ def _run_session(
         _reserve_workers(config, display)
         parts = build_merge(config, run.inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
         record_layouts(parts, paths, display.say)
-        parts.sync.begin()
+        parts.sync.begin()  # compares engines and trainer
         before, expert = _take_starting_exams(parts, run, display)
         parts.monitors.begin(records, expert)
         with signals.handle_first_signal(display.say):
