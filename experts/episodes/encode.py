@@ -123,9 +123,8 @@ class EpisodeEncoder:
             observation = contents if num_calls else contents[0]
             following_ids = dialogue.encode_following(observation, calls=num_calls, ended=True, turn=text)
             history.turns.append((turn_ids, following_ids))
-            if dialogue.drops_thoughts(
-                calls=num_calls
-            ):  # as a rollout does: from here on the policy reads no earlier thoughts
+            # As in a rollout: from here on the policy reads no thoughts of these turns.
+            if dialogue.drops_thoughts(calls=num_calls):
                 history = history.without_thoughts(dialogue)
 
     def _prove_once(self) -> ChatAppender:

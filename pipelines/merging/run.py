@@ -113,13 +113,13 @@ class MergeRun:
         notices, max_restarts = list(self.notices), self.config.cluster.max_restarts
         with lock_run_directory(self.paths), explain_what_is_intact(self.paths), Journal(self.paths) as journal:
             callbacks = replace(callbacks, display=journal.write_beside(callbacks.display))
+            # A run that begins has nothing in its directory to choose from or to clear away.
             checkpoint = _choose_start(self, self.resume_from, notices) if self.resume_from else None
             if self.new_manifest:
                 replace_inputs(self.paths, self.new_manifest)
             else:
-                finish_inputs(
-                    self.paths
-                )  # a kill in an earlier `replace_inputs` may have left the new pipeline waiting
+                # A kill in an earlier `replace_inputs` may have left the new pipeline waiting.
+                finish_inputs(self.paths)
             # All rounds of a merge share its probes.
             inputs = measure_missing_probes(self.inputs, notices.append, RunPaths(self.paths.merge_root).probes)
             run = replace(self, callbacks=callbacks, inputs=inputs)
@@ -302,9 +302,9 @@ def _run_session(
     withdraw_results(paths, start_step, config.trainer.steps)
     records, domains = metrics.read(), tuple(config.domains)
     began -= sum(record.seconds for record in records)  # so that `wall_s` has the time of earlier starts too
-    beginning = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
+    run_start = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
     with (
-        run.callbacks.display(beginning) as display,
+        run.callbacks.display(run_start) as display,
         open_sinks(config.logging, paths.root, start_step) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
@@ -342,11 +342,11 @@ def _raise_if_unfinished(parts: loop.Components, run: MergeRun, last: int, signa
     Raises: RunError if a monitor ends the run (Paused is one), after the report page that shows why is written; Interrupted after
     a signal.
     """
-    ended = parts.monitors.end_error()
-    if ended is not None:
+    end_error = parts.monitors.end_error()
+    if end_error is not None:
         with raise_storage_errors(run.paths.report_page):
             write_report(run.paths.merge_root)
-        raise ended
+        raise end_error
     if last < run.config.trainer.steps:
         raise Interrupted(last, run.paths.root, signals.number)
 
