@@ -65,12 +65,9 @@ _NO_REVISION = (
     "Use '--' to separate paths from revisions, like this:\n'git <command> [<revision>...] -- [<file>...]'"
 )
 _UNKNOWN_TO_GIT = {
-    "fetch": _NO_REPOSITORY,
-    "pull": _NO_REPOSITORY,
-    "ls-remote": _NO_REPOSITORY,
+    **dict.fromkeys(("fetch", "pull", "ls-remote"), _NO_REPOSITORY),
+    **dict.fromkeys(("show", "diff"), _NO_REVISION),
     "clone": "fatal: repository '{name}' does not exist",
-    "show": _NO_REVISION,
-    "diff": _NO_REVISION,
     "checkout": "error: pathspec '{name}' did not match any file(s) known to git",
     "merge": "merge: {name} - not something we can merge",
     "cherry-pick": "fatal: bad revision '{name}'",

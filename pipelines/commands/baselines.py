@@ -13,9 +13,9 @@ from pipelines.commands import completion
 from pipelines.commands.shell import (
     PipelineArgument,
     SetOption,
+    avoid_spinning,
     end_command,
     help_examples,
-    make_waiting_threads_sleep,
     print_line,
     print_table,
     run_root,
@@ -60,7 +60,7 @@ def baseline(
     overrides: SetOption = None,
 ) -> None:
     """Merge the same experts in another way, and measure the result on the same exams."""
-    make_waiting_threads_sleep()
+    avoid_spinning()
     from pipelines.baselines.jobs import parse_methods, parse_shares, plan_jobs
     from pipelines.inputs.at_once import refuse_at_once
 
@@ -115,7 +115,7 @@ def compare(
     overrides: SetOption = None,
 ) -> None:
     """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
-    make_waiting_threads_sleep()
+    avoid_spinning()
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find_pipeline

@@ -12,7 +12,7 @@ import typer
 
 from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, is_terminal, make_waiting_threads_sleep, print_line
+from pipelines.commands.shell import avoid_spinning, help_examples, is_terminal, print_line
 
 app = typer.Typer()
 
@@ -43,7 +43,7 @@ def chat(
     from pipelines.after.models import find_model
 
     local_model = find_model(model, print_line)
-    make_waiting_threads_sleep()  # before the next line imports torch
+    avoid_spinning()  # before the next line imports torch
     from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)

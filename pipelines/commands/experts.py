@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import (
-    SetOption,
-    end_command,
-    help_examples,
-    make_waiting_threads_sleep,
-    print_line,
-    print_table,
-)
+from pipelines.commands.shell import SetOption, avoid_spinning, end_command, help_examples, print_line, print_table
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -135,7 +128,7 @@ def train(
 
     method_override = [] if method is None else [f"method={method}"]
     training = load_training(find_spec(spec), [*(overrides or ()), *method_override])
-    make_waiting_threads_sleep()
+    avoid_spinning()
     for path in _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training):
         typer.echo(str(path))
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, is_terminal, make_waiting_threads_sleep, print_line
+from pipelines.commands.shell import avoid_spinning, help_examples, is_terminal, print_line
 
 app = typer.Typer()
 
@@ -100,7 +100,7 @@ def init(
     if shipped and flags != Flags():
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = OutputFile(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
-    make_waiting_threads_sleep()
+    avoid_spinning()
     next_commands = (
         copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
     )

@@ -221,7 +221,7 @@ def run_root(run_dir: Path | None, name: str) -> Path:
     return run_dir or Path("runs") / name
 
 
-def make_waiting_threads_sleep() -> None:
+def avoid_spinning() -> None:
     """Make waiting threads sleep: threads that spin become 10 times slower as soon as another process wants a core.
 
     Call this before torch is imported, because OpenMP reads the variable only once.
