@@ -21,11 +21,16 @@ _LEFTOVERS = {
         "leaves it out, and AutoTokenizer.from_pretrained(dir).save_pretrained(out) adds the tokenizer"
     ),
 }
-"""Parts of names of tensors -> what to do about them."""
+"""Texts that tell the cause if one of them stands in the description of the misfit, in which names are quoted -> what to do about it.
+
+`'score.` has the quote because only a name that begins so is a head's."""
 
 
-def match_weights(path: Path) -> Naming:
-    """Return the model's naming in transformers. Raises: ModelError unless its files fill all modules and hold nothing else."""
+def check_weights(path: Path) -> Naming:
+    """Return the model's naming in transformers.
+
+    Raises: ModelError unless its files have every tensor that the architecture needs, and no others.
+    """
     import torch
 
     from opd.models.weights import Naming, causal_lm_class, refuse_unusable_config
@@ -33,14 +38,18 @@ def match_weights(path: Path) -> Naming:
     config, model_class = causal_lm_class(path)
     with refuse_unusable_config(path):
         naming = Naming(config, torch.float32)
-    shapes = {n: torch.empty(t.shape, dtype=torch.float32, device="meta") for n, t in weight_tensors(path).items()}
-    _, problem = naming.from_files(shapes)
+    # Names and shapes are enough: meta tensors have no numbers, so no weight is read.
+    empty_tensors = {
+        name: torch.empty(tensor.shape, dtype=torch.float32, device="meta")
+        for name, tensor in weight_tensors(path).items()
+    }
+    _, problem = naming.from_files(empty_tensors)
     if problem:
-        leftover = next((fix for parts, fix in _LEFTOVERS.items() if any(part in problem for part in parts)), None)
+        fix = next((fix for texts, fix in _LEFTOVERS.items() if any(text in problem for text in texts)), "")
         raise ModelError.at(
             path,
             found=f"weights that do not fit config.json: {problem}",
             wanted=f"the tensors of transformers' {model_class.__name__}, all of them and no others",
-            fix=leftover or "copy the directory again, or save the model again with save_pretrained",
+            fix=fix or "copy the directory again, or save the model again with save_pretrained",
         )
     return naming

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.fit import match_weights
+from experts.fit import check_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
 from opd.errors import ModelError
@@ -59,7 +59,7 @@ def measure_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeR
         return None
     dtype: DType = "bfloat16" if info.dtype == "bfloat16" else "float32"
     model = _load_model(Path(info.path), dtype)
-    match_weights(Path(info.path))  # loading says nothing of tensors that no module takes
+    check_weights(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach_adapter(model, Path(adapter.path))
     # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.

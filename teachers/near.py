@@ -15,7 +15,7 @@ from teachers.weights import State
 
 
 class DeviceCache:
-    """Drops the least recently used teachers before all of them exceed the budget; the one in use always stays."""
+    """Keeps the most recently used teachers whose sizes together fit the budget; the newest stays even if it alone exceeds it."""
 
     def __init__(self, device: torch.device, budget_bytes: int) -> None:
         self._device = device
@@ -29,7 +29,10 @@ class DeviceCache:
         return self._states.get(key)
 
     def has_room_for(self, key: str, state: State) -> bool:
-        """Return True if the teacher `key` is on the device, or has room there beside the one in use, which was copied last."""
+        """Return True if the teacher `key` is on the device, or fits into the budget beside the teacher that was used last.
+
+        The model still holds that one's tensors, so dropping it here would free nothing. The first teacher always has room.
+        """
         if not self._copies_weights or not self._states or key in self._states:
             return True
         return self._sizes[next(reversed(self._states))] + _count_bytes(state) <= self._budget_bytes
@@ -37,7 +40,8 @@ class DeviceCache:
     def copy_to_device(self, key: str, state: State) -> State:
         """Copy the tensors of `state`, the teacher `key`, to the device and return the copies. One tensor under two names stays one.
 
-        What is dropped for it is free once no model has it either: see `has_room_for`.
+        Teachers are dropped to make room, but their memory is free only when the model has let go of them too: if `has_room_for` is
+        False, the caller moves the model to the meta device first.
         """
         if not self._copies_weights:
             return state
@@ -45,26 +49,27 @@ class DeviceCache:
             self._states.move_to_end(key)
             return cached
         nbytes = _count_bytes(state)
-        self._evict_to(self._budget_bytes - nbytes)
+        self._shrink_to(self._budget_bytes - nbytes)
         copies: dict[object, Tensor] = {}
         for tensor in state.values():
-            if _storage_key(tensor) not in copies:
-                copies[_storage_key(tensor)] = tensor.to(self._device, copy=True)
-        self._states[key] = {name: copies[_storage_key(tensor)] for name, tensor in state.items()}
+            if _memory_key(tensor) not in copies:
+                copies[_memory_key(tensor)] = tensor.to(self._device, copy=True)
+        self._states[key] = {name: copies[_memory_key(tensor)] for name, tensor in state.items()}
         self._sizes[key] = nbytes
         return self._states[key]
 
-    def _evict_to(self, max_bytes: int) -> None:
-        """Drop the least recently used teachers until at most `max_bytes` are left."""
+    def _shrink_to(self, max_bytes: int) -> None:
+        """Drop the least recently used teachers until at most `max_bytes` are left: all of them if it is negative."""
         while self._states and sum(self._sizes.values()) > max_bytes:
             key, _ = self._states.popitem(last=False)
             del self._sizes[key]
 
 
-def _storage_key(tensor: Tensor) -> object:
+def _memory_key(tensor: Tensor) -> object:
+    """Return a key that two tensors share if they are the same memory in the same shape, such as a tied head and embedding."""
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _count_bytes(state: State) -> int:
     """Return the bytes of all tensors; a tensor under two names counts once."""
-    return sum({_storage_key(tensor): tensor.nbytes for tensor in state.values()}.values())
+    return sum({_memory_key(tensor): tensor.nbytes for tensor in state.values()}.values())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from opd.cluster import search_path
 from opd.cluster.background import end_background
-from opd.cluster.daemons import kill_stopped_daemons
+from opd.cluster.daemons import kill_suspended_daemons
 from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import WorkerWatch
 from opd.config.sections import ClusterConfig
@@ -59,7 +59,7 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
         shutil.rmtree(_failed_directories.pop(), ignore_errors=True)
     directory = _make_own_directory() if config.address == LOCAL else None
     watch = _watch = WorkerWatch(config.start_timeout_s)
-    with kill_stopped_daemons():
+    with kill_suspended_daemons():
         try:
             with leftovers.mark_children(), _keep_sigterm_handler():
                 _connect_to_ray(config, num_workers, directory)

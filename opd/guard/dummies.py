@@ -56,6 +56,24 @@ _DENIED = {
     '  File "<stdin>", line 1, in <module>\n'
     "PermissionError: [Errno 13] Permission denied: '{path}'",
 }
+_NO_REPOSITORY = (
+    "fatal: '{name}' does not appear to be a git repository\nfatal: Could not read from remote repository.\n\n"
+    "Please make sure you have the correct access rights\nand the repository exists."
+)
+_NO_REVISION = (
+    "fatal: ambiguous argument '{name}': unknown revision or path not in the working tree.\n"
+    "Use '--' to separate paths from revisions, like this:\n'git <command> [<revision>...] -- [<file>...]'"
+)
+_UNKNOWN_TO_GIT = {
+    **dict.fromkeys(("fetch", "pull", "ls-remote"), _NO_REPOSITORY),
+    **dict.fromkeys(("show", "diff"), _NO_REVISION),
+    "clone": "fatal: repository '{name}' does not exist",
+    "checkout": "error: pathspec '{name}' did not match any file(s) known to git",
+    "merge": "merge: {name} - not something we can merge",
+    "cherry-pick": "fatal: bad revision '{name}'",
+    "archive": "fatal: not a valid object name: {name}",
+}
+"""Sub-command of git -> its error for a commit or remote that it does not know."""
 
 
 def no_file(call: ProgramCall) -> str:
@@ -73,7 +91,7 @@ def permission_denied(call: ProgramCall) -> str:
     return _fill_text(_DENIED, "bash: {path}: Permission denied", call)
 
 
-def not_found(call: ProgramCall) -> str:
+def command_not_found(call: ProgramCall) -> str:
     """Return the shell's error for a program that is not installed."""
     return f"bash: {call.program}: command not found"
 
@@ -84,40 +102,41 @@ def empty_output(call: ProgramCall) -> str:
 
 
 def unknown_revision(call: ProgramCall) -> str:
-    """Return git's error for a commit or a remote that it does not know; listings are empty."""
-    if call.git in ("fetch", "pull", "ls-remote", "clone"):
-        name = call.args[0] if call.args else "origin"
-        return f"fatal: '{name}' does not appear to be a git repository\nfatal: Could not read from remote repository."
-    if call.git in ("show", "checkout", "diff", "merge", "cherry-pick", "archive") and call.args:
-        return (
-            f"fatal: ambiguous argument '{call.args[0]}': unknown revision or path not in the working tree.\n"
-            "Use '--' to separate paths from revisions, like this:\n'git <command> [<revision>...] -- [<file>...]'"
-        )
-    return ""
+    """Return git's error for a commit or a remote that it does not know.
+
+    Other commands, such as `git log` or `git branch`, print nothing, as in a repository without what they would list.
+    """
+    text = _UNKNOWN_TO_GIT.get(call.git, "")
+    name = call.args[0] if call.args else "origin" if text is _NO_REPOSITORY else ""
+    return text.format(name=name) if name else ""
 
 
 DUMMIES: dict[str, Callable[[ProgramCall], str]] = {
     "no_file": no_file,
     "no_host": no_host,
     "denied": permission_denied,
-    "not_found": not_found,
+    "not_found": command_not_found,
     "empty": empty_output,
     "unknown_revision": unknown_revision,
 }
 
 
-def _fill_text(texts: dict[str, str], otherwise: str, call: ProgramCall) -> str:
+def _fill_text(texts_by_program: dict[str, str], otherwise: str, call: ProgramCall) -> str:
+    """Return the text of the call's program, else `otherwise`, with path, host and the like of the call in it."""
     urls = call.urls or (f"https://{host}/" for host in call.hosts)
-    url = next(iter(urls), "https://github.com/")
+    url = next(iter(urls), "https://github.com/")  # git's error needs some address
     arg = next((arg for arg in reversed(call.args) if not arg.startswith("-")), "")
-    path = _as_written(call)
-    text = texts.get(call.program, otherwise)
+    path = _path_as_spelled(call)
+    text = texts_by_program.get(call.program, otherwise)
     host = call.hosts[0] if call.hosts else host_of(url)
     return text.format(program=call.program or "bash", path=path, host=host, url=url, arg=arg)
 
 
-def _as_written(call: ProgramCall) -> str:
-    """Return the path of the call that the rule is about, as the policy spelled it where that can be told."""
-    resolved = (call.writes or call.reads or ("",))[-1 if call.writes else 0]
+def _path_as_spelled(call: ProgramCall) -> str:
+    """Return the last path that the call writes (the target of `cp` and `mv`), else the first that it reads.
+
+    It is spelled as in the policy's command if an argument there ends with the same name, else it is the absolute path.
+    """
+    resolved = call.writes[-1] if call.writes else call.reads[0] if call.reads else ""
     name = resolved.rpartition("/")[2]
     return next((arg for arg in (*call.args, *call.argv) if name and arg.endswith(name) and " " not in arg), resolved)

@@ -1,4 +1,9 @@
-"""Exchange of weights and gradients between ranks, without copies that DeepSpeed and torch would make."""
+"""Exchange of weights and gradients between ranks, without copies that DeepSpeed and torch would make.
+
+Each `patch_` function replaces one function of DeepSpeed, which calls the replacement from then on; `opd.train.zero` says when.
+Each asserts that the function is there: one that a newer release calls otherwise would be patched in vain, and nobody would
+notice.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +15,41 @@ from typing import Any
 from torch import Tensor
 
 
-def sum_nothing_at_one_rank() -> None:
-    """Let DeepSpeed take a single rank's gradients as they are. Else it copies all of them three times, to sum over one rank."""
+def patch_reduce_scatter() -> None:
+    """Have DeepSpeed take gradients as they are, without a sum over ranks: the caller does this where there is one rank.
+
+    Else DeepSpeed would copy all gradients three times, to sum over that one rank.
+    """
     from deepspeed.runtime.zero import stage3
 
     assert callable(stage3.reduce_scatter_coalesced)
     stage3.reduce_scatter_coalesced = lambda tensors, group=None: [tensor.view(-1) for tensor in tensors]
 
 
-def step_with_gradients_in_place(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO optimiser hand AdamW the gradients in the memory in which they were summed.
+def patch_flatten(optimizer: Any) -> None:
+    """Have DeepSpeed's ZeRO optimiser hand AdamW the gradients in the memory in which they were summed.
 
-    Else it copies all of them into one tensor. They lie side by side already, and the next step's gradients overwrite them.
+    Else it copies all of them into one tensor in each step. They lie side by side already, and the next step's gradients overwrite
+    them. What DeepSpeed flattens while it starts is copied as ever, because this is called later.
     """
     assert callable(optimizer.flatten)
-    optimizer.flatten = partial(_join_adjacent, copied=optimizer.flatten)
+    optimizer.flatten = partial(_join_adjacent, copy_flat=optimizer.flatten)
 
 
-def _join_adjacent(tensors: Sequence[Tensor], copied: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-    """Return [N] all numbers of some tensors, in order: a view if they lie side by side in one piece of memory, else `copied`."""
+def _join_adjacent(tensors: Sequence[Tensor], copy_flat: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+    """Return the numbers of all tensors in order, [N]: a view if they lie side by side in one piece of memory, else a copy."""
     first_tensor = tensors[0]
     memory, end = first_tensor.untyped_storage().data_ptr(), first_tensor.storage_offset()
     for tensor in tensors:
         is_adjacent = tensor.untyped_storage().data_ptr() == memory and tensor.storage_offset() == end
         if not (is_adjacent and tensor.dtype == first_tensor.dtype and tensor.is_contiguous()):
-            return copied(tensors)
+            return copy_flat(tensors)
         end += tensor.numel()
     return first_tensor.as_strided((end - first_tensor.storage_offset(),), (1,))
 
 
-def gather_small_weights_at_once(optimizer: Any) -> None:
-    """Let DeepSpeed's ZeRO optimiser gather all weights that stay whole between steps in one exchange, like those of a layer.
+def patch_post_step(optimizer: Any) -> None:
+    """Have DeepSpeed's ZeRO optimiser gather all weights that stay whole between steps in one exchange, like those of a layer.
 
     Else it gathers each by itself after a step: with the 38 of a tiny model on two ranks an optimiser step took 35 ms, not 20.
     """
@@ -53,13 +62,13 @@ def gather_small_weights_at_once(optimizer: Any) -> None:
         absent = [p for p in optimizer.persistent_parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if absent:
             absent[0].all_gather_coalesced(absent).wait()
-        finish(*args, **kwargs)  # finds them whole
+        finish(*args, **kwargs)  # finds these weights whole and gathers none
 
     optimizer._post_step = gather_and_finish
 
 
-def gather_weights_in_place() -> None:
-    """Let DeepSpeed gather with `gather_in_place`, once the ranks have met through gloo."""
+def patch_all_gather() -> None:
+    """Have DeepSpeed gather with `gather_in_place`. For gloo, after `deepspeed.init_distributed`, which makes `comm.cdb`."""
     from deepspeed.comm import comm
 
     assert callable(comm.cdb.all_gather_function)
@@ -76,6 +85,7 @@ def gather_in_place(
     from torch import distributed
 
     rank = distributed.get_rank(group)
+    # DeepSpeed pads each weight so that all ranks' parts are of one size.
     parts = output_tensor.view(-1).chunk(distributed.get_world_size(group))
     parts[rank].copy_(input_tensor.view(-1))
     # One rank has all of it already; gloo would copy it with one thread.

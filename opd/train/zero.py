@@ -32,10 +32,10 @@ from opd.models.weights import obeys_masks, whole_shape
 from opd.records.types import WrittenFile
 from opd.train.compiled import compile_layers
 from opd.train.exchange import (
-    gather_small_weights_at_once,
-    gather_weights_in_place,
-    step_with_gradients_in_place,
-    sum_nothing_at_one_rank,
+    patch_all_gather,
+    patch_flatten,
+    patch_post_step,
+    patch_reduce_scatter,
 )
 from opd.train.export import FileTensors, write_model
 from opd.train.gathered import find_leaf_classes
@@ -315,7 +315,7 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     # use no such kernel.
     deepspeed.ops.__compatible_ops__ = {}
     if options.world_size == 1:
-        sum_nothing_at_one_rank()
+        patch_reduce_scatter()
     if not torch.cuda.is_available():
         _make_sums_deterministic()
         nvtx.enable_nvtx = False  # these marks for a GPU's profiler would surround each of thousands of calls
@@ -325,7 +325,7 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
         verbose=False,
     )
     if not torch.cuda.is_available():
-        gather_weights_in_place()
+        patch_all_gather()
     module: Any = build()
     _disable_randomness(module, options.gradient_checkpointing)
     # Each step sets its own rate.
@@ -339,8 +339,8 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
             module.lm.enable_input_require_grads()
     trained = sum(whole_shape(param).numel() for param in module.parameters() if param.requires_grad)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=_deepspeed_config(options, trained))
-    step_with_gradients_in_place(engine.optimizer)
-    gather_small_weights_at_once(engine.optimizer)
+    patch_flatten(engine.optimizer)
+    patch_post_step(engine.optimizer)
     if options.compile:
         compile_layers(module.lm)
     else:

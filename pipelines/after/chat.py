@@ -1,4 +1,4 @@
-"""Talk to a model, by plain transformers: one reader does not need an engine for many, and this one is there in seconds."""
+"""Talk to a model by plain transformers: one person needs no engine for many requests, and transformers is ready in seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.inputs.read import load_tokenizer
 NEW = "/new"
 """The line that begins another dialogue."""
 Show = Callable[[str], None]
-"""Gets the pieces of an answer as they come."""
+"""A function that gets the pieces of an answer as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,14 @@ class ChatOptions:
     """Settings of the model's answers."""
 
     max_new_tokens: int = 512
+    """Tokens of an answer at most."""
     temperature: float = 0.0
     """0: the likeliest token each time."""
     seed: int = 0
     system: str | None = None
     """First message of every dialogue."""
     plain: bool = False
-    """Whether a line is continued as it is, though the model has a chat template."""
+    """Whether each line is continued as it is, even if the model has a chat template."""
 
 
 class Chat:
@@ -61,10 +62,10 @@ class Chat:
         self._turns = []
 
     def answer_line(self, line: str, show: Show) -> str:
-        """Return the model's answer to a line; `show` gets its pieces as they come. Ctrl-C ends the answer where it is, and
-        raises KeyboardInterrupt.
+        """Return the model's answer to a line; `show` gets its pieces as they come.
 
-        Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
+        Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue;
+        KeyboardInterrupt after Ctrl-C, and then the dialogue has the answer as far as it came.
         """
         ids = self._encode_dialogue(line)
         pieces: list[str] = []
@@ -87,7 +88,7 @@ class Chat:
         while True:
             ids = self._encode_turns(turns, line)
             room = None if self._context is None else self._context - len(ids)
-            # Alone, a line may leave room for a shorter answer than was asked for.
+            # A line without turns before it may also have a shorter answer than was asked for: nothing more can be forgotten.
             if room is None or room >= self._options.max_new_tokens or (room > 0 and not turns):
                 self._turns = turns
                 return ids
@@ -118,18 +119,19 @@ class Chat:
                 fix="leave --system out, or give --plain to do without the template",
             ) from None
 
-    def _generate(self, ids: tuple[int, ...], piece: Show) -> None:
+    def _generate(self, ids: tuple[int, ...], show: Show) -> None:
+        """Have the model write, and hand each finished piece of text to `show`. End tokens are no text."""
         import torch
         from transformers import TextStreamer
 
         class Pieces(TextStreamer):
-            # `generate` puts the whole prompt first, which `skip_prompt` drops, then one token at a time; end tokens are no text.
+            # `generate` puts the whole prompt first, which `skip_prompt` drops, then one token at a time.
             def put(self, value: torch.Tensor) -> None:
                 if self.next_tokens_are_prompt or int(value) not in ends:
                     super().put(value)
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                piece(text)
+                show(text)
 
         ends = end_ids(self._tokenizer, self._stop_token_ids)
         ids_B_T = torch.tensor([ids], device=self._model.device)
@@ -154,17 +156,19 @@ def _load_model(source: LocalModel, options: ChatOptions) -> Any:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     slow = device == "cpu" and source.info.dtype == "float16"  # a CPU computes in float16 far slower than in float32
     model = load_causal_lm(source.path, torch.float32 if slow else getattr(torch, source.info.dtype)).to(device).eval()
-    ends, chance = list(source.info.eos_token_ids), {"temperature": options.temperature} if options.temperature else {}
+    ends = list(source.info.eos_token_ids)
+    sampling = {"do_sample": True, "temperature": options.temperature} if options.temperature else {"do_sample": False}
+    # Never used for one prompt alone, but without it `generate` would warn that it takes the end token.
     pad = source.info.pad_token_id if source.info.pad_token_id is not None else next(iter(ends), None)
-    model.generation_config = GenerationConfig(
-        do_sample=bool(chance), eos_token_id=ends or None, pad_token_id=pad, **chance
-    )
+    model.generation_config = GenerationConfig(eos_token_id=ends or None, pad_token_id=pad, **sampling)
     torch.manual_seed(options.seed)
     return model
 
 
-def run_dialogue(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, patient: bool) -> None:
-    """Answer every line. With `patient`, as at a terminal, an error or Ctrl-C ends an answer and not the talk."""
+def run_dialogue(
+    chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[str], None], *, keep_going: bool
+) -> None:
+    """Answer every line. With `keep_going`, as at a terminal, a line that is refused or Ctrl-C ends one answer and not the dialogue."""
     for line in lines:
         if line.strip() == NEW:
             chat.forget_dialogue()
@@ -172,10 +176,10 @@ def run_dialogue(chat: Chat, lines: Iterable[str], show: Show, tell: Callable[[s
             try:
                 chat.answer_line(line, show)
             except PromptError as error:
-                if not patient:
+                if not keep_going:
                     raise
                 tell(f"error: {error}")
             except KeyboardInterrupt:
-                if not patient:
+                if not keep_going:
                     raise
             show("\n")

@@ -27,9 +27,10 @@ from pipelines.after.models import LocalModel
 if TYPE_CHECKING:
     import torch
 
-BESIDE = (*TOKENIZER_FILES, "README.md", *LICENCE_FILES)
-"""Files that go along unchanged."""
+COPIED_FILES = (*TOKENIZER_FILES, "README.md", *LICENCE_FILES)
+"""Files beside the weights that are copied as they are."""
 _FLOATS = {"F64", "F32", "BF16", "F16"}
+"""Types that are cast, as safetensors names them; quantized weights and integers stay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,17 @@ class ExportOptions:
     dtype: str | None = None
     """float32, bfloat16 or float16; None keeps each tensor's own."""
     max_shard_bytes: int = 5 * 10**9
+    """Size of a file of weights at most, unless one tensor alone is larger."""
     gguf: bool = False
     """Whether a GGUF file is written beside the safetensors."""
 
 
 def export_model(model: LocalModel, output: Path, options: ExportOptions) -> list[Path]:
-    """Write the copy to `output`, which must not exist. Returns its files. Raises: OpdError before anything is written; RunError
-    if the converter fails, and then nothing is left."""
+    """Write the copy to `output`, which must not exist. Returns its files.
+
+    Raises: OpdError, before anything is written or for a number that `dtype` cannot hold; RunError if the converter fails. Then nothing
+    is left at `output`.
+    """
     if output.exists():
         raise RunDirError.at(
             output, found="something that exists", wanted="a new directory", fix="remove it, or give another --output"
@@ -58,7 +63,7 @@ def export_model(model: LocalModel, output: Path, options: ExportOptions) -> lis
             temporary.mkdir(parents=True)
             _write_weights(model.path, temporary, options)
             _write_config(model.path, temporary, options.dtype)
-            for file in matching_files(model.path, BESIDE):
+            for file in matching_files(model.path, COPIED_FILES):
                 shutil.copy(file, temporary / file.name)
             if converter is not None:
                 dtype = options.dtype or model.info.dtype
@@ -77,7 +82,10 @@ class _Cast:
         self._float32_pattern = _float32_name_pattern(source, dtype) if dtype else None
 
     def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Raises: ModelError for a number that would become infinite."""
+        """Return the tensor `name` in the dtype that it has in the copy; `tensor` is its entry in the file's header.
+
+        Raises: ModelError for a number that would become infinite.
+        """
         import torch
 
         if not self._dtype or not self._is_cast(name, tensor):
@@ -97,16 +105,16 @@ class _Cast:
 
 
 def _float32_name_pattern(source: Path, dtype: str) -> re.Pattern[str] | None:
-    """Return a pattern for the names of tensors that transformers keeps in float32 whatever dtype it is asked for; None if
-    there are none.
+    """Return a pattern that fits the names of tensors which transformers keeps in float32, whatever dtype a caller wants.
 
+    None if there are none.
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
     from opd.models.weights import find_causal_lm_class, load_config
 
     model_class = find_causal_lm_class(load_config(source))
-    # transformers keeps the strict ones for bfloat16 too, the others for float16 alone.
+    # transformers keeps the modules of the strict list in float32 for bfloat16 too, those of the other one for float16 alone.
     names = set(model_class._keep_in_fp32_modules_strict or ()) if model_class else set()
     if model_class and dtype == "float16":
         names |= set(model_class._keep_in_fp32_modules or ())
@@ -114,7 +122,7 @@ def _float32_name_pattern(source: Path, dtype: str) -> re.Pattern[str] | None:
 
 
 def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
-    """Write every tensor, and the index where there are several files."""
+    """Write every tensor, and the index if there are several files."""
     from safetensors import safe_open
 
     cast = _Cast(source, options.dtype)

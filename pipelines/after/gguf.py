@@ -14,11 +14,11 @@ from opd.text import escape_control_characters
 
 CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 """Names under which llama.cpp's packages and its repository have the converter."""
-_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+_GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 TIMEOUT_S = 12 * 3600.0
 """Limit of a conversion, which is as fast as the disk: one that takes longer hangs."""
-_LAST = 15
-"""Lines of the converter's words that an error shows."""
+_SHOWN_LINES = 15
+"""Last lines of the converter's output that an error shows."""
 
 
 def find_converter() -> Path:
@@ -36,10 +36,13 @@ def find_converter() -> Path:
 
 
 def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name: str) -> None:
-    """Convert a model directory into the file `output`, which calls the model `name`. Raises: RunError with the converter's last words."""
-    # The script says itself which Python it wants; `python3` is then the one that runs here, which has torch and gguf.
+    """Convert a model directory into the file `output`, in which the model is called `name`.
+
+    Raises: RunError with the converter's last lines if it fails or takes too long.
+    """
+    # The script's first line starts `python3` from PATH: this one, with torch and gguf, comes first there.
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
-    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _TYPES.get(dtype, "f32")]
+    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _GGUF_TYPES.get(dtype, "f32")]
     command += ["--model-name", name]
     options: dict[str, Any] = {
         "stdout": subprocess.PIPE,
@@ -54,5 +57,5 @@ def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name:
             f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
         ) from None
     if process.returncode or not output.is_file():
-        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_LAST:]))
+        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_SHOWN_LINES:]))
         raise RunError(f"{converter.name} ended with {process.returncode}, and nothing was exported:\n  {last_lines}")

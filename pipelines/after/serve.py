@@ -40,7 +40,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What the user may choose; None stands for the pipeline's setting, and without a pipeline for vLLM's default."""
+    """Settings that a user may choose; None stands for the pipeline's, and without a pipeline for vLLM's default."""
 
     address: Address
     name: str | None = None
@@ -51,7 +51,10 @@ class ServeOptions:
 
 
 def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
-    """Raises: ConfigError if vLLM is not installed, if other machines could use the server without a key, or if the port is taken."""
+    """Check that a server can start. `environ` are the variables of this process.
+
+    Raises: ConfigError if vLLM is not installed, if other machines could use the server without a key, or if the port is taken.
+    """
     if find_spec("vllm") is None:
         raise ConfigError.at(
             "opd serve",
@@ -93,14 +96,14 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
     rollout = model.config.rollout if model.config else None
     variables = model.config.student.chat_template_kwargs if model.config else {}
     dtype = options.dtype or (rollout.dtype if rollout else None)
-    length = options.max_model_len or (rollout.max_model_len if rollout else None)
+    max_model_len = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
         *(sys.executable, "-P", "-m", SERVER, "--model", str(model.path)),
         *(part for name, value in HF_FORMAT.items() for part in (f"--{name.replace('_', '-')}", value)),
         *("--host", options.address.host, "--port", str(options.address.port)),
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
-        *(("--max-model-len", str(length)) if length else ()),
+        *(("--max-model-len", str(max_model_len)) if max_model_len else ()),
         *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
         *(_cpu_options(model) if is_for_cpus() else ()),
         *options.vllm_arguments,
@@ -108,21 +111,24 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
 
 
 def _cpu_options(model: LocalModel) -> list[str]:
-    """Return the options of a server on a CPU. Nothing is compiled, as in a merge, so it is up in half the time and needs no
-    compiler; DeepSeek's attention is the one that takes every type."""
-    latent = model.info.model_type in LATENT
-    return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if latent else ())]
+    """Return the options of a server on a CPU.
+
+    Nothing is compiled, as in a merge, so the server is up in half the time and needs no compiler. Latent attention, such as
+    DeepSeek's, gets the backend that takes every type of weights.
+    """
+    has_latent_attention = model.info.model_type in LATENT
+    return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if has_latent_attention else ())]
 
 
 def server_environment(model: LocalModel) -> dict[str, str]:
-    """Return the variables of the server where the user sets none."""
+    """Return the server's environment variables; those that the user sets go before these."""
     rollout = model.config.rollout if model.config else None
     cache = {"VLLM_CPU_KVCACHE_SPACE": str(rollout.kv_cache_gib)} if rollout and rollout.kv_cache_gib else {}
     return DEFAULTS | cache
 
 
 def run_server(model: LocalModel, options: ServeOptions) -> NoReturn:
-    """Become the server. The sockets between its processes are in a folder of its own, which the next command removes."""
+    """Replace this process by the server. Sockets between its processes lie in a folder of their own, which the next command removes."""
     sys.stdout.flush()
     sys.stderr.flush()
     keep_compiled_code_private()

@@ -84,7 +84,7 @@ def cut_notice(answers: Iterable[object], room: int) -> str:
 def _encode_episode(location: RowLocation, row: dict[str, Any], prompt: Prompt, encoder: EpisodeEncoder) -> FileEpisode:
     """Return the episode of one row, after the prompt as the merge reads it. Raises: PromptError, ModelError."""
     fields = {"prompt": prompt.text} | {name: row[name] for name in EPISODE if name in row}
-    prompt_ids, response_ids, learned = encoder.encode_apart(read_episode_at(location, fields))
+    prompt_ids, response_ids, learned = encoder.encode_prompt_and_rest(read_episode_at(location, fields))
     return FileEpisode(prompt_ids=tuple(prompt_ids), response_ids=tuple(response_ids), learned=tuple(learned))
 
 

@@ -32,9 +32,11 @@ from teachers.scorers import ScorerOptions, make_scorer
 from teachers.scorers.division import measure_free_memory
 
 PAYLOAD, DTYPE = "hidden_states", "float32"
-ANY = 1 << 60
-"""Bytes."""
+"""Answers of the teachers, and type of all numbers, for the comparison."""
+NO_LIMIT = 1 << 60
+"""Bytes, more than any disk has."""
 OBJECTIVE = ReverseKLConfig(kind="reverse_kl")
+"""Its loss computes the KL and the agreement of both models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class TeacherComparison:
         answers. A garbled one knows neither.
         """
         measured_nlls = [nll for nll in (self.prompt_nll, self.answer_nll) if nll is not None]
-        if any(map(math.isnan, measured_nlls)):  # of which `min` would make the other one
+        if any(map(math.isnan, measured_nlls)):  # `min` might drop a NaN and return the other number
             return math.nan
         return min(measured_nlls) / math.log(vocab_size) if measured_nlls else None
 
@@ -85,7 +87,7 @@ class Comparer:
             memory_bytes=merge.memory_bytes,
             device_map=merge.device_map,
             # In float32 and beside the student a teacher may need more than the merge gives it.
-            max_memory={**measure_free_memory(), "disk": ANY} if merge.device_map else {},
+            max_memory={**measure_free_memory(), "disk": NO_LIMIT} if merge.device_map else {},
         )
         self._scorer = make_scorer("transformers", self._options)
 
@@ -104,7 +106,7 @@ class Comparer:
         return TeacherComparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
     def _measure_distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Return the mean |KL|, and the share of tokens on which both have the same argmax."""
+        """Return the mean |KL| in nats, and the share of tokens on which both rank the same token first; None without a token."""
         kl: list[float] = []
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
@@ -115,12 +117,14 @@ class Comparer:
             _, stats = self._loss_head(self._student_hidden(rows), tokens, blocks)
             kl += stats.kl_N.abs().tolist()
             agree += stats.agree_N.tolist()
-        return _mean_or_nan(kl), _mean_or_nan(agree)
+        return _mean_or_none(kl), _mean_or_none(agree)
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
-        """Return the student's hidden states, [N, D] on the CPU, like the teacher's. Each row is computed alone, so that an
-        error of a scorer's layout shows."""
+        """Return the student's hidden states, [N, D] on the CPU, like the teacher's.
+
+        Each row is computed alone: if the scorer's layout let rows see each other, the two would differ here.
+        """
         parts = []
         for row in rows:
             packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])
@@ -129,8 +133,8 @@ class Comparer:
         return torch.cat(parts)
 
     def _measure_nll(self, teacher: Teacher, texts: Sequence[Rollout]) -> tuple[float | None, float | None]:
-        """Return the mean NLL of prompts and of answers; the first token of a text is read only."""
-        lengths = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no text
+        """Return the mean NLL of prompts and of answers, nats a token; None without a token. A text's first token has no NLL."""
+        num_prompt_nlls = {t.sample_id: max(0, len(t.prompt_ids) - 1) for t in texts}  # a prompt may have no token
         rollouts = [_from_second_token(t) for t in texts if len(t.prompt_ids) + len(t.response_ids) > 1]
         prompts: list[float] = []
         answers: list[float] = []
@@ -138,11 +142,12 @@ class Comparer:
             assert isinstance(row.answer, HiddenStates)
             head = cut_head(self._scorer, teacher, self._options)
             nll = (-row.answer.logprobs(row.rollout.trained_ids, getattr(torch, DTYPE), head)).tolist()
-            prompts += nll[: lengths[row.rollout.sample_id]]
-            answers += nll[lengths[row.rollout.sample_id] :]
-        return _mean_or_nan(prompts), _mean_or_nan(answers)
+            prompts += nll[: num_prompt_nlls[row.rollout.sample_id]]
+            answers += nll[num_prompt_nlls[row.rollout.sample_id] :]
+        return _mean_or_none(prompts), _mean_or_none(answers)
 
     def _score_rows(self, teacher: Teacher, rollouts: Sequence[Rollout]) -> Iterator[list[TargetRow]]:
+        """Yield the rollouts with the teacher's answers. Raises: RunError if it cannot score one of them."""
         broken: dict[str, str] = {}
         yield from (rows for rows in self._scorer.score(teacher, rollouts, broken) if rows)
         if broken:
@@ -155,5 +160,5 @@ def _from_second_token(text: Rollout) -> Rollout:
     return Rollout.from_tokens(text.sample_id, ids[:1], ids[1:], text.domain)
 
 
-def _mean_or_nan(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None

@@ -10,7 +10,7 @@ from typing import Literal
 from pipelines.check.comparison import TeacherComparison
 
 MASTERED = 0.99
-"""Accuracy from which there is nothing left to learn."""
+"""Accuracy of the student and of the expert from which there is nothing left to learn."""
 CLEAR = 0.2
 """Difference of accuracies that a few dozen prompts do not show by accident."""
 SLACK = 1e-9
@@ -61,7 +61,7 @@ class MeasuredTeacher:
 
 
 def judge_student(self_comparison: TeacherComparison) -> Iterator[CheckFinding]:
-    """Check the student against itself: a distance means that trainer and scorer compute differently, so no merge is sound."""
+    """Yield a finding if the student, scored by itself, is not the same model: then trainer and scorer compute differently."""
     problem = self_comparison.broken
     if not problem and self_comparison.kl is not None and not self_comparison.kl <= SAME:  # NaN is not
         problem = f"the student scored by itself: KL {self_comparison.kl:.1e} nats, at most {SAME} wanted; trainer and scorer differ"
@@ -99,9 +99,9 @@ def is_unusable(compared: TeacherComparison) -> bool:
 
 
 def is_guess(compared: TeacherComparison, vocab_size: int) -> bool:
-    """Return True if a teacher knows the right answers, and the prompts, no better than a guess among all tokens.
+    """Return True if a teacher predicts neither the right answers nor the prompts better than a guess among all tokens would.
 
-    Prompts alone are no evidence: those of random letters or numbers are a guess to everybody.
+    False without answers: prompts alone are no evidence, because those of random letters or numbers are a guess to every model.
     """
     share = compared.guessing_ratio(vocab_size)
     return share is not None and not isnan(share) and compared.answer_nll is not None and share >= GARBLED
@@ -154,7 +154,7 @@ def _judge_accuracy(teacher: MeasuredTeacher) -> Iterator[CheckFinding]:
 
 
 def _judge_gain(teacher: MeasuredTeacher, student: float, expert: float) -> Iterator[CheckFinding]:
-    """Yield findings about the gain: can the student learn from this teacher, or more from another one?"""
+    """Yield a finding if the student can learn nothing from this teacher, or more from a rival."""
     domain = teacher.domain
     rival = max(teacher.rivals, key=lambda name: teacher.rivals[name], default=None)
     if min(student, expert) >= MASTERED:
@@ -199,4 +199,5 @@ def is_doubtful(student: float, expert: float) -> bool:
 
 
 def _is_clear(difference: float) -> bool:
+    """Return True if a difference of accuracies is too large to be an accident."""
     return difference >= CLEAR - SLACK

@@ -1,4 +1,4 @@
-"""`opd check`: is a merge worth starting? Do its experts know their domains, and is none of them garbled or swapped?
+"""`opd check`: find out before a merge whether its experts know their domains, and whether one is garbled or swapped.
 
     inputs ─→ the student: answers ─┬─→ compare: every teacher on the student's tokens and its domain's answers
                                     └─→ each expert's answers ─→ rivals, where one does not stand out ─→ judge
@@ -52,11 +52,12 @@ Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherCompa
 COMPARED = 8
 """Number of responses, and of texts, of each domain on which student and teachers are compared."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
+"""Lines of a difference of chat templates that a message shows, and characters of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """All that was measured, and the findings."""
+    """Measurements of all teachers, and the findings."""
 
     vocab_size: int
     measured: tuple[MeasuredTeacher, ...]
@@ -67,6 +68,7 @@ class CheckReport:
 
     @property
     def failed(self) -> bool:
+        """True if a finding says that the merge is not worth starting."""
         return any(finding.level == "fail" for finding in self.findings)
 
     def worst_level(self, domain: str) -> str:
@@ -80,7 +82,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
     Raises: OpdError for inputs that a merge refuses, before any compute; RunError if a worker fails.
     """
-    exam = EvaluateConfig(samples=samples)  # one greedy answer to each, whatever the pipeline says
+    exam = EvaluateConfig(samples=samples)  # one greedy answer to each prompt, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
     inputs = measure_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
@@ -136,12 +138,16 @@ def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
 def measure_teachers(
     config: PipelineConfig, inputs: Inputs, engine: RolloutEngine, evaluator: Evaluator, compare: Compare, tell: Tell
 ) -> tuple[TeacherComparison, list[MeasuredTeacher]]:
-    """Compare the student with itself and with every teacher of every domain. The engine holds the student at first."""
+    """Compare the student with itself and with every teacher of every domain, and put the leading teachers to their exams.
+
+    The engine holds the student at first. Returns the student's comparison with itself, and the teachers in the pipeline's order.
+    """
     student_accuracy = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
-    self_comparison = compare(student, [r for rows in responses.values() for r in rows[:1]], [])
+    # One response of each domain is enough to see whether trainer and scorer compute the same.
+    self_comparison = compare(student, [rollout for rollouts in responses.values() for rollout in rollouts[:1]], [])
     routed = [
         (domain, weighted_teacher.teacher)
         for domain, assigned in inputs.routes.items()
@@ -149,46 +155,50 @@ def measure_teachers(
     ]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
-    rows = {}
+    measured = {}
     # Sorted by teacher, so that each is loaded once.
     for domain, teacher in sorted(routed, key=lambda route: teachers.index(route[1])):
         compared = compare(teacher, responses[domain], texts[domain])
-        # A teacher that guesses here but knows another domain is not garbled; it may be swapped.
+        # A teacher that guesses on its own domain is tried on the others: if it knows one of them, it may be swapped but is not garbled.
         other_texts = [texts[d] for d in texts if d != domain] if is_guess(compared, vocab_size) else []
-        rows[domain, teacher] = MeasuredTeacher(
+        measured[domain, teacher] = MeasuredTeacher(
             domain=domain,
             expert=teacher.name,
             leads=teacher == inputs.teachers[domain],
             student_accuracy=student_accuracy.get(domain),
             expert_accuracy=None,
             compared=compared,
-            frequent=_most_frequent(inputs, domain),
+            frequent=_find_most_frequent(inputs, domain),
             knows_another=any(
                 predicts_texts(compare(teacher, [], domain_texts), vocab_size) for domain_texts in other_texts
             ),
             registered=isinstance(config.experts, RegisteredExperts),
         )
-    tell(f"{len(rows)} teachers compared with the student, token by token")
-    rows |= _measure_leading_teachers(rows, engine, evaluator, tell)
-    return self_comparison, [rows[route] for route in routed]
+    tell(f"{len(measured)} teachers compared with the student, token by token")
+    measured |= _measure_leading_teachers(measured, engine, evaluator, tell)
+    return self_comparison, [measured[route] for route in routed]
 
 
 def _measure_leading_teachers(
-    rows: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, tell: Tell
+    measured: Mapping[Route, MeasuredTeacher], engine: RolloutEngine, evaluator: Evaluator, tell: Tell
 ) -> dict[Route, MeasuredTeacher]:
-    """Put the heaviest teacher of each domain to its exam, if it can take one; returns these rows with accuracies."""
-    sound = [route for route, row in rows.items() if not is_unusable(row.compared)]
-    leading = [route for route in sound if rows[route].leads and rows[route].student_accuracy is not None]
+    """Put the heaviest teacher of each domain to the domain's exam, if there is one and the teacher can take it.
+
+    Where it has no clear gain over the student, all experts of other domains take that exam too, as rivals. Returns these teachers
+    with the accuracies.
+    """
+    usable = [route for route, teacher in measured.items() if not is_unusable(teacher.compared)]
+    leading = [route for route in usable if measured[route].leads and measured[route].student_accuracy is not None]
     own = _measure_accuracies(engine, evaluator, leading)
-    doubtful = {d for d, t in leading if is_doubtful(rows[d, t].student_accuracy or 0.0, own[d, t])}
-    teachers = dict.fromkeys(teacher for _, teacher in sound)
-    candidates = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in rows]
+    doubtful = {d for d, t in leading if is_doubtful(measured[d, t].student_accuracy or 0.0, own[d, t])}
+    teachers = dict.fromkeys(teacher for _, teacher in usable)
+    candidates = [(d, t) for d in sorted(doubtful) for t in teachers if (d, t) not in measured]
     if candidates:
         tell(f"no clear gain on {', '.join(sorted(doubtful))}: does another expert know more?")
     rivals = _measure_accuracies(engine, evaluator, candidates)
     return {
         (domain, teacher): replace(
-            rows[domain, teacher],
+            measured[domain, teacher],
             expert_accuracy=own[domain, teacher],
             rivals={rival.name: value for (d, rival), value in rivals.items() if d == domain},
         )
@@ -196,14 +206,15 @@ def _measure_leading_teachers(
     }
 
 
-def _most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
+def _find_most_frequent(inputs: Inputs, domain: str) -> tuple[str, float]:
+    """Return the most frequent right answer of a domain's exam and its share; ("", 0.0) if there is no exam or no answer."""
     answers = [prompt.answer for prompt in inputs.exams[domain].prompts] if domain in inputs.exams else [""]
     ((answer, count),) = Counter(answers).most_common(1)
     return (answer, count / len(answers)) if answer else ("", 0.0)  # some verifiers need no answer
 
 
 def _measure_accuracies(engine: RolloutEngine, evaluator: Evaluator, routes: Iterable[Route]) -> dict[Route, float]:
-    """Return the accuracy of each wanted teacher; the engine loads every teacher once."""
+    """Return the accuracy of each teacher in the exam of the domain beside it. The engine loads every teacher once."""
     domains: dict[Teacher, list[str]] = defaultdict(list)
     for domain, teacher in routes:
         domains[teacher].append(domain)
@@ -234,15 +245,15 @@ def _sample_responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[R
 
 
 def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:
-    """Return prompts with their right answers, in the shape of rollouts, cut to the rollout's context."""
-    room = config.rollout.max_model_len
+    """Return prompts with their right answers, in the shape of rollouts, cut to the context of rollouts."""
+    max_tokens = config.rollout.max_model_len
     by_domain: dict[str, list[Rollout]] = {}
     for domain in inputs.routes:
         by_domain[domain] = []
         for prompt in _held_out_prompts(inputs, domain):
-            prompt_ids = prompt.token_ids[:room]
+            prompt_ids = prompt.token_ids[:max_tokens]
             answer_ids = tuple(inputs.tokenizer.encode(prompt.answer, add_special_tokens=False))
-            answer_ids = answer_ids[: room - len(prompt_ids)]
+            answer_ids = answer_ids[: max_tokens - len(prompt_ids)]
             by_domain[domain].append(Rollout.from_tokens(prompt.id, prompt_ids, answer_ids, domain))
     return by_domain
 
@@ -258,7 +269,7 @@ def memory_findings(config: PipelineConfig, needs: Sequence[HostMemoryNeed], lim
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:
-    """Warn of experts whose chat template differs from the student's. Other end tokens were refused before."""
+    """Yield a warning for each expert whose chat template differs from the student's. Other end tokens were refused before."""
     student_hash = inputs.student.chat_template_hash
     for domain, assigned in inputs.routes.items():
         for name in (weighted_teacher.teacher.name for weighted_teacher in assigned):

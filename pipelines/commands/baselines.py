@@ -13,12 +13,12 @@ from pipelines.commands import completion
 from pipelines.commands.shell import (
     PipelineArgument,
     SetOption,
+    avoid_spinning,
     end_command,
     help_examples,
     print_line,
     print_table,
     run_root,
-    wait_passively,
 )
 from pipelines.interrupts import Interrupted
 
@@ -47,7 +47,7 @@ def baseline(
         typer.Argument(
             metavar="RUN_DIR|PIPELINE",
             help="A merge's run directory, or a pipeline.",
-            autocompletion=completion.runs_and_pipelines,
+            autocompletion=completion.complete_runs_and_pipelines,
         ),
     ],
     method: Annotated[str, typer.Option(help=METHODS_HELP, autocompletion=completion.complete_methods)],
@@ -60,7 +60,7 @@ def baseline(
     overrides: SetOption = None,
 ) -> None:
     """Merge the same experts in another way, and measure the result on the same exams."""
-    wait_passively()
+    avoid_spinning()
     from pipelines.baselines.jobs import parse_methods, parse_shares, plan_jobs
     from pipelines.inputs.at_once import refuse_at_once
 
@@ -115,7 +115,7 @@ def compare(
     overrides: SetOption = None,
 ) -> None:
     """A merge and every baseline, over several seeds, as one table and one picture; goes on where it was interrupted."""
-    wait_passively()
+    avoid_spinning()
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find_pipeline

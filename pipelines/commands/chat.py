@@ -12,7 +12,7 @@ import typer
 
 from opd.text import escape_control_characters
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, is_terminal, print_line, wait_passively
+from pipelines.commands.shell import avoid_spinning, help_examples, is_terminal, print_line
 
 app = typer.Typer()
 
@@ -43,21 +43,21 @@ def chat(
     from pipelines.after.models import find_model
 
     local_model = find_model(model, print_line)
-    wait_passively()
+    avoid_spinning()  # before the next line imports torch
     from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
     options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
-    longest = max_new_tokens or (
-        local_model.config.rollout.max_new_tokens if local_model.config else options.max_new_tokens
-    )
-    terminal = is_terminal(sys.stdin)
-    dialogue = Chat(local_model, replace(options, max_new_tokens=longest))
-    if terminal:
+    if max_new_tokens is None and local_model.config:
+        max_new_tokens = local_model.config.rollout.max_new_tokens
+    if max_new_tokens is not None:  # else the default of `ChatOptions`
+        options = replace(options, max_new_tokens=max_new_tokens)
+    at_terminal = is_terminal(sys.stdin)
+    dialogue = Chat(local_model, options)
+    if at_terminal:
         mode = "its chat template" if dialogue.templated else "plain text: it continues what you write"
         print_line(f"{local_model.name}, {mode}. /new starts over, Ctrl-C ends an answer, Ctrl-D the talk.")
-    run_dialogue(
-        dialogue, _terminal_lines() if terminal else _piped_lines(), _print_piece, print_line, patient=terminal
-    )
+    lines = _terminal_lines() if at_terminal else _piped_lines()
+    run_dialogue(dialogue, lines, _print_piece, print_line, keep_going=at_terminal)
 
 
 def _print_piece(piece: str) -> None:
@@ -76,6 +76,7 @@ def _terminal_lines() -> Iterator[str]:
 
 
 def _piped_lines() -> Iterator[str]:
-    if sys.stdin is not None:
+    """Yield the lines of standard input; bytes that are no UTF-8 become replacement characters."""
+    if sys.stdin is not None:  # None if the shell closed it
         for line in typer.get_text_stream("stdin", errors="replace"):
             yield line.rstrip("\n")

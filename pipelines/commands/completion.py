@@ -1,4 +1,7 @@
-"""Shell completion: `opd --install-completion` sets it up. Nothing large is imported."""
+"""Return what Tab offers in a shell; `opd --install-completion` sets it up. Nothing large is imported.
+
+Each `complete_` function gets the word as far as it is typed, and returns the words that it may become.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 KEYS = Path(__file__).with_name("keys.txt")
-"""Keys of a pipeline without those below names of a user's; `docs/make_reference.py` writes it."""
+"""File of all keys of a pipeline, except those below names that users choose; `docs/make_reference.py` writes it."""
 
 METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_policy", "mixed_sft", "opd")
-"""Those of `pipelines.baselines.jobs`, which takes too long to import here."""
+"""The methods of `pipelines.baselines.jobs`, which takes too long to import here."""
 
 
 def complete_pipelines(incomplete: str) -> list[str]:
@@ -20,14 +23,14 @@ def complete_pipelines(incomplete: str) -> list[str]:
     return _matching_names(shipped_pipelines(), incomplete) + _matching_files(incomplete)
 
 
-def shipped_pipelines(incomplete: str) -> list[str]:
+def complete_shipped_pipelines(incomplete: str) -> list[str]:
     """Return shipped pipelines alone."""
     from pipelines.catalog import shipped_pipelines
 
     return _matching_names(shipped_pipelines(), incomplete)
 
 
-def training_specs(incomplete: str) -> list[str]:
+def complete_training_specs(incomplete: str) -> list[str]:
     """Return shipped training specs, and YAML files."""
     from experts.spec import list_shipped_specs
 
@@ -46,19 +49,19 @@ def complete_experts(incomplete: str) -> list[str]:
 
 
 def complete_runs(incomplete: str) -> list[str]:
-    """Run directories under `runs/`, and directories on the way to others."""
+    """Return run directories under `runs/`, and directories on the way to others, which end in a slash."""
     from opd.run.paths import RunPaths
 
-    usual = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
+    usual_runs = [str(path) for path in Path("runs").glob("*") if path.is_dir()]
     paths = [
-        *_matching_names(usual, incomplete),
+        *_matching_names(usual_runs, incomplete),
         *(path for path in _matching_paths(incomplete) if Path(path).is_dir()),
     ]
     return [path if RunPaths(Path(path)).is_run else f"{path}/" for path in dict.fromkeys(paths)]
 
 
-def runs_and_pipelines(incomplete: str) -> list[str]:
-    """Run directories and pipelines, for commands that take either."""
+def complete_runs_and_pipelines(incomplete: str) -> list[str]:
+    """Return run directories and pipelines, for commands that take either."""
     return list(dict.fromkeys(complete_runs(incomplete) + complete_pipelines(incomplete)))
 
 
@@ -77,9 +80,9 @@ def complete_settings(incomplete: str) -> list[str]:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Return methods for a comma-separated list, each with the methods before it that are typed already."""
-    head, comma, start = incomplete.rpartition(",")
-    return [f"{head}{comma}{name}" for name in _matching_names(METHODS, start)]
+    """Return methods for a comma-separated list, each after those that are typed already: a shell replaces the whole word."""
+    typed, comma, start = incomplete.rpartition(",")
+    return [f"{typed}{comma}{name}" for name in _matching_names(METHODS, start)]
 
 
 def complete_clusters(incomplete: str) -> list[str]:
@@ -108,9 +111,9 @@ def _matching_files(incomplete: str) -> list[str]:
 
 
 def _matching_paths(incomplete: str) -> list[str]:
-    """Return paths that begin with these characters, spelt as they are; hidden ones only where a dot was written."""
-    above, start = os.path.split(incomplete)
-    directory = Path(above or ".")
+    """Return paths that begin with exactly these characters; hidden files only if the name begins with a dot."""
+    parent, start = os.path.split(incomplete)
+    directory = Path(parent or ".")
     names = sorted(path.name for path in directory.iterdir()) if directory.is_dir() else []
     matching = [name for name in names if name.startswith(start) and (start or not name.startswith("."))]
-    return [os.path.join(above, name) for name in matching]  # noqa: PTH118 a Path would drop the `./` that was written
+    return [os.path.join(parent, name) for name in matching]  # noqa: PTH118 a Path would drop the `./` that was written

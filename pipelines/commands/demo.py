@@ -17,7 +17,7 @@ from pipelines.commands.shell import help_examples, print_line
 SUITE, SPEC, PIPELINE = "letters", "quickstart-experts", "quickstart"
 PROMPTS, RUN = Path("prompts/letters"), Path("runs/quickstart")
 OUTPUTS = (PROMPTS, Path("models/quickstart"), Path("registry/quickstart"), RUN)
-"""All that the demo writes, as the shipped pipeline and training spec have it."""
+"""Directories that the demo writes; the shipped pipeline and training spec name them."""
 
 app = typer.Typer()
 

@@ -64,8 +64,8 @@ def episodes(
     from experts.episodes.play import PlaySettings
     from pipelines import environments
 
-    played = PlaySettings(mistakes=mistakes, max_turns=max_turns, seed=seed)
-    num_episodes = environments.write_episodes(name, n, played, options or [], output)
+    settings = PlaySettings(mistakes=mistakes, max_turns=max_turns, seed=seed)
+    num_episodes = environments.write_episodes(name, n, settings, options or [], output)
     print_line(f"{name}: {num_episodes} episodes in {output}", err=False)
 
 

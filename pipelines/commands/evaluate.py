@@ -34,7 +34,7 @@ MatrixOption = Annotated[
     typer.Option(
         metavar="RUN_DIR|PIPELINE",
         help="Every expert, the student and the merged model on every domain.",
-        autocompletion=completion.runs_and_pipelines,
+        autocompletion=completion.complete_runs_and_pipelines,
     ),
 ]
 PromptsOption = Annotated[
@@ -75,7 +75,7 @@ def evaluate(
     """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
     if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval or prompts)):
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
-    _first_look(models or [], pipeline or matrix)
+    _refuse_at_once(models or [], pipeline or matrix)
     from pipelines.evaluation import command
 
     options = command.EvaluateOptions(
@@ -106,8 +106,8 @@ def _write_results(output: Path, data: dict[str, Any]) -> None:
     atomic_write_text(output, json.dumps(data, indent=1) + "\n")
 
 
-def _first_look(models: list[Path], pipeline: str | None) -> None:
-    """Refuse what can be seen at once: the engines' packages take seconds to import. Raises: OpdError."""
+def _refuse_at_once(models: list[Path], pipeline: str | None) -> None:
+    """Refuse a wrong path or name before the engines' packages are imported, which takes seconds. Raises: OpdError."""
     from opd.run.paths import RunPaths
     from pipelines.catalog import find_pipeline
     from pipelines.inputs.at_once import refuse_wrong_directories

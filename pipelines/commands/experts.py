@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import SetOption, end_command, help_examples, print_line, print_table, wait_passively
+from pipelines.commands.shell import SetOption, avoid_spinning, end_command, help_examples, print_line, print_table
 from pipelines.interrupts import Interrupted
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def train(
     spec: Annotated[
         str,
         typer.Argument(
-            help="A training spec (YAML), or the name of a shipped one.", autocompletion=completion.training_specs
+            help="A training spec (YAML), or the name of a shipped one.",
+            autocompletion=completion.complete_training_specs,
         ),
     ],
     method: Annotated[
@@ -127,7 +128,7 @@ def train(
 
     method_override = [] if method is None else [f"method={method}"]
     training = load_training(find_spec(spec), [*(overrides or ()), *method_override])
-    wait_passively()
+    avoid_spinning()
     for path in _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training):
         typer.echo(str(path))
 

@@ -51,7 +51,7 @@ def export(
 
 
 def _parse_size(text: str) -> int:
-    """Raises: ConfigError for a text that is no size, or one of nothing."""
+    """Return the bytes of a size such as `5GB`. Raises: ConfigError for a text that is no size, or a size below one byte."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     from opd.errors import ConfigError

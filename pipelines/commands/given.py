@@ -21,7 +21,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeArguments:
-    """The arguments and options that decide which run is meant, and from where it goes on."""
+    """Arguments and options that say which run is meant, and from where it goes on."""
 
     pipeline: str | None
     run_dir: Path | None
@@ -49,14 +49,14 @@ class MergeArguments:
             raise typer.BadParameter("--extend takes the run's own pipeline; change keys of it with --set")
 
     def read(self, tell: Tell) -> tuple[RunPaths, MergeRun | Rounds]:
-        """Read and check everything. Returns the run directory and the merge in it. Raises: OpdError."""
+        """Read and check everything that the run needs. Returns its run directory and the merge in it. Raises: OpdError."""
         if self.resume is not None:
             return RunPaths(self.resume), self._resume_run(self.resume, tell)
         if self.extend is not None and self.steps is not None:
             return RunPaths(self.extend), self._extend_run(self.extend, self.steps)
         return self._begin_run(tell)
 
-    # Each imports what needs torch only after its own checks.
+    # Each of these imports modules that need torch only after the checks that do without.
 
     def _resume_run(self, root: Path, tell: Tell) -> MergeRun | Rounds:
         from opd.config import load_pipeline
@@ -72,28 +72,28 @@ class MergeArguments:
     def _extend_run(self, root: Path, steps: int) -> MergeRun:
         from pipelines.merging.longer import plan_extension
 
-        further = plan_extension(RunPaths(root), steps)
+        extension = plan_extension(RunPaths(root), steps)
         from pipelines.merging import run
 
-        return run.extend(root, further, self.overrides)
+        return run.extend(root, extension, self.overrides)
 
     def _begin_run(self, tell: Tell) -> tuple[RunPaths, MergeRun | Rounds]:
-        """Return a run that begins, with the student or at a checkpoint of another run."""
+        """Return the directory and the merge of a new run, which begins with the student or at a checkpoint of another run."""
         from opd.config import load_pipeline
         from pipelines.catalog import find_pipeline
-        from pipelines.merging.first_look import first_look
+        from pipelines.merging.first_look import check_new_run
         from pipelines.merging.origin import origin_of
 
         origin = None if self.start_from is None else origin_of(self.start_from)
         file = find_pipeline(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
-        assert file is not None, "refused at the beginning"
+        assert file is not None, "`__post_init__` refuses that"
         config = load_pipeline(file, self.overrides)
         paths = RunPaths(run_root(self.run_dir, config.name))
         if origin is not None:
             from pipelines.merging.branch import begin_branch
 
             return paths, begin_branch(config, origin, paths.root)
-        first_look(config, paths.root)
+        check_new_run(config, paths.root)
         from pipelines.merging import rounds
 
         return paths, rounds.begin_rounds(config, paths.root, tell)

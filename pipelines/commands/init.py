@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, is_terminal, print_line, wait_passively
+from pipelines.commands.shell import avoid_spinning, help_examples, is_terminal, print_line
 
 app = typer.Typer()
 
@@ -49,7 +49,7 @@ Shipped = Annotated[
         "--from",
         metavar="NAME",
         help="Copy a shipped pipeline; `opd pipelines list` names them.",
-        autocompletion=completion.shipped_pipelines,
+        autocompletion=completion.complete_shipped_pipelines,
     ),
 ]
 Lora = Annotated[bool, typer.Option("--lora", help="Train LoRA adapters in place of all weights.")]
@@ -100,10 +100,12 @@ def init(
     if shipped and flags != Flags():
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = OutputFile(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
-    wait_passively()
-    following = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
+    avoid_spinning()
+    next_commands = (
+        copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
+    )
     print_line(f"wrote {target.path}; next:", err=False)
-    for command in following:
+    for command in next_commands:
         print_line(f"  {command}", err=False)
 
 

@@ -13,9 +13,9 @@ from pipelines.commands.shell import MaybePipelineArgument, SetOption, help_exam
 
 app = typer.Typer()
 
-
 CLUSTER_COLUMNS = ("cluster", "machines", "GPUs of each", "GiB of each", "cores", "memory [GiB]")
 LIST = "list"
+"""The value of `--cluster` that prints the shipped specs."""
 
 
 @app.command(

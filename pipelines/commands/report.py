@@ -52,7 +52,7 @@ def report(
     """Print a merge's table and write it as a page, report.html, with report.json beside it."""
     from opd.report import Gate, write_report
 
-    _refuse_data(output)
+    _refuse_json_page(output)
     gate = Gate(min_headroom=min_headroom, max_regression=max_regression)
     contents = write_report(run_dir, output, gate)
     if markdown:
@@ -71,8 +71,8 @@ def report(
             raise typer.Exit(1)
 
 
-def _refuse_data(output: Path | None) -> None:
-    """Refuse a page that its own numbers would replace. Raises: ConfigError."""
+def _refuse_json_page(output: Path | None) -> None:
+    """Refuse a page FILE.json: the report's numbers are written beside the page under that name. Raises: ConfigError."""
     if output is not None and output.suffix == ".json":
         raise ConfigError.at(
             "opd report --output",
@@ -83,7 +83,7 @@ def _refuse_data(output: Path | None) -> None:
 
 
 def print_report(contents: dict[str, Any]) -> None:
-    """Print a merge's report as tables, and say which results are out of date."""
+    """Print a merge's report as tables, and the remarks on it."""
     from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, round_rows
 
     print_table(contents["name"], DOMAIN_COLUMNS, domain_rows(contents))
@@ -95,7 +95,7 @@ def print_report(contents: dict[str, Any]) -> None:
         print_table("success by the length of the task (95 % interval)", LENGTH_COLUMNS, rows)
     if rows := baseline_rows(contents):
         print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
-    _say_what_is_missing(contents)
+    _print_remarks(contents)
 
 
 def _print_markdown(contents: dict[str, Any]) -> None:
@@ -108,10 +108,11 @@ def _print_markdown(contents: dict[str, Any]) -> None:
         print_line("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
     if rows := baseline_rows(contents):
         print_line("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
-    _say_what_is_missing(contents)
+    _print_remarks(contents)
 
 
-def _say_what_is_missing(contents: dict[str, Any]) -> None:
+def _print_remarks(contents: dict[str, Any]) -> None:
+    """Print where the run comes from, whether it is unfinished, and which results are out of date."""
     for line in contents.get("lineage", ()):
         print_line(f"lineage: {line}")
     if "unfinished" in contents:

@@ -29,8 +29,8 @@ from pipelines.doctor.engines import ENGINES
 from pipelines.interrupts import Interrupted
 
 PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
-"""Errors of a path that leads through a file, to a directory in a file's place, or has a name that is too long: nobody but the user
-names such paths."""
+"""Errors of a path that leads through a file, that is a directory where a file is wanted or the other way round, or that is too long.
+Only a user names such paths, so they are mistakes in the input."""
 PipelineArgument = Annotated[
     str,
     typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines),
@@ -51,7 +51,10 @@ SetOption = Annotated[
 
 
 def check_output_file(file: Path | None) -> Path | None:
-    """Check an option that names a file to write, before hours of work are lost on it. Raises: BadParameter."""
+    """Return the value of an option that names a file to write, after a check that it can be written: its contents may take hours.
+
+    Raises: BadParameter.
+    """
     if file is None:
         return None
     if not file.parent.is_dir():
@@ -80,7 +83,7 @@ class ErrorExplainingGroup(TyperGroup):
             try:
                 return super().invoke(ctx)
             except typer.BadParameter as error:
-                if error.ctx is None:  # a command of ours raised it, and has no context at hand
+                if error.ctx is None:  # a command of ours raised it; the context has the command's name for the message
                     name = ctx.invoked_subcommand
                     error.ctx = typer.Context(self.commands[name], parent=ctx, info_name=name)
                 raise
@@ -135,7 +138,7 @@ def _make_path_error(error: OSError) -> OpdError:
 
 
 def _is_unreadable(file: Path) -> bool:
-    """Return True if a file that is there may not be read, or nothing in its directory."""
+    """Return True if this user may not read an existing file, or anything in its directory."""
     return not os.access(file.parent, os.X_OK) or (os.path.lexists(file) and not os.access(file, os.R_OK))
 
 
@@ -160,7 +163,7 @@ def _print_traceback(debug: bool) -> Iterator[None]:
 
 @contextmanager
 def _refuse_missing_engines() -> Iterator[None]:
-    """Within, an engine that is not installed is the user's to install. Raises: OpdError."""
+    """Within, the import of an engine that is not installed becomes an error that says how to install it. Raises: OpdError."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -175,13 +178,16 @@ def _refuse_missing_engines() -> Iterator[None]:
 
 
 def end_command(message: str, code: int) -> NoReturn:
-    """Say why, and leave with this exit code."""
+    """Print the reason on standard error, and leave with this exit code."""
     print_line(message)
     raise typer.Exit(code)
 
 
 def print_line(line: str, err: bool = True) -> None:
-    """Print a line. It may hold text of others, so everything that a terminal would obey is spelled out."""
+    """Print a line, on standard error unless told otherwise.
+
+    It may hold text of others, so characters that a terminal would obey are printed as escapes.
+    """
     typer.echo(escape_control_characters(line), err=err)
 
 
@@ -196,7 +202,7 @@ def print_table(title: str, columns: tuple[str, ...], rows: Sequence[tuple[str, 
         table.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(escape(escape_control_characters(cell)) for cell in row))
-    # Piped output has no width: take one at which no cell is cut.
+    # Piped output has no width, so it gets one at which no cell is cut.
     Console(width=None if is_terminal(sys.stdout) else 160).print(table)
 
 
@@ -215,7 +221,7 @@ def run_root(run_dir: Path | None, name: str) -> Path:
     return run_dir or Path("runs") / name
 
 
-def wait_passively() -> None:
+def avoid_spinning() -> None:
     """Make waiting threads sleep: threads that spin become 10 times slower as soon as another process wants a core.
 
     Call this before torch is imported, because OpenMP reads the variable only once.

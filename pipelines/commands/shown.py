@@ -25,14 +25,16 @@ JsonOption = Annotated[
 REPORTED = ("name", "steps", "domains", "mean_headroom", "worst_headroom", "wall_s", "response_tokens")
 """Keys of report.json that the last line of `--json` has too."""
 ENOUGH = 0.8
-"""Share of the headroom from which a user is not told how to go on."""
+"""Recovered share of the headroom from which `opd merge` does not suggest further steps."""
 REFUSED = "refused"
-"""The state of a merge that did not begin."""
+"""State of a merge that did not begin, in the last line of `--json`."""
 
 
 class MergeOutput:
-    """Output of one merge: a screen, lines, JSON or nothing. At the end of the block the outcome is printed too, whatever it is; an
-    error passes through, because it decides the exit code."""
+    """Output of one merge: a screen, lines, JSON or nothing.
+
+    With JSON the end of the block prints the outcome, whatever it is. An error passes through, because it decides the exit code.
+    """
 
     def __init__(self, quiet: bool, as_json: bool) -> None:
         self._quiet = quiet
@@ -41,18 +43,18 @@ class MergeOutput:
 
     @property
     def tell(self) -> Callable[[str], None]:
-        """Takes sentences for the user."""
+        """A function that prints a sentence for the user."""
         return _say_nothing if self._quiet else print_line
 
     def show_reading(self) -> AbstractContextManager[None]:
-        """Within, a terminal says that models and prompts are being read."""
+        """Return a context within which a terminal says that models and prompts are being read."""
         from opd.live.waiting import show_waiting
 
         return nullcontext() if self._quiet else show_waiting("reading models and prompts")
 
     @property
     def callbacks(self) -> MergeCallbacks:
-        """The surroundings of the merge."""
+        """Display, signals and sinks for the merge."""
         from opd.live.displays import CHOICES
         from pipelines.merging.surroundings import MergeCallbacks
 
@@ -69,9 +71,9 @@ class MergeOutput:
             print_report(report)
             adapter = f"\nadapter: {paths.adapter}" if paths.adapter.is_dir() else ""
             typer.echo(f"model: {paths.model}{adapter}\nreport: {paths.report_page}")
-            self._say_what_is_next(quote_for_shell(paths.root), report)
+            self._suggest_next(quote_for_shell(paths.root), report)
 
-    def _say_what_is_next(self, root: str, report: dict[str, Any]) -> None:
+    def _suggest_next(self, root: str, report: dict[str, Any]) -> None:
         self.tell(f"next: opd chat {root}, or opd serve {root}")
         gained = report.get("mean_headroom")
         if gained is not None and gained < ENOUGH and "rounds" not in report:
@@ -85,12 +87,12 @@ class MergeOutput:
             return
         from opd.live.displays import print_json
         from opd.live.now import FINISHED
-        from pipelines.merging.journal import end_of
+        from pipelines.merging.journal import classify_end
 
         if error is None:
             print_json({"event": "result", "state": FINISHED} | self._result)
         else:
-            state = REFUSED if isinstance(error, OpdError) else end_of(error)
+            state = REFUSED if isinstance(error, OpdError) else classify_end(error)
             print_json({"event": "result", "state": state, "error": str(error) or type(error).__name__})
 
 

@@ -20,11 +20,11 @@ app = typer.Typer()
 
 RUN_COLUMNS = ("run", "state", "steps", "headroom recovered", "last written", "on disk")
 LOOK_S = 2.0
-"""Seconds between two looks at a run directory, at least."""
-SHARE = 10
-"""A look may take one part in so many of a core: the run may be at work on the same ones."""
-WHOLE = 200
-"""Lines of a view that is printed once, which is more than any has."""
+"""Shortest pause between two looks at a run directory, in seconds."""
+PAUSE_FACTOR = 10
+"""A pause lasts so many times as long as the look before it: the merge may be at work on the same cores."""
+ALL_LINES = 200
+"""Lines for a view that is printed once, more than any view has."""
 
 
 @app.command(
@@ -90,7 +90,7 @@ def runs(
 
 
 def _print_view(view: View) -> None:
-    """Print the view once. What to do next comes below it, whole: it is there to be copied."""
+    """Print the view once. The hints come below it in full lines, so that their commands can be copied."""
     from dataclasses import replace
 
     from rich.console import Console
@@ -100,7 +100,7 @@ def _print_view(view: View) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 100
-    console.print(RunScreen(replace(view, hints=()), WHOLE))
+    console.print(RunScreen(replace(view, hints=()), ALL_LINES))
     for hint in view.hints:
         print_line(hint, err=False)
 
@@ -115,7 +115,7 @@ def _print_json(view: View) -> None:
 
 
 def _watch_run(run_dir: Path) -> None:
-    """Show the run on the screen until it ends; then the last view stays."""
+    """Show the run on the screen until it ends; the last view stays there."""
     from rich.console import Console
     from rich.live import Live
 
@@ -138,7 +138,7 @@ def _follow_run(run_dir: Path, as_json: bool) -> None:
 
 
 def _poll_run(run_dir: Path) -> Iterator[View]:
-    """Yield a view of the run now and then, until the merge is no longer at work."""
+    """Yield a view of the run after each pause, until the merge is no longer at work."""
     from opd.live.status import status_of
     from opd.live.view import RUNNING
 
@@ -148,4 +148,4 @@ def _poll_run(run_dir: Path) -> Iterator[View]:
         yield view
         if view.state != RUNNING:
             return
-        time.sleep(max(LOOK_S, SHARE * (time.monotonic() - began)))
+        time.sleep(max(LOOK_S, PAUSE_FACTOR * (time.monotonic() - began)))

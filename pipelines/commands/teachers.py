@@ -35,9 +35,9 @@ def serve(
     from pipelines.inputs.at_once import refuse_wrong_models
     from teachers.flight.access import parse_endpoint
 
-    door = parse_endpoint(listen, tls_cert, tls_key, token_file)
+    endpoint = parse_endpoint(listen, tls_cert, tls_key, token_file)
     config = load_pipeline(find_pipeline(pipeline), overrides)
     refuse_wrong_models(config)
     from pipelines.serve import serve_teachers
 
-    serve_teachers(config, door, typer.echo, print_line)
+    serve_teachers(config, endpoint, typer.echo, print_line)

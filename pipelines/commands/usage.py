@@ -1,4 +1,4 @@
-"""Mistakes in the words of a command itself, told like every other error: where, what was found, what is wanted, the way out."""
+"""Explain mistakes in a command line as every other error: where it is, what was found, what is wanted, and how to fix it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from opd.settings.near import did_you_mean
 from opd.settings.wording import describe_wanted
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-"""The base of what typer raises for a command's words. Newer releases bring a copy of click, older ones import it."""
+"""Base class of typer's errors about a command line. It is found this way because newer releases have a copy of click inside, while
+older ones import click."""
 DEBUG = "--debug"
 
 
 def shows_help(error: Exception) -> bool:
-    """Return True for the error by which typer shows a help page, where a command was given nothing at all."""
+    """Return True for the error by which typer shows the help page of a command that has no arguments at all."""
     return type(error).__name__ == "NoArgsIsHelpError"
 
 
@@ -30,9 +31,9 @@ def move_debug_first(args: list[str]) -> list[str]:
 
 
 def explain_usage_error(error: Any) -> OpdError:
-    """Return typer's error in the form of all others: where, what was found, what is wanted, the way out."""
+    """Return typer's error about a command line as one of ours."""
     context, option = error.ctx, getattr(error, "option_name", None)
-    # Started as `python -m cli` the program has another name, which nobody could type again.
+    # Our name, whatever the program was started as: nobody could type that of `python -m cli`.
     command = " ".join(["opd", *context.command_path.split()[1:]]) if context else "opd"
     help_page = f"`{command} --help` has examples"
     usage = (
@@ -52,7 +53,7 @@ def explain_usage_error(error: Any) -> OpdError:
             return _make_unknown_name_error(command, "option", option, names)
     if getattr(error, "param", None) is not None:
         return _make_value_error(error, command, usage, help_page)
-    if isinstance(error, typer.BadParameter):  # raised by a command of ours: it says what goes together
+    if isinstance(error, typer.BadParameter):  # a command of ours raised it, and its text says what goes together
         return OpdError.at(command, found="arguments that do not go together", wanted=error.message, fix=help_page)
     return OpdError.at(command, found=error.message.rstrip("."), wanted=usage, fix=help_page)
 
@@ -63,7 +64,7 @@ def _make_unknown_name_error(command: str, kind: str, name: str, choices: list[s
 
 
 def _make_value_error(error: Any, command: str, usage: str, help_page: str) -> OpdError:
-    """Return the error about the value of one option or argument, or about one that is left out."""
+    """Return the error about the value of an option or argument, or about a required one that is left out."""
     name = next((name for name in error.param.opts if name.startswith("--")), error.param.name.upper())
     requirement = getattr(error.param, "help", None) or usage
     value = "nothing" if type(error).__name__ == "MissingParameter" else error.message.rstrip(".")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.fit import match_weights
+from experts.fit import check_weights
 from experts.model_dir import ModelInfo
 from experts.weight_files import weight_shards
 from opd.config import PipelineConfig
@@ -79,7 +79,7 @@ def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, RoutedExpe
 def _read_naming(path: Path, info: ModelInfo) -> Any:
     """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
     _refuse_other_kind(path, info)
-    naming = match_weights(path)
+    naming = check_weights(path)
     _refuse_biased_head(path, naming)
     return naming
 

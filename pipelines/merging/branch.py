@@ -36,7 +36,7 @@ from pipelines.merging.changes import (
     run_identity,
     without_unread_weights,
 )
-from pipelines.merging.companions import read_companions
+from pipelines.merging.companions import read_accompanying_files
 from pipelines.merging.directory import link_files, lock_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
@@ -57,7 +57,6 @@ DECIDE_ROLLOUTS = (
 )
 """Keys that decide what is written, and which tokens of it carry a loss. If one differs, responses that the origin had written ahead
 are left behind."""
-
 
 DECIDE_EXAMS = (
     "seed",
@@ -89,7 +88,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    read_companions(config, inputs)
+    read_accompanying_files(config, inputs)  # see `pipelines.merging.run.begin`
     manifest = manifest_of(config, inputs)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
@@ -101,14 +100,14 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
         "changed": {dotted_key(key): list(values) for key, values in changed.items()},
     }
     manifest |= {"identity": run_identity(manifest), LINEAGE: [*list_events_until(recorded, origin.step), event]}
-    as_written = not any(matches_pattern(key, DECIDE_ROLLOUTS) for key in changed) and _has_same_writers(
+    has_same_rollouts = not any(matches_pattern(key, DECIDE_ROLLOUTS) for key in changed) and _has_same_writers(
         config, recorded, manifest
     )
-    same_files = all(recorded.get(key) == manifest.get(key) for key in ("prompts", "versions", "guard"))
-    same_exams = same_files and not any(matches_pattern(key, DECIDE_EXAMS) for key in changed)
+    has_same_files = all(recorded.get(part) == manifest.get(part) for part in ("prompts", "versions", "guard"))
+    has_same_exams = has_same_files and not any(matches_pattern(key, DECIDE_EXAMS) for key in changed)
     with new_directory(root) as temporary:
-        _link_checkpoint(origin, recorded["identity"], temporary, manifest["identity"], as_written)
-        if same_exams and config.evaluate.cache:
+        _link_checkpoint(origin, recorded["identity"], temporary, manifest["identity"], has_same_rollouts)
+        if has_same_exams and config.evaluate.cache:
             _copy_exams(origin.paths, temporary)
         write_inputs(temporary, manifest)
     return MergeRun(
@@ -126,19 +125,23 @@ def _has_same_writers(
 ) -> bool:
     """Return True if the manifests have the same files of rules, and the same experts where these write turns or mask tokens.
 
-    The keys with their paths do not tell.
+    The hashes of the files are compared: the keys of the pipeline have only their paths.
     """
-    turns = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
-    parts = ("guard", "experts") if turns or config.teachers.mask_tokens else ("guard",)
+    experts_write = any(domain.environment and domain.environment.teacher_turns for domain in config.domains.values())
+    parts = ("guard", "experts") if experts_write or config.teachers.mask_tokens else ("guard",)
     return all(origin_manifest.get(part) == branch_manifest.get(part) for part in parts)
 
 
 def _link_checkpoint(
-    origin: Origin, origin_identity: Mapping[str, Any], paths: RunPaths, identity: Mapping[str, Any], as_written: bool
+    origin: Origin,
+    origin_identity: Mapping[str, Any],
+    paths: RunPaths,
+    identity: Mapping[str, Any],
+    keep_written_ahead: bool,
 ) -> None:
     """Put the origin's checkpoint and its records into a run directory, the checkpoint as one of the run with this `identity`.
-    What was written ahead goes along only if this run would have it `as_written`.
 
+    Responses that the origin had written ahead stay in the checkpoint only with `keep_written_ahead`.
     Raises: RunDirError for a checkpoint that is damaged or not the origin's.
     """
     target = paths.checkpoints / step_name(origin.step)
@@ -150,16 +153,16 @@ def _link_checkpoint(
     MetricsFile(paths.metrics).rewind(origin.step)
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
-    if not as_written:
+    if not keep_written_ahead:
         for name in written.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
-    # It takes the place of the linked file, so the origin keeps its own.
+    # A new file replaces the hard link, so the origin's own manifest stays as it is.
     atomic_write_text(file, json.dumps({**facts, "identity": dict(identity)}, indent=2))
 
 
 def _copy_exams(origin: RunPaths, paths: RunPaths) -> None:
-    """Copy the exams of the start student and of the experts; those of an expert that has changed are taken again."""
+    """Copy the exams of the start student and of the experts. The run takes the exam of an expert that has changed once more."""
     paths.evaluation.mkdir()
     for name in ("before", "expert"):
         if origin.evaluation_file(name).is_file():
@@ -222,6 +225,8 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
 
 
 def _refuse_other_student(origin_files: Mapping[str, str], student_files: Mapping[str, str], origin: Origin) -> None:
+    """Refuse a branch with another student than its origin; both are file name -> hash. Raises: RunDirError."""
+    # An older release recorded hashes of weights only, so only these can be compared with its runs.
     comparable_files = {
         name: digest
         for name, digest in student_files.items()

@@ -18,7 +18,8 @@ from pipelines.inputs.read import Inputs
 from pipelines.routes import RoutedExpert
 
 NAME = "README.md"
-RESULTS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")
+"""File name of the card, which a hub shows as the model's page."""
+RESULT_COLUMNS = ("Domain", "Student before", "Expert", "This model", "Headroom recovered")
 
 
 def model_card(
@@ -27,7 +28,11 @@ def model_card(
     manifest: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the card in Markdown, with the hub's header. `manifest` is the run's, `report` its report once there is one."""
+    """Return the card in Markdown, with the hub's header.
+
+    `manifest` is that of the run, for its lineage and its commands; `report` is the run's, for its results. Each may be missing: a card
+    is made before the run begins, to see that it can be made.
+    """
     licences = _read_licences(inputs)
     licence = find_common(licences)
     header = {"library_name": "transformers", **({"license": licence} if licence else {}), "tags": _card_tags(inputs)}
@@ -52,6 +57,7 @@ def model_card(
 
 
 def _expert_lines(inputs: Inputs) -> list[str]:
+    """Return the table of each domain's experts and their weights; nothing without experts."""
     if not inputs.routes:
         return []
     lines = ["| Domain | Expert | Weights (BLAKE3, first 16 digits) |", "|---|---|---|"]
@@ -68,7 +74,7 @@ def _result_lines(report: Mapping[str, Any] | None) -> list[str]:
     rows = domain_rows(dict(report)) if report else []
     if not rows:
         return []
-    return ["## Results", "", "Right answers on held-out prompts.", "", markdown_table(RESULTS, rows), ""]
+    return ["## Results", "", "Right answers on held-out prompts.", "", markdown_table(RESULT_COLUMNS, rows), ""]
 
 
 def _read_licences(inputs: Inputs) -> dict[str, list[Licence]]:
@@ -82,6 +88,7 @@ def _read_licences(inputs: Inputs) -> dict[str, list[Licence]]:
 
 
 def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
+    """Return the list of licences, and the questions that they leave open."""
     lines = [
         "## Licences",
         "",
@@ -97,14 +104,15 @@ def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
 
 
 def _command_lines(manifest: Mapping[str, Any]) -> list[str]:
+    """Return the commands that made the model, if the manifest has them, and those that use it."""
     command_lines = [f"    {command}" for command in list_commands(manifest)]
-    use = [
+    use_lines = [
         "## Use",
         "",
         "    opd chat .      # in this directory; a terminal chat",
         "    opd serve .     # an OpenAI server by vLLM",
     ]
-    return [*(["## How it was made", "", *command_lines, ""] if command_lines else []), *use]
+    return [*(["## How it was made", "", *command_lines, ""] if command_lines else []), *use_lines]
 
 
 def _card_tags(inputs: Inputs) -> list[str]:
@@ -134,8 +142,8 @@ def _extrapolation_line(config: PipelineConfig) -> list[str]:
 
 
 def _weights_cell(expert: RoutedExpert) -> str:
-    """Return the card's cell about an expert's weights; for an adapter its own hash, and name and hash of its base."""
-    full = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
+    """Return the hashes of an expert's weights; for an adapter its own hash, then name and hashes of its base."""
+    model_hashes = ", ".join(digest[:16] for digest in expert.info.weight_files.values())
     if expert.adapter is None:
-        return f"`{full}`"
-    return f"LoRA `{expert.adapter.files[ADAPTER_WEIGHTS][:16]}` on `{Path(expert.info.path).name}` `{full}`"
+        return f"`{model_hashes}`"
+    return f"LoRA `{expert.adapter.files[ADAPTER_WEIGHTS][:16]}` on `{Path(expert.info.path).name}` `{model_hashes}`"

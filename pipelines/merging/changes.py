@@ -1,7 +1,7 @@
 """Decide whether a run may go on: compare its inputs with what was recorded, and accept or refuse the differences.
 
 A run is bound to the bytes of its student, experts and prompts, and to every key of its pipeline that decides what is
-computed. The two lists below are all the keys that may be changed between two sittings.
+computed. The lists below are all the keys that may be changed when a run goes on.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ STEPS = "trainer.steps"
 TEMPLATE_DATE = "student.template_date"
 """This key may be added to a run that an older release began without it."""
 
-OF_COLUMNS = SYSTEM | TOOLS | VARIABLES
+COLUMN_TRAITS = SYSTEM | TOOLS | VARIABLES
 """Traits of a prompt that may come from columns of their own."""
 
 UNREAD = "null (not read)"
@@ -121,11 +121,15 @@ def changed_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dic
 
 
 def accept_changes(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> list[str]:
-    """Return sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
-    recorded = validate_section(PipelineConfig, recorded, manifest).model_dump(
-        mode="json"
-    )  # adds defaults of newer keys
-    changes = changed_keys(recorded, validate_section(PipelineConfig, current, manifest).model_dump(mode="json"))
+    """Return sentences about the changes from one resolved pipeline to another, if all of them are allowed.
+
+    Raises: RunDirError with a table of those that are not.
+    """
+    # To validate both adds the defaults of keys that are newer than the release that began the run.
+    recorded, current = (
+        validate_section(PipelineConfig, pipeline, manifest).model_dump(mode="json") for pipeline in (recorded, current)
+    )
+    changes = changed_keys(recorded, current)
     constant = recorded["trainer"]["lr_scheduler_type"] == "constant"
     free = [key for key in changes if matches_pattern(key, (*SAME_WEIGHTS, *([STEPS] if constant else ())))]
     free += [key for key, (old, _) in changes.items() if matches_pattern(key, [TEMPLATE_DATE]) and old is None]
@@ -150,30 +154,30 @@ def accept_changes(recorded: Mapping[str, Any], current: Mapping[str, Any], mani
 
 
 def refused_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return the keys that differ and decide what is computed, including the number of steps."""
+    """Return the keys that differ and decide what is computed, `trainer.steps` and `student.template_date` among them."""
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING)
     return [dotted_key(key) for key in changed_keys(recorded, current) if not matches_pattern(key, free)]
 
 
 def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity of a run, which its checkpoints carry: hashes of the keys that may not change, of student and
-    experts.
+    """Return the identity of a run, which its checkpoints carry: hashes of the student, the experts and the keys that may not
+    change.
 
-    It is made once, when the run begins, because a later release may know more keys.
+    It is made once, when the run begins: a later release may know more keys, and would make another hash of the same pipeline.
     """
     free = (*SAME_WEIGHTS, *SAME_BUT_FOR_ROUNDING, STEPS)
-    bound = {
+    fixed_keys = {
         dotted_key(key): value for key, value in _flatten(manifest["config"]).items() if not matches_pattern(key, free)
     }
     return {
-        "config": blake3_json(bound),
+        "config": blake3_json(fixed_keys),
         "student": blake3_json(manifest["student"]),
         "experts": {name: blake3_json(facts) for name, facts in manifest["experts"].items()},
     }
 
 
 def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
-    """Raises: RunDirError naming what the checkpoint was trained from and the run was not."""
+    """Refuse a checkpoint of another run. Raises: RunDirError naming what differs between the two."""
     checkpoint_identity = checkpoint.identity
     experts = {
         name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()
@@ -191,8 +195,10 @@ def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_records(config: PipelineConfig, paths: RunPaths, step: int) -> None:
-    """Refuse to go on from `step` with balanced prompts, which follow from the records of all steps before, if some of these
-    are gone. Raises: RunDirError."""
+    """Refuse to go on from `step` if records of earlier steps are gone and the next prompts depend on them.
+
+    They do where `balance` is another kind than `samples`. Raises: RunDirError.
+    """
     if isinstance(config.balance, SamplesBalance):
         return
     try:
@@ -210,9 +216,9 @@ def refuse_lost_records(config: PipelineConfig, paths: RunPaths, step: int) -> N
 
 
 def refuse_changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> None:
-    """Raises: RunDirError naming student, experts or domains whose files are not what the run began with."""
+    """Refuse to go on with other files than the run began with. Raises: RunDirError naming the student, experts or domains."""
     if warn_unrecorded(recorded):
-        current = _weights_only(current)
+        current = _weights_only(current)  # no more was recorded to compare with
     for part in ("student", "experts", "prompts", "guard"):
         old, new = recorded.get(part, {}), current.get(part, {})
         if part == "prompts":  # keyed by absolute path, but files may have moved
@@ -245,15 +251,15 @@ def without_unread_weights(recorded: Mapping[str, Any], current: Mapping[str, An
 def refuse_columns_of_registered_prompts(
     recorded: Mapping[str, Any], config: PipelineConfig, inputs: Inputs, manifest: Path
 ) -> None:
-    """Refuse a run that an older release began on prompts of the registry, if it passed over a column that is read now.
+    """Refuse a run that an older release began on prompts of the registry, if that release did not read a column that is read now.
 
-    Of prompts that the pipeline names it can say so (`opd.config.as_begun`). Raises: RunDirError.
+    For prompts that the pipeline itself names, `opd.config.as_begun` adds to it which columns are not read. Raises: RunDirError.
     """
     if "chat_template_kwargs" in recorded["config"]["student"]:
-        return
+        return  # this key came with the release that reads these columns
     for name, domain in config.domains.items():
         source = inputs.registered_prompts(name)
-        if domain.prompts is not None or source is None or not inputs.prompts[name].with_trait(OF_COLUMNS).any():
+        if domain.prompts is not None or source is None or not inputs.prompts[name].with_trait(COLUMN_TRAITS).any():
             continue
         columns = ("system",) if domain.has_episodes else CHAT_COLUMNS
         passed_over = open_rows(as_prompts_config(source).without_columns(*columns)).unread
@@ -270,8 +276,8 @@ def refuse_columns_of_registered_prompts(
 def warn_unrecorded(recorded: Mapping[str, Any]) -> list[str]:
     """Return a warning about a run that an older release began, with hashes of weights only.
 
-    Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The manifest records now what
-    was found, so that later resumes compare with that.
+    Such a run goes on: nothing is known to be wrong with it, and a refusal would lose its steps. The new manifest records the hashes
+    of all files as they are now, so that later resumes compare with these. Empty for any other run.
     """
     if "config.json" in recorded["student"]:
         return []
@@ -295,10 +301,10 @@ def changed_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[s
 
 def other_rules(recorded: Mapping[str, Any], config: PipelineConfig) -> list[str]:
     """Return what the release that began a run decided otherwise, as far as it matters to its pipeline."""
-    return list(_other_rules(config)) if recorded["format"] < 4 else []
+    return list(_rules_of_format_3(config)) if recorded["format"] < 4 else []
 
 
-def _other_rules(config: PipelineConfig) -> Iterator[str]:
+def _rules_of_format_3(config: PipelineConfig) -> Iterator[str]:
     """Yield the rules that releases of format 3 decided otherwise, as far as they matter to this pipeline."""
     prompts = config.trainer.samples_per_step // config.rollout.n
     by_samples = isinstance(config.balance, SamplesBalance)
@@ -316,7 +322,7 @@ def _other_rules(config: PipelineConfig) -> Iterator[str]:
 
 
 def _weights_only(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the facts that an older release recorded."""
+    """Return the manifest without the hashes that releases of format 2 did not record: files other than weights."""
     student = {name: digest for name, digest in manifest["student"].items() if name.endswith(".safetensors")}
     experts = {
         name: {key: value for key, value in facts.items() if key != "config"}
@@ -330,8 +336,10 @@ def _name_change(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> s
     sides = [_flatten(side[name]) for side in (old, new) if isinstance(side.get(name), Mapping)]
     if len(sides) < 2:
         return name
-    files = [dotted_key(key[1:]) for key in {**sides[0], **sides[1]} if sides[0].get(key) != sides[1].get(key)]
-    return f"{name} ({', '.join(dict.fromkeys(file or 'domains' for file in files))})"
+    old_facts, new_facts = sides
+    differing = [key for key in {**old_facts, **new_facts} if old_facts.get(key) != new_facts.get(key)]
+    # A file's key is (kind, name); an expert's `domains` is the one key without a second part.
+    return f"{name} ({', '.join(dict.fromkeys(dotted_key(key[1:]) or 'domains' for key in differing))})"
 
 
 def version_warnings(recorded: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
@@ -345,7 +353,7 @@ def version_warnings(recorded: Mapping[str, str], current: Mapping[str, str]) ->
 
 
 def matches_pattern(key: Key, patterns: Iterable[str]) -> bool:
-    """Return True if a pattern matches the key: part by part between the dots, and `*` at its end for what follows, too."""
+    """Return True if one of the patterns matches the key: part by part between the dots. A `*` at its end matches further parts too."""
     return any(_fits_pattern(pattern, key) for pattern in patterns)
 
 
@@ -383,7 +391,7 @@ def _prompts_mapping(prompts: Any) -> Any:
     prompts_config = as_prompts_config(Path(prompts)).model_dump(mode="json") if isinstance(prompts, str) else prompts
     if not isinstance(prompts_config, Mapping):
         return prompts_config
-    # A column that is not read is another thing than one that keeps its name, which is no key at all.
+    # None says not to read a column. Without a text for it, that would equal a column that is not mentioned and keeps its name.
     columns = {
         column: UNREAD if name is None else name for column, name in (prompts_config.get("columns") or {}).items()
     }

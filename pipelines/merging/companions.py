@@ -11,8 +11,8 @@ from pipelines.inputs.read import Inputs
 from pipelines.merging import card
 
 
-def read_companions(config: PipelineConfig, inputs: Inputs) -> dict[str, bytes]:
-    """Return file name -> content. A merge asks once before any compute and once at its end.
+def read_accompanying_files(config: PipelineConfig, inputs: Inputs) -> dict[str, bytes]:
+    """Return file name -> content. A merge reads these files once before any compute, to see that it can, and once at its end.
 
     Raises: ModelError for a file of a model's directory that cannot be read.
     """

@@ -56,8 +56,8 @@ def refuse_no_run(paths: RunPaths) -> None:
 
 @contextmanager
 def new_directory(root: Path) -> Iterator[RunPaths]:
-    """Give an empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted
-    otherwise.
+    """Make an empty directory beside `root` for the block to fill. It gets the name `root` when the block ends well, else it is
+    deleted.
 
     Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
     """
@@ -84,7 +84,7 @@ def new_directory(root: Path) -> Iterator[RunPaths]:
 
 
 def _clear_abandoned(root: Path) -> None:
-    """Delete what commands that are gone had begun to fill for `root`."""
+    """Delete the directories that `new_directory` made for `root` in processes that were killed meanwhile."""
     head = f".tmp-{root.name}-"
     for path in root.parent.glob(".tmp-*"):
         if path.name.startswith(head) and not leftovers.is_driver_alive(path.name.removeprefix(head)):
@@ -93,7 +93,10 @@ def _clear_abandoned(root: Path) -> None:
 
 @contextmanager
 def lock_run_directory(paths: RunPaths) -> Iterator[None]:
-    """Allow one driver per run directory. The system frees the lock when the process ends, however it ends."""
+    """Within, no other process can run a merge in this directory. The system frees the lock when the process ends, however it ends.
+
+    Raises: RunDirError if another one has the lock.
+    """
     try:
         with FileLock(paths.lock, timeout=LOOK_S, poll_interval=LOOK_S / 4):
             yield
@@ -103,7 +106,10 @@ def lock_run_directory(paths: RunPaths) -> Iterator[None]:
 
 @contextmanager
 def lock_to_read(paths: RunPaths) -> Iterator[None]:
-    """Like `lock_run_directory`, but a directory that may only be read goes without a lock. Raises: RunDirError if a merge is at work there."""
+    """Do as `lock_run_directory` does, but without a lock in a directory that may only be read.
+
+    Raises: RunDirError if a merge is at work there.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_run_directory(paths))
@@ -122,7 +128,7 @@ def _make_at_work_error(paths: RunPaths) -> RunDirError:
 
 
 @contextmanager
-def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
+def explain_what_is_intact(paths: RunPaths) -> Iterator[None]:
     """Within, the error of a full disk also names what is intact and how to go on. Raises: StorageError."""
     try:
         with raise_storage_errors(paths.root):
@@ -136,7 +142,8 @@ def says_what_is_intact(paths: RunPaths) -> Iterator[None]:
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Put a directory's files under a second name, as hard links where the file system has them; what lies there goes."""
+    """Give the files of the directory `source` a second name in `target`, which is replaced: hard links if the file system has
+    them, else copies."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, copy_function=_link_or_copy)
     for directory in (target, *(path for path in target.rglob("*") if path.is_dir())):

@@ -21,10 +21,10 @@ from pipelines.inputs.read import Inputs, as_teacher
 
 @dataclass(frozen=True, slots=True)
 class StartingExams:
-    """The two exams of one run.
+    """Takes the two exams of one run, each once.
 
-    Each is taken once: results on disk are used if they were measured on these models, and so are results of other runs that asked
-    the same models the same questions in the same way.
+    Results on disk are used if they were measured on these models. So are results of other runs that asked the same models the same
+    questions in the same way.
     """
 
     parts: loop.Components
@@ -34,7 +34,7 @@ class StartingExams:
     display: Display
 
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
-        """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
+        """Return the exam of the student before training, and that of the experts. The engine holds the student afterwards."""
         inputs = self.inputs
         exam_store = KnownExams(self.config, inputs, self.paths.root, self.display.say)
         student = as_teacher(BEFORE, inputs.student, None)
@@ -56,7 +56,7 @@ class StartingExams:
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
             evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
             evaluation = combine_evaluations(evaluations, EXPERT)
-            if len(evaluation.cached) < len(domains):
+            if len(evaluation.cached) < len(domains):  # then the engine has held an expert
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
@@ -66,8 +66,10 @@ class StartingExams:
     def _measure_once(
         self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
     ) -> Evaluation:
-        """Return the exam in the run directory, after measuring the domains that it lacks. `weights`: domain -> digest of the
-        model that answers."""
+        """Return the exam `name` in the run directory; `measure` takes it first on the domains that are not there yet.
+
+        `weights`: domain -> digest of the model that answers.
+        """
         file = self.paths.evaluation_file(name)
         stored = Evaluation.load(file) if file.exists() else None
         missing = [d for d in self.inputs.exams if not (stored and stored.covers(d, weights[d]))]

@@ -1,4 +1,4 @@
-"""Quick checks of `opd merge`, before it imports the engines' packages, which takes seconds."""
+"""Quick checks of a new merge, before `opd merge` imports the engines' packages, which takes seconds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipelines.inputs.at_once import refuse_at_once
 from pipelines.merging.directory import refuse_existing
 
 
-def first_look(config: PipelineConfig, root: Path) -> None:
-    """Look at the run directory of a new run, and at everything that its pipeline names. Raises: OpdError."""
+def check_new_run(config: PipelineConfig, root: Path) -> None:
+    """Check that a new run's directory is free, and that everything is there that its pipeline names. Raises: OpdError."""
     refuse_existing(root)
     refuse_at_once(config)

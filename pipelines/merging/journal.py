@@ -1,4 +1,4 @@
-"""A merge says in its run directory what it does, so that `opd status` can tell from elsewhere."""
+"""Write into the run directory what a merge does at the moment, for `opd status` in another process."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pipelines.interrupts import Interrupted
 
 
 class Journal:
-    """The file `.live.json` of one merge. If an error ends the block, its message is written there."""
+    """The file `.live.json` of one merge. The end of the block is noted there, and the message of an error that ends it."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         began = datetime.now(UTC).isoformat(timespec="seconds")
-        self.now = LiveState(pid=os.getpid(), host=socket.gethostname(), began=began)
+        self.state = LiveState(pid=os.getpid(), host=socket.gethostname(), began=began)
 
     def __enter__(self) -> Journal:
         self.write()
@@ -33,19 +33,19 @@ class Journal:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
-            self.now = replace(self.now, doing="", ended=FINISHED)
+            self.state = replace(self.state, doing="", ended=FINISHED)
             self.write()
             return
-        self.now = replace(self.now, doing="", ended=end_of(error), why=str(error) or type(error).__name__)
+        self.state = replace(self.state, doing="", ended=classify_end(error), why=str(error) or type(error).__name__)
         with suppress(OSError):  # on a full disk the error that ends the run is the one to tell
             self.write()
 
     def write(self) -> None:
-        """Bring the file up to date. Raises: OSError."""
-        self.now.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
+        """Write the state to the file. Raises: OSError."""
+        self.state.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
     def write_beside(self, displays: Displays) -> Displays:
-        """Return the same displays, with everything that they are told also written into the journal."""
+        """Return the same displays, where each also notes in the journal what it is told about phases and messages."""
 
         @contextmanager
         def open_both(beginning: RunStart) -> Iterator[Display]:
@@ -58,19 +58,19 @@ class Journal:
 
 
 class _JournalDisplay:
-    """Display that passes everything on to another one, and notes it in the journal."""
+    """Display that passes everything on to another one, and notes messages and phases in the journal."""
 
     def __init__(self, journal: Journal, display: Display) -> None:
         self._journal = journal
         self._display = display
 
     def say(self, line: str) -> None:
-        # Not written yet: a signal's handler, which says things too, may come while the file is being written.
-        self._journal.now = self._journal.now.with_note(line)
+        # Kept for the next write: a signal's handler, which says things too, may come while the file is being written.
+        self._journal.state = self._journal.state.with_note(line)
         self._display.say(line)
 
     def doing(self, activity: str) -> None:
-        self._journal.now = replace(self._journal.now, doing=activity)
+        self._journal.state = replace(self._journal.state, doing=activity)
         self._journal.write()
         self._display.doing(activity)
 
@@ -83,7 +83,7 @@ class _JournalDisplay:
         self._display.step(record)
 
 
-def end_of(error: BaseException) -> str:
+def classify_end(error: BaseException) -> str:
     """Return the kind of end that this error means for a merge: one of `opd.live.now.ENDS`."""
     if isinstance(error, Paused):
         return PAUSED

@@ -15,7 +15,7 @@ from opd.run.paths import RunPaths
 
 
 def record_layouts(parts: Components, paths: RunPaths, say: Callable[[str], None]) -> None:
-    """Write `layouts.json`, and say which models cannot share a prompt, or cannot be packed by position ids alone."""
+    """Write `layouts.json`, and say which models cannot share a prompt between responses, or cannot be packed by position ids alone."""
     student, teachers = parts.trainer.layout, parts.teachers.layouts
     layouts = {
         "student": _layout_record(student),
@@ -27,6 +27,7 @@ def record_layouts(parts: Components, paths: RunPaths, say: Callable[[str], None
 
 
 def _teacher_lines(teachers: dict[str, LayoutProof]) -> Iterator[str]:
+    """Yield the sentences about teachers; those with one layout come together, and the first one's figures stand for all."""
     by_layout: dict[str, list[str]] = {}
     for name, proof in teachers.items():
         by_layout.setdefault(proof.layout, []).append(name)
@@ -37,11 +38,13 @@ def _teacher_lines(teachers: dict[str, LayoutProof]) -> Iterator[str]:
 
 
 def _layout_record(proof: LayoutProof) -> dict[str, Any]:
+    # JSON has no infinity and no NaN.
     tried = {layout: error if math.isfinite(error) else None for layout, error in proof.tried.items()}
     return {"layout": proof.layout, "tried": tried}
 
 
 def _layout_lines(owner: str, proof: LayoutProof) -> Iterator[str]:
+    """Yield sentences about layouts that a model, or several, cannot use, and why."""
     refused = [layout for layout in proof.tried if layout not in (proof.layout, SHARED)]
     if SHARED in proof.tried and proof.layout != SHARED and proof.proven:
         error = proof.tried[SHARED]

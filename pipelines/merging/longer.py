@@ -30,6 +30,7 @@ class Extension:
     """Further steps for a finished or stopped merge."""
 
     further_steps: int
+    """Steps that are added to those of the pipeline."""
     at: int
     """Step of the newest checkpoint, from which training continues."""
 
@@ -38,7 +39,8 @@ class Extension:
         trainer = config.trainer
         update: dict[str, Any] = {"steps": trainer.steps + self.further_steps}
         if trainer.lr_scheduler_type != "constant":
-            # A branch may have entries of its origin that lie ahead: then the steps taken had the rates of the first of them.
+            # `extended` of a branch may come from its origin, with entries for steps that the branch has not taken. Then the steps that
+            # it has taken had the rates of the first such entry.
             ahead = [entry.steps for entry in trainer.extended if entry.at >= self.at]
             shorter = ShorterConfig(at=self.at, steps=[*ahead, trainer.steps][0])
             update["extended"] = (*(entry for entry in trainer.extended if entry.at < self.at), shorter)
@@ -96,7 +98,7 @@ class Extension:
 
 
 def plan_extension(paths: RunPaths, further_steps: int) -> Extension:
-    """Check that a run can be made longer by so many steps; needs no torch and reads no weights.
+    """Return the extension of a run by so many steps, after a check that the run can have it. Needs no torch, reads no weights.
 
     Raises: RunDirError if it is no run, a merge in several rounds or one of them, or has no checkpoint.
     """

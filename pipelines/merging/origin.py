@@ -1,4 +1,4 @@
-"""The checkpoint of another run that a new one starts from, as `--from RUN_DIR@STEP` names it. Needs no torch."""
+"""The checkpoint of another run at which a new run begins, as `--from RUN_DIR@STEP` names it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pipelines.merging.directory import refuse_no_run
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A checkpoint of a run."""
+    """A checkpoint of a run, from which another run branches."""
 
     paths: RunPaths
     step: int
 
     @property
     def checkpoint(self) -> Path:
+        """Directory of the checkpoint."""
         return self.paths.checkpoints / step_name(self.step)
 
     def __str__(self) -> str:
@@ -31,12 +32,12 @@ def origin_of(text: str) -> Origin:
 
     Raises: RunDirError if there is no such run, or no such checkpoint in it.
     """
-    head, mark, tail = text.rpartition("@")
-    named = bool(mark) and tail.isdecimal()
-    paths = RunPaths(Path(head if named else text))
+    root, at, step = text.rpartition("@")
+    has_step = bool(at) and step.isdecimal()  # the directory's own name may have an @
+    paths = RunPaths(Path(root if has_step else text))
     refuse_no_run(paths)
     steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
-    if not steps or (named and int(tail) not in steps):
+    if not steps or (has_step and int(step) not in steps):
         raise RunDirError.at(
             f"--from {text}",
             found="checkpoints of steps " + ", ".join(map(str, steps))
@@ -47,8 +48,9 @@ def origin_of(text: str) -> Origin:
             if steps
             else f"give {_describe_alternative(paths)} to start from its weights alone, set student.model to the model that it left",
         )
-    return Origin(paths, int(tail) if named else steps[-1])
+    return Origin(paths, int(step) if has_step else steps[-1])
 
 
 def _describe_alternative(paths: RunPaths) -> str:
+    """Return what to name in place of a run without a checkpoint: for a merge in several rounds, one of these."""
     return f"a round, such as {paths.round_dir(1).root};" if paths.rounds.exists() else "another run;"

@@ -1,4 +1,4 @@
-"""Bind measured results to the model that they are of, and take back results when a merge goes on after its end.
+"""Note in a measured result which model it belongs to, and withdraw results when a merge goes on after its end.
 
 A result records the steps, response tokens and weights of its model, so that no table shows a result of another model as if
 it were of this one.
@@ -30,46 +30,45 @@ def read_progress(metrics: Path) -> tuple[int, int]:
     return count_steps_and_tokens(MetricsFile(metrics).read())
 
 
-def bind_to_model(evaluation: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
+def add_model_digest(evaluation: Evaluation, model: Path, steps: int, tokens: int) -> Evaluation:
     """Add steps, tokens and digest of the merged model to its exam. Reads the model's weights once for their hash."""
     digest = model_digest(model, weight_hashes(model))
     return replace(evaluation, step=steps, tokens=tokens, weights=dict.fromkeys(evaluation.scores, digest))
 
 
-def take_back(paths: RunPaths, start_step: int, steps: int) -> None:
-    """Take back the results of an earlier end, before a merge goes on from step `start_step` to `steps`.
+def withdraw_results(paths: RunPaths, start_step: int, steps: int) -> None:
+    """Withdraw results that are no longer true when a merge goes on from step `start_step` to step `steps`.
 
-    The exam of that end becomes one during the merge, unless the run goes back to an earlier step. The page says that the merge
-    goes on. The model of the earlier end stays until there is a new one.
+    Exams, alarms and traces of later steps are deleted. If the merge had come to an end before, the final exam becomes an exam
+    during the merge, unless the run goes back to an earlier step; results of lm-evaluation-harness and the report are withdrawn, and
+    the report page says that the merge goes on. The model of that end stays until there is a new one.
     """
-    for exam_step, file in paths.evaluations_by_step().items():
-        if exam_step > start_step:
-            file.unlink()
-    for written_step, file in (*paths.alarms_by_step().items(), *paths.traces_by_step().items()):
-        if written_step > start_step:
-            file.unlink()
+    for files_by_step in (paths.evaluations_by_step(), paths.alarms_by_step(), paths.traces_by_step()):
+        for step, file in files_by_step.items():
+            if step > start_step:
+                file.unlink()
     if start_step >= steps:
         return
     after = paths.evaluation_file("after")
     if after.exists():
         evaluation = Evaluation.load(after)
-        step = evaluation.step or _stored_steps(paths.report)
-        if step is not None and step <= start_step:
-            replace(evaluation, step=step).save(paths.evaluation_file(step_name(step)))
+        end_step = evaluation.step or _read_steps(paths.report)
+        if end_step is not None and end_step <= start_step:
+            replace(evaluation, step=end_step).save(paths.evaluation_file(step_name(end_step)))
         after.unlink()
-    public, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
-    if MERGED in public:
-        atomic_write_text(paths.lm_eval, lm_eval_text(_without_merged(public), _without_merged(weights)))
+    scores, weights = read_lm_eval(paths.lm_eval), lm_eval_weights(paths.lm_eval)
+    if MERGED in scores:
+        atomic_write_text(paths.lm_eval, lm_eval_text(_without_merged(scores), _without_merged(weights)))
     if paths.report.exists():
         paths.report.unlink()
-        write_report(paths.root)
+        write_report(paths.root)  # without report.json the page says that the run is unfinished
 
 
 def _without_merged(by_model: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in by_model.items() if name != MERGED}
 
 
-def _stored_steps(report: Path) -> int | None:
+def _read_steps(report: Path) -> int | None:
     """Return the steps of a run according to its report, for evaluations of an older release, which do not record them."""
     if not report.exists():
         return None

@@ -1,10 +1,11 @@
-"""Merges one after the other, each from the student that the one before left; a pipeline of one round is one merge.
+"""Merges one after the other, each from the model that the one before left. Each is a round; a pipeline of one round is one merge.
 
-    RUN_DIR/round-1/, round-2/ ...   a run directory of `pipelines.merging.run` each     RUN_DIR/model/   that of the last round
-    RUN_DIR/rounds.json              what each round works on, with hashes, as it was before the first began
+    RUN_DIR/round-1/, round-2/ ...   each a run directory of `pipelines.merging.run`
+    RUN_DIR/model/                   the model of the last round
+    RUN_DIR/rounds.json              the inputs of each round, with hashes, as they were before the first began
     RUN_DIR/evaluation/              the very first student, the last model and the experts, on the domains of all rounds
 
-A round is finished, under way, or not there. Every step from one round to the next can be repeated after a kill.
+A round is finished, under way, or has no directory yet. Every step from one round to the next can be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ from pipelines.sizing.memory import refuse_too_large
 FORMAT = 1
 """The format of `rounds.json`."""
 Tell = Callable[[str], None]
-Facts = dict[str, Any]
-"""The manifest of a round, and its `teachers`: the digest of each domain's leading teacher."""
+RoundFacts = dict[str, Any]
+"""The manifest of a round, and its `teachers`: domain -> digest of its leading teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,15 @@ class Rounds:
     config: PipelineConfig
     """The pipeline with all its rounds."""
     configs: list[PipelineConfig]
-    """A pipeline for each round."""
+    """The pipeline of each round."""
     root: Path
-    plan: list[Facts]
+    """The run directory of the whole merge."""
+    plan: list[RoundFacts]
     """The inputs of each round; for an interrupted run, as they were recorded when the run began."""
     resume_from: str | None
     """The checkpoint of the round under way to go on from; None for a run that begins."""
     tell: Tell
+    """Takes sentences for the user."""
 
     def carry_out(self, callbacks: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take all rounds to their end. Returns the report. Raises: what `pipelines.merging.run.MergeRun.carry_out` raises."""
@@ -90,7 +93,7 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     config, *configs = [
         with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
     ]
-    plan = [_exam_facts(round_config, round_inputs) for round_config, round_inputs in zip(configs, inputs, strict=True)]
+    plan = [_make_facts(round_config, round_inputs) for round_config, round_inputs in zip(configs, inputs, strict=True)]
     with new_directory(root) as temporary:
         _write_rounds(temporary, config, plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
@@ -118,19 +121,20 @@ def reopen_rounds(
     configs = [
         as_recorded(round_config, recorded_config)
         for round_config, recorded_config in zip(configs, recorded_configs, strict=True)
-    ]  # domains of their own, too
+    ]  # once more for each round, which may have domains of its own
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 
-def _recheck_rounds(run: Rounds) -> list[Facts]:
-    """Check the rounds that are left once more, and put their inputs into the plan; on disk too if anything has changed.
+def _recheck_rounds(run: Rounds) -> list[RoundFacts]:
+    """Return the plan with the inputs of the rounds that are left as they are now, after a check that they may go on with these.
 
+    The plan on disk is replaced if anything has changed.
     Raises: OpdError, and then nothing is written.
     """
-    paths, num_finished = RunPaths(run.root), _num_finished(run.configs, run.root)
+    paths, num_finished = RunPaths(run.root), _count_finished(run.configs, run.root)
     inputs = _check_all(run.configs[num_finished:])
     new_plan = [
-        _exam_facts(round_config, round_inputs)
+        _make_facts(round_config, round_inputs)
         for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)
     ]
     changes = []
@@ -155,13 +159,13 @@ def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
     return inputs
 
 
-def _exam_facts(config: PipelineConfig, inputs: Inputs) -> Facts:
+def _make_facts(config: PipelineConfig, inputs: Inputs) -> RoundFacts:
     teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
     return {**manifest_of(config, inputs), "teachers": teachers}
 
 
-def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]) -> None:
-    """Write the files that say what the rounds are."""
+def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[RoundFacts]) -> None:
+    """Write `rounds.json`, and manifest and pipeline of the whole merge."""
     experts = {name: facts for round_facts in plan for name, facts in round_facts["experts"].items()}
     sizes = {name: size for round_facts in plan for name, size in round_facts["models"]["experts"].items()}
     first_manifest = {key: facts for key, facts in plan[0].items() if key != "teachers"}
@@ -177,16 +181,15 @@ def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[Facts]
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
-def _whole_pipeline(config: PipelineConfig, plan: Sequence[Facts]) -> dict[str, Any]:
-    """Return the pipeline of all rounds, with absolute paths and bases of adapters as the checked pipelines of the rounds have
-    them."""
+def _whole_pipeline(config: PipelineConfig, plan: Sequence[RoundFacts]) -> dict[str, Any]:
+    """Return the pipeline of all rounds, with the absolute paths and the adapters' bases that the rounds' own pipelines have."""
     data = with_absolute_paths(config)
     for name, expert in data["experts"].items():
         for round_expert in (round_facts["config"]["experts"].get(name) for round_facts in plan):
             if isinstance(round_expert, dict) and round_expert["model"] == expert["model"]:
                 expert["base"] = round_expert["base"]
     if isinstance(config.rounds, list):
-        # By way of JSON, which has lists in place of tuples.
+        # By way of JSON, because the plan may have been read from a file, with lists in place of tuples.
         first_config, *later_configs = json.loads(
             json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])])
         )
@@ -204,7 +207,7 @@ def _round_difference(first_config: Mapping[str, Any], later_config: Mapping[str
     return changes
 
 
-def _read_plan(file: Path) -> list[Facts]:
+def _read_plan(file: Path) -> list[RoundFacts]:
     """Read rounds.json. Raises: RunDirError if it is damaged or of another release."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -223,7 +226,7 @@ def _read_plan(file: Path) -> list[Facts]:
     return [{**facts, "config": as_begun(facts["config"])} for facts in rounds]
 
 
-def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
+def _count_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     """Return the number of finished rounds, counted from the first."""
     for index, config in enumerate(configs):
         paths = RunPaths(root).round_dir(index + 1)
@@ -233,10 +236,12 @@ def _num_finished(configs: Sequence[PipelineConfig], root: Path) -> int:
     return len(configs)
 
 
-def _merge_rounds(run: Rounds, plan: Sequence[Facts], resume_from: str, callbacks: MergeCallbacks) -> dict[str, Any]:
-    """Merge the rounds that are left, then make the results of the whole."""
+def _merge_rounds(
+    run: Rounds, plan: Sequence[RoundFacts], resume_from: str, callbacks: MergeCallbacks
+) -> dict[str, Any]:
+    """Merge the rounds that are left, then make the results of the whole. Returns the report."""
     configs, run_paths, num = run.configs, RunPaths(run.root), len(run.configs)
-    finished = _num_finished(configs, run.root)
+    finished = _count_finished(configs, run.root)
     if resume_from not in (checkpoints.LATEST, checkpoints.LATEST_VALID) and (
         finished == num or not run_paths.round_dir(finished + 1).root.exists()
     ):
@@ -249,7 +254,7 @@ def _merge_rounds(run: Rounds, plan: Sequence[Facts], resume_from: str, callback
     with callbacks.signals() as signals:
         for index in range(finished, num):
             config, paths = configs[index], run_paths.round_dir(index + 1)
-            if index:
+            if index:  # the student is the model of the round before
                 student = config.student.model_copy(update={"model": run_paths.round_dir(index).model})
                 config = config.model_copy(update={"student": student})
             if paths.root.exists():
@@ -267,16 +272,16 @@ def _merge_rounds(run: Rounds, plan: Sequence[Facts], resume_from: str, callback
 
 
 def _begin_round(
-    config: PipelineConfig, index: int, plan: Sequence[Facts], run: Rounds, callbacks: MergeCallbacks
+    config: PipelineConfig, index: int, plan: Sequence[RoundFacts], run: Rounds, callbacks: MergeCallbacks
 ) -> None:
-    """Start round `index`, counted from 0, which is not the first, with the evaluations of the round before.
+    """Start a round that is not the first, with the evaluations of the round before; `index` counts from 0.
 
     Raises: what `pipelines.merging.run.start` raises.
     """
     run_paths = RunPaths(run.root)
     previous = run_paths.round_dir(index)
-    facts = _exam_facts(config, read_inputs(config))
-    # The student is the model that the round before left: no plan could have its hash.
+    facts = _make_facts(config, read_inputs(config))
+    # The student is the model that the round before left, so the plan, which is older, cannot have its hash.
     refuse_changed_inputs(plan[index] | {"student": facts["student"]}, facts, run_paths.rounds)
     if previous.checkpoints.exists() or previous.targets.exists():
         run.tell(f"round {index} is finished: its checkpoints are deleted, its model stays")
@@ -286,11 +291,11 @@ def _begin_round(
     merging.start(config, run_paths.round_dir(index + 1).root, evaluation_files, callbacks)
 
 
-def reusable_evaluations(paths: RunPaths, old_facts: Facts, new_facts: Facts) -> dict[str, str]:
-    """Return the evaluations that the next round need not repeat: of the model that the finished round left, and of experts on
-    the same exam.
+def reusable_evaluations(paths: RunPaths, old_facts: RoundFacts, new_facts: RoundFacts) -> dict[str, str]:
+    """Return the evaluations that the next round need not repeat, as name of a file of `evaluation/` -> its text.
 
-    File of `evaluation/` -> its text. `old_facts` are those of the finished round in `paths`, `new_facts` those of the next.
+    They are those of the model that the finished round left, and of experts that take the same exam again. `old_facts` are those of
+    the finished round in `paths`, `new_facts` those of the next.
     """
     exams = [
         d
@@ -305,28 +310,32 @@ def reusable_evaluations(paths: RunPaths, old_facts: Facts, new_facts: Facts) ->
             if model == BEFORE:
                 evaluation = replace(evaluation, step=0, tokens=0)  # the next round starts from this model
             evaluation_files[paths.evaluation_file(name).name] = evaluation.as_text()
-    public = read_lm_eval(paths.lm_eval)
-    if public:
+    scores = read_lm_eval(paths.lm_eval)
+    if scores:
         weights = lm_eval_weights(paths.lm_eval)
         weights = {BEFORE: weights[MERGED]} if MERGED in weights else {}
-        evaluation_files[paths.lm_eval.name] = lm_eval_text({BEFORE: public[MERGED]}, weights)
+        evaluation_files[paths.lm_eval.name] = lm_eval_text({BEFORE: scores[MERGED]}, weights)
     return evaluation_files
 
 
-def _is_same_exam(domain: str, old_facts: Facts, new_facts: Facts) -> bool:
-    """Return True if questions, verifier, limits and what the student acts on are the same. Rounds cannot differ in `evaluate`
-    and `guard`, so these are not compared."""
+def _is_same_exam(domain: str, old_facts: RoundFacts, new_facts: RoundFacts) -> bool:
+    """Return True if questions, verifier, limits, and the environment or program that the student acts in are the same.
 
-    def exam_of(facts: Facts) -> tuple[Any, ...]:
-        own, prompt_hashes = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
-        rows = own["prompts"] if own["eval"] and own["eval"].get("holdout") else None  # a part of these is asked
-        acts = [own.get(key) for key in ("environment", "agent", "guard")]
-        return facts["config"]["rollout"], own["eval"], rows, acts, prompt_hashes
+    Rounds cannot differ in the pipeline's own `evaluate` and `guard`, so these are not compared.
+    """
 
-    return exam_of(old_facts) == exam_of(new_facts)
+    def exam_parts(facts: RoundFacts) -> tuple[Any, ...]:
+        settings, prompt_hashes = facts["config"]["domains"][domain], list(facts["prompts"][domain].values())
+        # With `holdout` the exam asks a part of the training prompts.
+        asked_rows = settings["prompts"] if settings["eval"] and settings["eval"].get("holdout") else None
+        acts_in = [settings.get(key) for key in ("environment", "agent", "guard")]
+        return facts["config"]["rollout"], settings["eval"], asked_rows, acts_in, prompt_hashes
+
+    return exam_parts(old_facts) == exam_parts(new_facts)
 
 
 def _restrict_evaluation(evaluation: Evaluation, model: str, domains: Sequence[str]) -> Evaluation:
+    """Return the results on these domains alone, as those of `model`, without step and tokens."""
     return Evaluation(
         model=model,
         scores={domain: score for domain, score in evaluation.scores.items() if domain in domains},
@@ -336,8 +345,8 @@ def _restrict_evaluation(evaluation: Evaluation, model: str, domains: Sequence[s
     )
 
 
-def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
-    """Make model, evaluations and report of the whole. The report comes last: it is the sign that all is complete."""
+def _finish_rounds(run: Rounds, plan: Sequence[RoundFacts]) -> dict[str, Any]:
+    """Make model, evaluations and report of the whole. The report comes last: it is the sign that all is complete. Returns it."""
     configs, paths = run.configs, RunPaths(run.root)
     rounds = [paths.round_dir(index + 1) for index in range(len(configs))]
     _link_model(rounds[-1].model, paths.model)
@@ -347,7 +356,8 @@ def _finish_rounds(run: Rounds, plan: Sequence[Facts]) -> dict[str, Any]:
         for name in MERGE_EVALUATIONS
     }
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
-    # The first evaluation of each list is of the very first student, or of the last model; later ones only name further domains.
+    # The first evaluation of each list is of the very first student, or of the last model. The later ones are of other models, and
+    # only tell which further domains there are.
     for name, evaluations, in_rounds, model in (
         ("before", measured["before"], configs, configs[0].student.model),
         ("after", measured["after"][::-1], configs[::-1], paths.model),
@@ -380,6 +390,7 @@ def _complete_evaluations(
 
 
 def _link_model(source: Path, target: Path) -> None:
+    """Give the model's files a second name in `target`, which is replaced as a whole."""
     temporary = target.with_name(f".tmp-{target.name}")
     link_files(source, temporary)
     replace_dir(temporary, target)

@@ -1,8 +1,8 @@
 """One merge from a checked pipeline to a model and a report; a new run or the rest of an interrupted one.
 
-begin   a new run directory ──┐
-                              ├─→ Run ── carry_out ─→ _session: workers, exams, the loop, model, report
-reopen  an interrupted run ───┘              └─ again, with new workers, when one dies that a step cannot do without
+begin    a new run directory ───────┐
+reopen   an interrupted run ────────┼─→ MergeRun ── carry_out ─→ _run_session: workers, exams, the loop, model, report
+extend   a run, for further steps ──┘                   └─ repeated with new workers if one dies that a step cannot replace
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from pipelines.merging.changes import (
     version_warnings,
     warn_unrecorded,
 )
-from pipelines.merging.companions import read_companions
+from pipelines.merging.companions import read_accompanying_files
 from pipelines.merging.directory import (
+    explain_what_is_intact,
     lock_run_directory,
     new_directory,
     refuse_existing,
     refuse_no_run,
-    says_what_is_intact,
 )
 from pipelines.merging.exams import StartingExams
 from pipelines.merging.journal import Journal
@@ -73,7 +73,7 @@ from pipelines.merging.manifest import (
     replace_inputs,
     write_inputs,
 )
-from pipelines.merging.results import bind_to_model, read_progress, take_back
+from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
@@ -82,7 +82,10 @@ from pipelines.sizing.memory import refuse_too_large
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeRun:
-    """A merge of one round in its run directory, checked; it stays the same however often the workers are started again."""
+    """A merge of one round (see `pipelines.merging.rounds`) in its run directory, which has been checked.
+
+    It stays the same however often the workers are started again.
+    """
 
     config: PipelineConfig
     inputs: Inputs
@@ -93,41 +96,44 @@ class MergeRun:
     """Notices for the user before the workers start."""
     resume_from: str | None = None
     """The checkpoint to go on from, as `opd.run.checkpoints.choose_checkpoint` takes it; None for a run that begins."""
-    changed: Mapping[str, Any] | None = None
+    new_manifest: Mapping[str, Any] | None = None
     """The manifest with the changes of this resume; None if the one in the run directory is still right."""
     callbacks: MergeCallbacks = TERMINAL
-    """Display, signals and sinks of the run; `carry_out` sets them."""
+    """Display, signals and sinks of the run; `carry_out` sets them on its own copy."""
 
     def carry_out(self, callbacks: MergeCallbacks = TERMINAL) -> dict[str, Any]:
         """Take the run to its end. Returns the report.
 
         If a worker dies and the step cannot replace it, all workers are started again, and the run goes on from its last
-        checkpoint, as a resume would; up to `cluster.max_restarts` times, and not if a worker fails to start for the reason it failed
-        for before, word for word.
+        checkpoint, as a resume would. This happens up to `cluster.max_restarts` times, and not if a worker fails to start with
+        exactly the same error text as the last time.
         Raises: RunDirError for a checkpoint that cannot be used, before any compute; RunError if the run cannot go on;
         Interrupted after Ctrl-C, also if a worker dies then.
         """
-        notices, most = list(self.notices), self.config.cluster.max_restarts
-        with lock_run_directory(self.paths), says_what_is_intact(self.paths), Journal(self.paths) as journal:
+        notices, max_restarts = list(self.notices), self.config.cluster.max_restarts
+        with lock_run_directory(self.paths), explain_what_is_intact(self.paths), Journal(self.paths) as journal:
             callbacks = replace(callbacks, display=journal.write_beside(callbacks.display))
+            # A run that begins has nothing in its directory to choose from or to clear away.
             checkpoint = _choose_start(self, self.resume_from, notices) if self.resume_from else None
-            if self.changed:
-                replace_inputs(self.paths, self.changed)
+            if self.new_manifest:
+                replace_inputs(self.paths, self.new_manifest)
             else:
+                # A kill in an earlier `replace_inputs` may have left the new pipeline waiting.
                 finish_inputs(self.paths)
+            # All rounds of a merge share its probes.
             inputs = measure_missing_probes(self.inputs, notices.append, RunPaths(self.paths.merge_root).probes)
             run = replace(self, callbacks=callbacks, inputs=inputs)
             # One handler for all attempts: a Ctrl-C while workers start again must not get lost.
             start_error = ""
             with callbacks.signals() as signals:
-                for restart in itertools.count(1):
+                for attempt in itertools.count(1):
                     try:
                         return _run_session(run, checkpoint, notices, signals)
                     except WorkerDied as error:
-                        if restart > most or (error.start_error and error.start_error == start_error):
+                        if attempt > max_restarts or (error.start_error and error.start_error == start_error):
                             raise
                         start_error = error.start_error
-                        notices = [f"{error}", f"starting all workers again, {restart} of {most} times"]
+                        notices = [f"{error}", f"starting all workers again, {attempt} of {max_restarts} times"]
                         checkpoint = _choose_start(self, checkpoints.LATEST, notices)
                         if signals.should_leave():  # a scheduler's SIGTERM may have gone to the workers, too
                             step = checkpoint.step if checkpoint else 0
@@ -141,7 +147,7 @@ def start(
     evaluation_files: Mapping[str, str] | None = None,
     callbacks: MergeCallbacks = TERMINAL,
 ) -> dict[str, Any]:
-    """`begin` a run and carry it out. Returns the report."""
+    """Begin a new run, as `begin` does, and carry it out. Returns the report."""
     return begin(config, root, evaluation_files).carry_out(callbacks)
 
 
@@ -152,12 +158,12 @@ def resume(
     resume_from: str = checkpoints.LATEST,
     callbacks: MergeCallbacks = TERMINAL,
 ) -> dict[str, Any]:
-    """`reopen` a run and carry it out. Returns the report."""
+    """Reopen an interrupted run, as `reopen` does, and carry it out. Returns the report."""
     return reopen(root, config, overrides, resume_from).carry_out(callbacks)
 
 
 def start_or_resume(config: PipelineConfig, root: Path) -> dict[str, Any]:
-    """Take the merge in `root` to its end, whether it has begun before or not. Returns the report."""
+    """Take the merge in `root` to its end: a new one if nothing is there, else the rest of the one that is. Returns the report."""
     return resume(root) if root.exists() else start(config, root)
 
 
@@ -173,7 +179,8 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    read_companions(config, inputs)  # what the merged model needs at the end can be read now
+    # The merged model gets a copy of these files at its end: one that cannot be read fails now, not after hours.
+    read_accompanying_files(config, inputs)
     manifest = manifest_of(config, inputs)
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
@@ -206,17 +213,18 @@ def reopen(
     return _make_resumed_run(paths, recorded, config, resume_from)
 
 
-def extend(root: Path, longer: Extension, overrides: list[str] | None = None) -> MergeRun:
+def extend(root: Path, extension: Extension, overrides: list[str] | None = None) -> MergeRun:
     """Reopen a finished or stopped merge to take further steps from its newest checkpoint.
 
     `overrides` are those of `reopen`. Raises: OpdError, and then nothing is written.
     """
     paths = RunPaths(root)
     old_manifest = read_manifest(paths)
-    recorded = longer.extended_manifest(old_manifest, paths)
-    config = longer.extended_pipeline(load_pipeline(own_pipeline(paths, old_manifest), overrides))
+    recorded = extension.extended_manifest(old_manifest, paths)
+    config = extension.extended_pipeline(load_pipeline(own_pipeline(paths, old_manifest), overrides))
     run = _make_resumed_run(paths, recorded, config, checkpoints.LATEST)
-    return replace(run, notices=(*longer.extension_notices(config), *run.notices), changed=run.changed or recorded)
+    notices = (*extension.extension_notices(config), *run.notices)
+    return replace(run, notices=notices, new_manifest=run.new_manifest or recorded)
 
 
 def _make_resumed_run(
@@ -228,30 +236,32 @@ def _make_resumed_run(
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
-    read_companions(config, inputs)
+    read_accompanying_files(config, inputs)
     manifest = manifest_of(config, inputs)
     refuse_changed_inputs(recorded, manifest, paths.manifest)
     changes = accept_changes(recorded["config"], manifest["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
-    older = warn_unrecorded(recorded)
+    release_warnings = warn_unrecorded(recorded)
     steps = checkpoints.list_checkpoint_steps(paths.checkpoints)
+    # A run that goes on from the checkpoint of its last step takes no further step, so other rules change nothing in it.
     if resume_from != checkpoints.LATEST or not steps or steps[-1] < config.trainer.steps:
-        older += changed_rules(recorded, config)
+        release_warnings += changed_rules(recorded, config)
     return MergeRun(
         config=config,
         inputs=inputs,
         paths=paths,
         identity=recorded["identity"],
-        notices=(*version_warnings(recorded["versions"], manifest["versions"]), *older, *changes, *crowded),
+        notices=(*version_warnings(recorded["versions"], manifest["versions"]), *release_warnings, *changes, *crowded),
         resume_from=resume_from,
-        changed=renew_manifest(recorded, manifest) if changes or older else None,
+        # Other versions of libraries change nothing here: the manifest keeps those that the run began with.
+        new_manifest=renew_manifest(recorded, manifest) if changes or release_warnings else None,
     )
 
 
 def _choose_start(run: MergeRun, resume_from: str, notices: list[str]) -> Checkpoint | None:
-    """Choose and verify the checkpoint to go on from, and set later ones aside. Adds to `notices`.
+    """Choose and verify the checkpoint to go on from, and set later ones aside. Adds to `notices`; None: there is no checkpoint.
 
-    Raises: RunDirError; then nothing has changed, except that leftovers of a killed process are gone.
+    Raises: RunDirError; then nothing has changed, except that the temporary files of a killed process are deleted.
     """
     paths = run.paths
     for directory in (paths.root, paths.checkpoints, paths.targets):
@@ -280,27 +290,30 @@ def _refuse_fewer_steps(config: PipelineConfig, step: int) -> None:
 def _run_session(
     run: MergeRun, checkpoint: Checkpoint | None, notices: Sequence[str], signals: Interrupts
 ) -> dict[str, Any]:
-    """Take the run from a checkpoint to its report, with new workers. Raises: WorkerDied; as `_raise_if_unfinished`."""
+    """Take the run from a checkpoint to its report, with new workers. Returns the report.
+
+    Raises: WorkerDied, and what `_raise_if_unfinished` raises.
+    """
     began = time.monotonic()
     config, paths = run.config, run.paths
     start_step = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(start_step)
-    take_back(paths, start_step, config.trainer.steps)
+    withdraw_results(paths, start_step, config.trainer.steps)
     records, domains = metrics.read(), tuple(config.domains)
-    began -= sum(record.seconds for record in records)  # count the time of earlier starts
-    beginning = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
+    began -= sum(record.seconds for record in records)  # so that `wall_s` has the time of earlier starts too
+    run_start = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
     with (
-        run.callbacks.display(beginning) as display,
+        run.callbacks.display(run_start) as display,
         open_sinks(config.logging, paths.root, start_step) as sinks,
         ray_session(config.cluster, num_workers(config)),
     ):
-        _print_notices(run, notices, display)
+        _announce_start(run, notices, display)
         _reserve_workers(config, display)
         parts = build_merge(config, run.inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
         record_layouts(parts, paths, display.say)
-        parts.sync.begin()
-        student, expert = _take_starting_exams(parts, run, display)
+        parts.sync.begin()  # compares engines and trainer
+        before, expert = _take_starting_exams(parts, run, display)
         parts.monitors.begin(records, expert)
         with signals.handle_first_signal(display.say):
             if checkpoint:
@@ -310,12 +323,13 @@ def _run_session(
         display.doing("the merged model is written")
         _export_model(parts, run)
         display.doing("the exam of the merged model")
-        # The exam is taken by the exported files, not by the weights that the engines got from the last push.
+        # The engines load the exported files, so that these take the exam, and not the weights of the last push.
         parts.sync.hold(paths.model, shape_of=config.student.model)
-        after = bind_to_model(parts.evaluator.evaluate(model=MERGED), paths.model, *read_progress(paths.metrics))
+        steps, tokens = read_progress(paths.metrics)
+        after = add_model_digest(parts.evaluator.evaluate(model=MERGED), paths.model, steps, tokens)
         parts.reporter.evaluation("after", after)
         wall_s = time.monotonic() - began
-    exams = {"before": student.accuracy, "expert": expert.accuracy, "after": after.accuracy}
+    exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
     report = _write_report(run, exams, wall_s)
     # The harness comes last: the workers have freed their memory, and the report is safe.
     lm_eval_merge(config, paths.model, paths.lm_eval)
@@ -323,21 +337,22 @@ def _run_session(
 
 
 def _raise_if_unfinished(parts: loop.Components, run: MergeRun, last: int, signals: Interrupts) -> None:
-    """Raise if the run ends before its last step; return if step `last` is that one.
+    """Raise unless the run has taken its last step; `last` is the last one that it took.
 
-    Raises: RunError if a monitor ends it, Paused among them, with the page of what it saw written; Interrupted after a signal.
+    Raises: RunError if a monitor ends the run (Paused is one), after the report page that shows why is written; Interrupted after
+    a signal.
     """
-    ended = parts.monitors.end_error()
-    if ended is not None:
+    end_error = parts.monitors.end_error()
+    if end_error is not None:
         with raise_storage_errors(run.paths.report_page):
             write_report(run.paths.merge_root)
-        raise ended
+        raise end_error
     if last < run.config.trainer.steps:
         raise Interrupted(last, run.paths.root, signals.number)
 
 
-def _print_notices(run: MergeRun, notices: Sequence[str], display: Display) -> None:
-    """Tell the user what to know before the workers start."""
+def _announce_start(run: MergeRun, notices: Sequence[str], display: Display) -> None:
+    """Print the warnings, and say which workers start now."""
     for notice in (*run.inputs.warnings, *notices):
         display.say(f"warning: {notice}")
     if run.inputs.template_date:
@@ -350,14 +365,14 @@ def _print_notices(run: MergeRun, notices: Sequence[str], display: Display) -> N
 
 
 def _reserve_workers(config: PipelineConfig, display: Display) -> None:
-    """Have a place for every worker before the first one loads. Raises: RunError past the deadline."""
+    """Reserve a place in the cluster for every worker before the first one loads. Raises: RunError past the deadline."""
     addresses = reserve_places(config, local_workers=local_worker_names(config))
     for address in dict.fromkeys(addresses.values()):
         display.say(f"on {address}: {', '.join(name for name, at in addresses.items() if at == address)}")
 
 
 def _load_checkpoint(parts: loop.Components, checkpoint: Checkpoint, ranks: int, display: Display) -> None:
-    """Load the state of the checkpoint into trainer and engine."""
+    """Load the checkpoint into the trainer and the log of targets, and push its weights to the engines."""
     parts.log.prune(checkpoint.step)  # a run that was killed between commit and prune still has these
     parts.log.bring_back(checkpoint.step + 1, checkpoint.path)
     parts.trainer.load(checkpoint.path.absolute())
@@ -397,7 +412,7 @@ def _export_model(parts: loop.Components, run: MergeRun) -> None:
         with raise_storage_errors(paths.model):
             temporary.mkdir()
             parts.trainer.export(temporary.absolute())
-            _write_companions(run, temporary)
+            _write_accompanying_files(run, temporary)
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":
                 temporary.mkdir()
@@ -408,21 +423,21 @@ def _export_model(parts: loop.Components, run: MergeRun) -> None:
         raise
 
 
-def _write_companions(run: MergeRun, weights: Path) -> None:
+def _write_accompanying_files(run: MergeRun, weights: Path) -> None:
     """Write the tokenizer's files and the card beside the weights. Raises: RunError that says where the weights are; StorageError."""
     try:
-        companions = read_companions(run.config, run.inputs)
-    except ModelError as error:  # they were there when the run began
+        contents = read_accompanying_files(run.config, run.inputs)
+    except ModelError as error:  # the files could be read when the run began
         raise RunError(
             f"{error}\n  intact: the merged weights, in {weights}\n"
             f"  fix:    put the file back, then `opd merge --resume {quote_for_shell(run.paths.merge_root)}`"
         ) from None
-    for name, content in companions.items():
+    for name, content in contents.items():
         (weights / name).write_bytes(content)
 
 
 def _write_report(run: MergeRun, exams: Mapping[str, Mapping[str, float]], wall_s: float) -> dict[str, Any]:
-    """Write report.json and report.html, and the results into the model's card. Returns the report."""
+    """Write report.json and report.html, and the model's card with the results. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
     report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=library_versions())

@@ -17,9 +17,10 @@ class MergeCallbacks:
 
     display: Displays = open_display
     signals: Callable[[], AbstractContextManager[Interrupts]] = interrupts
-    """Context that handles signals; its value says whether to stop after the current step."""
+    """Makes the context in which signals are handled; its value says whether to stop after the current step."""
     sinks: tuple[Sink, ...] = ()
     """Receivers of the record of every step, called after the metrics file is written."""
 
 
 TERMINAL = MergeCallbacks()
+"""Those of the command line."""

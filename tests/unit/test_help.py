@@ -67,10 +67,10 @@ def test_pipelines_and_files_are_offered(here: Path) -> None:
     (here / "quiz.txt").touch()
     assert completion.complete_pipelines("qui") == ["quickstart", "quiet.yaml"]
     assert completion.complete_pipelines("quo") == ["quotes/"]
-    assert completion.shipped_pipelines("qui") == ["quickstart"] and "rewards-at-once" in completion.shipped_pipelines(
-        ""
-    )
-    assert completion.training_specs("quick") == ["quickstart-experts"]
+    assert completion.complete_shipped_pipelines("qui") == [
+        "quickstart"
+    ] and "rewards-at-once" in completion.complete_shipped_pipelines("")
+    assert completion.complete_training_specs("quick") == ["quickstart-experts"]
 
 
 def test_runs_are_offered_before_other_directories(here: Path) -> None:

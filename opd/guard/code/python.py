@@ -15,8 +15,14 @@ from opd.guard.code.folding import UNKNOWABLE, Folder
 from opd.guard.shell.fields import UNKNOWN
 from opd.guard.shell.nodes import UnreadableCommand
 
-_SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn"}
-_PROCESSES = {
+SHOWN_ENVIRONMENT = "shown environment"
+"""Stands among the names that code uses if it prints the whole environment; no name of Python. Rules ask for it."""
+_STARTERS = {
+    "os.system",
+    "os.popen",
+    "subprocess.getoutput",
+    "subprocess.getstatusoutput",
+    "pty.spawn",
     "subprocess.run",
     "subprocess.call",
     "subprocess.check_call",
@@ -24,9 +30,12 @@ _PROCESSES = {
     "subprocess.Popen",
     "asyncio.create_subprocess_shell",
 }
-_CHANGES = {"write_text", "write_bytes", "unlink", "touch", "rename", "chmod", "symlink_to", "hardlink_to"}
-_REMOVERS = {"os.remove", "os.unlink", "os.chmod", "os.rmdir", "os.truncate", "shutil.rmtree", "os.removedirs"}
-_TARGETS = {
+"""Functions that start a command: their first argument."""
+_WRITING_METHODS = {"write_text", "write_bytes", "unlink", "touch", "rename", "chmod", "symlink_to", "hardlink_to"}
+"""Methods of a path that change what is there. Of `rename` only the old path is noted."""
+_CHANGES_FIRST = {"os.remove", "os.unlink", "os.chmod", "os.rmdir", "os.truncate", "shutil.rmtree", "os.removedirs"}
+"""Functions that change or remove their first argument."""
+_WRITES_SECOND = {
     "shutil.copy",
     "shutil.copyfile",
     "shutil.copy2",
@@ -36,11 +45,13 @@ _TARGETS = {
     "os.symlink",
     "os.link",
 }
+"""Functions that write their second argument. The first, which some of them remove, is noted only as a text of the code."""
 _ROUTES = {"get", "post", "put", "delete", "patch", "head", "options", "route", "add_url_rule", "websocket_connect"}
-"""Methods of web servers and their clients: a path that comes first is no file's."""
+"""Methods of web servers and their clients: a path that is their first argument is part of a URL, not a file."""
 _LOADERS = {"__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module", "importlib.util.find_spec"}
-_WHOLE = {"os.environ", "os.environb", "posix.environ"}
-_SHOWS = {
+"""Functions that load the module or file of their first argument."""
+_WHOLE_ENVIRONMENT = {"os.environ", "os.environb", "posix.environ"}
+_PRINTERS = {
     "print",
     "pprint.pprint",
     "pprint.pp",
@@ -50,7 +61,10 @@ _SHOWS = {
     "builtins.print",
     "rich.print",
 }
-_ENVIRONMENT = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
+_ONE_VARIABLE = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
+"""Functions that ask for one variable of the environment, which their first argument names."""
+_MAX_LOOP = 16
+"""Values of a loop for which its body is read; further ones are not."""
 
 
 def read_python(text: str) -> Code:
@@ -69,38 +83,43 @@ def read_python(text: str) -> Code:
     except RecursionError:
         raise UnreadableCommand("Python code that is too deeply nested") from None
     if reader.fold.decoded:
-        reader.code.tags.add("decodes")
+        reader.code.tags.add("decodes")  # the walker tags calls of what this code runs as `decoded`
     return reader.code
 
 
 class _PythonReader(ast.NodeVisitor):
-    """Goes through a tree in the order of the text and keeps the values of simple variables."""
+    """Goes through a syntax tree in the order of the text, and keeps the values of simple variables.
+
+    It notes what it reads in `code`; the fields of `opd.guard.code.Code` say what each list is. A value that cannot be worked out is
+    `UNKNOWABLE`.
+    """
 
     def __init__(self) -> None:
         self.code = Code()
         self.fold = Folder()
-        self._named: dict[str, str] = {}
-        """Variables that hold an open file, and its path."""
+        self._open_files: dict[str, str] = {}
+        """Variable -> path of the open file that it holds; empty if it holds none that is known."""
 
     def visit(self, node: ast.AST) -> None:
         """Note what an expression is, then go on inside of it."""
         if isinstance(node, ast.expr):
             value = self.fold.fold_value(node)
             if isinstance(value, bytes) and not isinstance(node, ast.Name):
-                # Each byte is a character there, so nothing is lost.
+                # Latin-1 maps each byte to one character, so nothing is lost.
                 value = value.decode("latin-1")
             if isinstance(value, str) and not isinstance(node, ast.Name):
                 self.code.mention(value, globs="*" in value)
             if isinstance(node, ast.Attribute | ast.Name):
                 self.code.uses.append(self.fold.dotted_name(node))
                 return self._visit_base(node)
+            # A text put together from constants was noted whole, and its pieces are not noted too. A call is read for what it does.
             if isinstance(value, str) and not isinstance(node, ast.Call):
                 return None
         super().visit(node)
         return None
 
     def _visit_base(self, node: ast.AST) -> None:
-        """Go on below a dotted name, whose parts are no names of their own."""
+        """Go on below a dotted name: in `f(x).a.b` with `f(x)`. Its parts, as `a.b` in `a.b.c`, are not noted by themselves."""
         while isinstance(node, ast.Attribute):
             node = node.value
         if not isinstance(node, ast.Name):
@@ -126,45 +145,34 @@ class _PythonReader(ast.NodeVisitor):
         """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
-        self._named |= {
+        self._open_files |= {
             target.id: self._opened_path(node.value) for target in node.targets if isinstance(target, ast.Name)
         }
 
     def visit_For(self, node: ast.For) -> None:
-        """Go through the body of a loop over known values once for each."""
+        """Read the body of a loop once for each value, if the values are known, else once."""
         values = self.fold.fold_value(node.iter)
         self.visit(node.iter)
-        if self._shows_environment([node.iter]) and any(
-            isinstance(child, ast.Call) and self.fold.dotted_name(child.func) in _SHOWS for child in ast.walk(node)
-        ):
-            self.code.uses.append("shown environment")
-        for value in values[:16] if isinstance(values, list) else [UNKNOWABLE]:
+        self._note_shown_environment(node.iter, node)
+        for value in values[:_MAX_LOOP] if isinstance(values, list) else [UNKNOWABLE]:
             self._assign_targets([node.target], value)
             for statement in [*node.body, *node.orelse]:
                 self.visit(statement)
 
     def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp) -> None:
-        """`[print(k, v) for k, v in os.environ.items()]`."""
-        if self._shows_environment([node]) and any(
-            isinstance(child, ast.Call) and self.fold.dotted_name(child.func) in _SHOWS for child in ast.walk(node.elt)
-        ):
-            self.code.uses.append("shown environment")
+        """`[print(k, v) for k, v in os.environ.items()]`. Comprehensions of sets and dictionaries are not looked at in this way."""
+        self._note_shown_environment(node, node.elt)
         self.generic_visit(node)
 
     visit_GeneratorExp = visit_ListComp
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Note that the mentions of a function count where it is called."""
+        """Note that a function may run after a later `chdir`: then `Code.changes_to` mentions its paths there once more."""
         start = len(self.code.mentions)
         self.generic_visit(node)
         self.code.later += self.code.mentions[start:]
 
     visit_AsyncFunctionDef = visit_FunctionDef
-
-    def _assign_targets(self, targets: list[ast.expr], value: Any) -> None:
-        for target in targets:
-            if isinstance(target, ast.Name):
-                self.fold.values[target.id] = value
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         """`os.environ["NAME"]` asks for one variable, not for all of them."""
@@ -174,26 +182,22 @@ class _PythonReader(ast.NodeVisitor):
             return
         self.generic_visit(node)
 
-    def _note_variable(self, node: ast.expr) -> None:
-        value = self.fold.fold_value(node)
-        if isinstance(value, str):
-            self.code.env.append(value)
-
     def visit_Call(self, node: ast.Call) -> None:
-        """Read a call: of a shell, of code, of what opens, writes or removes files."""
+        """Read a call that may start a command, evaluate code, or open, write or remove a file."""
         called = self.fold.dotted_name(node.func)
         self.code.uses.append(called)
-        if (called in _SHOWS or called.endswith(".write")) and self._shows_environment(node.args):
-            self.code.uses.append("shown environment")
-        named = [word.value for word in node.keywords if word.arg == "args"]
-        argument = self.fold.fold_value([*node.args, *named][0]) if node.args or named else UNKNOWABLE
+        if (called in _PRINTERS or called.endswith(".write")) and self._shows_environment(node.args):
+            self.code.uses.append(SHOWN_ENVIRONMENT)
+        args_keyword = [word.value for word in node.keywords if word.arg == "args"]  # of `subprocess.run(args=...)`
+        first_arguments = [*node.args, *args_keyword][:1]
+        argument = self.fold.fold_value(first_arguments[0]) if first_arguments else UNKNOWABLE
         if called in _LOADERS and isinstance(argument, str):
             self.code.loads.append(argument.removesuffix(".py").replace("/", ".").strip("."))
-        if called in _SHELLS or called in _PROCESSES or called.startswith(("os.exec", "os.spawn")):
+        if called in _STARTERS or called.startswith(("os.exec", "os.spawn")):
             self._read_shell_call(node, argument)
         elif called in ("exec", "eval", "compile", "builtins.exec", "builtins.eval"):
             self._read_nested_code(argument)
-        elif called in _ENVIRONMENT and node.args:
+        elif called in _ONE_VARIABLE and node.args:
             self._note_variable(node.args[0])
         elif called in ("os.chdir", "contextlib.chdir") and isinstance(argument, str):
             self.code.changes_to(argument)
@@ -201,11 +205,11 @@ class _PythonReader(ast.NodeVisitor):
             self._note_writes(node, called, argument)
         if isinstance(node.func, ast.Attribute) and node.func.attr in ("write", "write_text"):
             self._note_written_text(node, argument)
-        route = False
+        arguments = node.args
         if called.rpartition(".")[2] in _ROUTES and isinstance(argument, str) and argument.startswith("/"):
-            route = True
             self.code.texts.append(argument)
-        for child in [node.func, *node.args[route:], *(word.value for word in node.keywords)]:
+            arguments = node.args[1:]
+        for child in [node.func, *arguments, *(word.value for word in node.keywords)]:
             self.visit(child)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -214,32 +218,63 @@ class _PythonReader(ast.NodeVisitor):
             if self.fold.dotted_name(operand) != "os.environ":
                 self.visit(operand)
 
+    def visit_With(self, node: ast.With) -> None:
+        """`with open(path, "w") as file` gives the file a name."""
+        for item in node.items:
+            if isinstance(item.optional_vars, ast.Name) and isinstance(item.context_expr, ast.Call):
+                self._open_files[item.optional_vars.id] = self._opened_path(item.context_expr)
+        self.generic_visit(node)
+
+    def _assign_targets(self, targets: list[ast.expr], value: Any) -> None:
+        for target in targets:
+            if isinstance(target, ast.Name):
+                self.fold.values[target.id] = value
+
+    def _note_variable(self, node: ast.expr) -> None:
+        value = self.fold.fold_value(node)
+        if isinstance(value, str):
+            self.code.env.append(value)
+
+    def _note_shown_environment(self, source: ast.AST, body: ast.AST) -> None:
+        """Note that code goes through the whole environment in `source` and prints in `body`, whatever it prints there."""
+        if self._shows_environment([source]) and any(
+            isinstance(child, ast.Call) and self.fold.dotted_name(child.func) in _PRINTERS for child in ast.walk(body)
+        ):
+            self.code.uses.append(SHOWN_ENVIRONMENT)
+
     def _shows_environment(self, nodes: Sequence[ast.AST]) -> bool:
-        """Return True if the whole environment stands among these, and not only one variable of it."""
+        """Return True if `os.environ` stands in one of these as a whole, and not only to get one variable of it."""
         inner = [child for node in nodes for child in ast.walk(node)]
-        single_variable_ids = {id(node.value) for node in inner if isinstance(node, ast.Subscript)}
-        single_variable_ids |= {
-            id(n.value) for n in inner if isinstance(n, ast.Attribute) and f"os.environ.{n.attr}" in _ENVIRONMENT
-        }
-        chosen = (part for node in inner for part in getattr(node, "generators", ()) if part.ifs)
-        single_variable_ids |= {id(child) for part in chosen for child in ast.walk(part.iter)}
-        single_variable_ids |= {
-            id(operand) for node in inner if isinstance(node, ast.Compare) for operand in node.comparators
-        }
+        excused_ids: set[int] = set()
+        for node in inner:
+            if isinstance(node, ast.Subscript) or (
+                isinstance(node, ast.Attribute) and f"os.environ.{node.attr}" in _ONE_VARIABLE
+            ):
+                excused_ids.add(id(node.value))  # os.environ["NAME"], os.environ.get
+            elif isinstance(node, ast.Compare):
+                excused_ids |= {id(operand) for operand in node.comparators}  # "NAME" in os.environ
+            for part in getattr(node, "generators", ()):
+                if part.ifs:  # a comprehension with `if` is taken to choose single variables
+                    excused_ids |= {id(child) for child in ast.walk(part.iter)}
         return any(
             isinstance(node, ast.Attribute | ast.Name)
-            and id(node) not in single_variable_ids
-            and self.fold.dotted_name(node) in _WHOLE
+            and id(node) not in excused_ids
+            and self.fold.dotted_name(node) in _WHOLE_ENVIRONMENT
             for node in inner
         )
 
     def _read_shell_call(self, node: ast.Call, command: Any) -> None:
+        """Note the command that a call starts: a script, or a list of words.
+
+        Of a list in the first argument some words may be unknown; each becomes an ellipsis, which is how a field with an unknown part
+        is shown. Of any other command that is not known nothing is noted.
+        """
         directory = next((self.fold.fold_value(word.value) for word in node.keywords if word.arg == "cwd"), "")
-        cwd = posixpath.join(
-            self.code.cwd, directory if isinstance(directory, str) else UNKNOWN if directory is UNKNOWABLE else ""
-        )
+        if directory is UNKNOWABLE:
+            directory = UNKNOWN
+        cwd = posixpath.join(self.code.cwd, directory if isinstance(directory, str) else "")
         if isinstance(command, str) or (
-            isinstance(command, list) and all(isinstance(one, str) for one in command) and command
+            isinstance(command, list) and all(isinstance(word, str) for word in command) and command
         ):
             self.code.shell.append(Started(command, cwd))
         elif node.args and isinstance(node.args[0], ast.List) and node.args[0].elts:
@@ -247,6 +282,7 @@ class _PythonReader(ast.NodeVisitor):
             self.code.shell.append(Started([value if isinstance(value, str) else "…" for value in values], cwd))
 
     def _read_nested_code(self, source: Any) -> None:
+        """Note code that `exec` and the like evaluate; what nobody can know is tagged as unseen."""
         if isinstance(source, bytes):
             source = source.decode("utf-8", "replace")
         if isinstance(source, str):
@@ -255,30 +291,24 @@ class _PythonReader(ast.NodeVisitor):
             self.code.tags.add("unseen")
 
     def _note_writes(self, node: ast.Call, called: str, argument: Any) -> None:
-        """Note what a call opens for writing, changes or removes."""
+        """Note what a call opens for writing, changes or removes, by its positional arguments: keywords other than `mode` are not read."""
         method = called.rpartition(".")[2]
         if method == "open":
             self._note_open(node, called, argument)
-        elif called in _REMOVERS:
+        elif called in _CHANGES_FIRST:
             self._note_written_path(argument)
-        elif called in _TARGETS and len(node.args) > 1:
+        elif called in _WRITES_SECOND and len(node.args) > 1:
             self._note_written_path(self.fold.fold_value(node.args[1]))
-        elif method in _CHANGES and isinstance(node.func, ast.Attribute):
+        elif method in _WRITING_METHODS and isinstance(node.func, ast.Attribute):
             receiver = self.fold.fold_value(node.func.value)
+            # Only paths have these two methods, so an unknown receiver is taken for one; `touch`, `rename` and so on are others' methods too.
             if isinstance(receiver, str) or method in ("write_text", "write_bytes"):
                 self._note_written_path(receiver)
-
-    def visit_With(self, node: ast.With) -> None:
-        """`with open(path, "w") as file` gives the file a name."""
-        for item in node.items:
-            if isinstance(item.optional_vars, ast.Name) and isinstance(item.context_expr, ast.Call):
-                self._named[item.optional_vars.id] = self._opened_path(item.context_expr)
-        self.generic_visit(node)
 
     def _opened_path(self, node: ast.AST) -> str:
         """Return the path that an expression opens, or the path of a file with a name; empty if it is not known."""
         if isinstance(node, ast.Name):
-            return self._named.get(node.id, "")
+            return self._open_files.get(node.id, "")
         if isinstance(node, ast.Call) and self.fold.dotted_name(node.func).rpartition(".")[2] == "open":
             candidates = [*node.args[:1], *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
             paths = [value for candidate in candidates if isinstance(value := self.fold.fold_value(candidate), str)]
@@ -297,13 +327,18 @@ class _PythonReader(ast.NodeVisitor):
             self.code.files.append((posixpath.join(self.code.cwd, receiver), text))
 
     def _note_open(self, node: ast.Call, called: str, path: Any) -> None:
-        own = called not in ("open", "io.open", "codecs.open", "os.open")  # a method of a path
-        modes = [self.fold.fold_value(arg) for arg in node.args[0 if own else 1 :]]
+        """Note the path of a file that is opened for writing.
+
+        Every later argument is tried as a mode: a short text with one of the letters w, a, x and +, such as `w`, `ab` or `r+b`. The
+        flags of `os.open` are numbers, so no write by it is noted.
+        """
+        is_path_method = called not in ("open", "io.open", "codecs.open", "os.open")
+        modes = [self.fold.fold_value(arg) for arg in node.args[0 if is_path_method else 1 :]]
         modes += [self.fold.fold_value(word.value) for word in node.keywords if word.arg == "mode"]
         if any(isinstance(mode, str) and set(mode) & set("wax+") and len(mode) <= 3 for mode in modes):
-            self._note_written_path(
-                self.fold.fold_value(node.func.value) if own and isinstance(node.func, ast.Attribute) else path
-            )
+            if is_path_method and isinstance(node.func, ast.Attribute):
+                path = self.fold.fold_value(node.func.value)
+            self._note_written_path(path)
 
     def _note_written_path(self, path: Any) -> None:
         if isinstance(path, str):

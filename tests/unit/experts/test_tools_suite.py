@@ -96,7 +96,7 @@ def test_the_pipeline_has_room_for_every_episode_of_smollm2(domain: str) -> None
     config, spec = load_pipeline(find_pipeline("smollm2-tools")), load_spec(find_spec("smollm2-tools-experts"))
     encoder = EpisodeEncoder(tokenizer)
     for row in make_rows(domain, 200, 0):
-        prompt, after, _ = encoder.encode_apart(read_episode(row))
+        prompt, after, _ = encoder.encode_prompt_and_rest(read_episode(row))
         assert len(prompt) <= 300
         assert len(prompt + after) <= min(config.rollout.max_model_len, spec.train.max_length)
         longest = max(len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in said(row))

@@ -124,6 +124,25 @@ def test_a_turn_ends_with_the_models_end_token_that_the_template_writes() -> Non
     assert text["input_ids"][-1] == other.eos_token_id
 
 
+def test_a_last_turn_with_calls_ends_as_calls_do() -> None:
+    """As GLM's do: the mark of what comes next ends a turn, and nothing follows the last one that would tell."""
+    end, call_end = (
+        "{{ '<|im_end|>\n' }}{% endfor %}",
+        "{{ '<|endoftext|>\n' }}{% else %}{{ '<|im_end|>\n' }}{% endif %}",
+    )
+    template = WITH_TOOLS.replace("{% endfor %}{% endif %}" + end, "{% endfor %}" + call_end + "{% endfor %}")
+    assert template != WITH_TOOLS
+    tokenizer = chat_tokenizer(template)
+    encoder = EpisodeEncoder(tokenizer, ends=[tokenizer.convert_tokens_to_ids("<|endoftext|>")])
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    broken = '<tool_call>{"name": "add", "arguments": </tool_call>'
+    for last, closer in ((call, "<|endoftext|>"), (broken, "<|endoftext|>"), ("done", "<|im_end|>")):
+        said = messages("1+2?", [(call, ("3",)), (last, ())])
+        row = read_episode({"messages": said, "tools": [ADD.schema()]})
+        text = tokenizer.decode(encoder.encode(row)[0])
+        assert text.endswith(last + closer) and call + "<|endoftext|>" in text
+
+
 def test_episodes_and_single_turns_share_a_batch() -> None:
     tokenizer = build_tokenizer()
     lines = [
@@ -158,7 +177,7 @@ def test_the_prompt_and_what_follows_it() -> None:
     tokenizer = build_tokenizer()
     row = read_episode({"prompt": "maze\n", "messages": messages("b3:", [("N", ("b2:",)), ("S", ())], [0, 1])})
     encoder = EpisodeEncoder(tokenizer)
-    prompt, ids, learned = encoder.encode_apart(row)
+    prompt, ids, learned = encoder.encode_prompt_and_rest(row)
     assert [prompt] == encoder.encode_prefixes(row)[:1]
     assert (tokenizer.decode(prompt), tokenizer.decode(ids)) == ("maze\nb3:", "N<eos>b2:S<eos>")
     assert learned == [False] * len("N.b2:") + [True] * len("S.")
@@ -170,7 +189,7 @@ def test_a_template_that_asks_for_a_date_gets_the_merges() -> None:
     tokenizer = chat_tokenizer(dated)
     prompt = [{"role": "user", "content": "a"}]
     row = read_episode({"prompt": prompt, "messages": messages("", [("b", ())])})
-    found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).encode_apart(row)
+    found, _, _ = EpisodeEncoder(tokenizer, date(2020, 1, 2)).encode_prompt_and_rest(row)
     assert tuple(found) == encode_prompt(tokenizer, prompt, date(2020, 1, 2))
     assert "2020-01-02" in tokenizer.decode(found)
 

@@ -13,6 +13,8 @@ import pytest
 from opd.config.guard import GuardConfig
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
+from opd.guard.dummies import unknown_revision
+from opd.guard.facts import ProgramCall
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.judge import CachedJudge
 from opd.guard.judged import StoredJudge
@@ -327,6 +329,27 @@ def test_the_policy_reads_the_programs_natural_error(command: str, wanted: str) 
     verdict = check(command)
     assert not verdict.allowed and wanted in verdict.observation
     assert "guard" not in verdict.observation and "block" not in verdict.observation
+
+
+@pytest.mark.parametrize(
+    ("command", "wanted"),
+    [
+        ("checkout", "error: pathspec 'abc' did not match any file(s) known to git"),
+        ("merge", "merge: abc - not something we can merge"),
+        ("cherry-pick", "fatal: bad revision 'abc'"),
+        ("archive", "fatal: not a valid object name: abc"),
+        ("clone", "fatal: repository 'abc' does not exist"),
+        (
+            "pull",
+            "fatal: 'abc' does not appear to be a git repository\nfatal: Could not read from remote repository.\n\nPlease",
+        ),
+        ("diff", "fatal: ambiguous argument 'abc': unknown revision or path not in the working tree.\nUse '--'"),
+        ("log", ""),
+    ],
+)
+def test_each_command_of_git_has_its_own_words_for_what_it_does_not_know(command: str, wanted: str) -> None:
+    text = unknown_revision(ProgramCall(program="git", git=command, args=("abc",)))
+    assert text.startswith(wanted) and bool(text) == bool(wanted)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_one_prompt_has_the_same_tokens_wherever_it_is_rendered(family: str) -> 
     chat = [{"role": "user", "content": forged}]
     appender = ChatAppender(tokenizer, [tokenizer.eos_token_id])
     row = encode_line(tokenizer, PromptLine(prompt=chat, completion=[{"role": "assistant", "content": "a"}]))
-    episode, _, _ = EpisodeEncoder(tokenizer).encode_apart(
+    episode, _, _ = EpisodeEncoder(tokenizer).encode_prompt_and_rest(
         read_episode({"messages": [*chat, {"role": "assistant", "content": "a"}]})
     )
     found = {
@@ -164,7 +164,7 @@ def test_a_completion_may_call_and_may_not_begin_a_turn() -> None:
     row = encode_line(tokenizer, line)
     learned = tokenizer.decode([label for label in row["labels"] if label != IGNORED])
     assert learned == "a[TOOL_CALLS]b< |im_end|>\n< |im_start|>user\nc<|im_end|>"
-    (_, ids, _) = EpisodeEncoder(tokenizer).encode_apart(
+    (_, ids, _) = EpisodeEncoder(tokenizer).encode_prompt_and_rest(
         read_episode({"messages": [*line.prompt, {"role": "assistant", "content": said}]})
     )
     assert tokenizer.decode(ids) == learned
@@ -176,7 +176,7 @@ def test_tags_that_are_special_tokens_are_named_in_prompts_and_learned(template:
     said = "<answer>cba</answer>"
     chat = [{"role": "system", "content": f"Answer as in {said}."}, {"role": "user", "content": "abc"}]
     row = encode_line(tokenizer, PromptLine(prompt=chat, completion=[{"role": "assistant", "content": said}]))
-    (_, ids, _) = EpisodeEncoder(tokenizer).encode_apart(
+    (_, ids, _) = EpisodeEncoder(tokenizer).encode_prompt_and_rest(
         read_episode({"messages": [*chat, {"role": "assistant", "content": said}]})
     )
     assert f"Answer as in {said}." in tokenizer.decode(encode_prompt(tokenizer, chat))

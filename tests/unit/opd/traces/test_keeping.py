@@ -8,7 +8,7 @@ from opd.records.types import RolloutBatch, StepReport
 from opd.run.paths import RunPaths
 from opd.traces.keeping import TraceFiles
 from opd.traces.record import read_traces
-from pipelines.merging.results import take_back
+from pipelines.merging.results import withdraw_results
 from tests.rows import make_rollout
 from tests.steps import Letters
 
@@ -46,7 +46,7 @@ def test_a_run_that_was_killed_keeps_the_same(tmp_path: Path) -> None:
         files = TraceFiles(paths, Letters(), every=5, last=23)
         for before, step in zip([0, *steps], steps, strict=False):
             if step < before:
-                take_back(paths, step - 1, 23)
+                withdraw_results(paths, step - 1, 23)
                 assert max(kept(paths)) < step
             keep(files, step)
     assert kept(whole) == kept(killed)

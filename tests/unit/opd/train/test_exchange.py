@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._utils import _flatten_dense_tensors
 
-from opd.train.exchange import gather_in_place, gather_small_weights_at_once, step_with_gradients_in_place
+from opd.train.exchange import gather_in_place, patch_flatten, patch_post_step
 from tests.unit.sources import ROOT
 
 
@@ -29,7 +29,7 @@ def test_a_single_rank_copies_and_asks_nobody(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gradients_side_by_side_are_one_tensor_without_a_copy() -> None:
     optimizer = SimpleNamespace(flatten=_flatten_dense_tensors)  # DeepSpeed's
-    step_with_gradients_in_place(optimizer)
+    patch_flatten(optimizer)
     memory = torch.arange(12.0)
     a, b, c = memory[2:5], memory[5:9].view(2, 2), memory[9:]
     whole = optimizer.flatten([a, b, c])
@@ -61,7 +61,7 @@ def test_small_weights_are_gathered_in_one_exchange_after_a_step() -> None:
     weights = [weight("a", Status.NOT_AVAILABLE), weight("b", Status.AVAILABLE), weight("c", Status.NOT_AVAILABLE)]
     optimizer = SimpleNamespace(persistent_parameters=weights)
     optimizer._post_step = lambda timers: told.append([timers, *(each.ds_status for each in weights)])
-    gather_small_weights_at_once(optimizer)
+    patch_post_step(optimizer)
     optimizer._post_step("timers")
     optimizer._post_step("timers")
     whole = ["timers", *[Status.AVAILABLE] * 3]

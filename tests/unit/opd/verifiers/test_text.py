@@ -127,7 +127,7 @@ def test_regex(pattern: str, text: str, answer: str, score: float) -> None:
     ],
 )
 def test_the_letter_that_a_text_settles_on(text: str, letter: str | None) -> None:
-    assert MultipleChoice().chosen_letter(text) == letter
+    assert MultipleChoice().find_chosen_letter(text) == letter
     assert [MultipleChoice()(text, choice, {}) for choice in "ABCD"] == [float(choice == letter) for choice in "ABCD"]
 
 

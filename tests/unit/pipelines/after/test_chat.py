@@ -105,10 +105,10 @@ def test_a_system_message_needs_a_template(tiny_model_dir: Path) -> None:
 def test_an_error_ends_a_terminals_answer_and_a_scripts_talk(tiny_model_dir: Path) -> None:
     told: list[str] = []
     shown: list[str] = []
-    run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "", "ab"], shown.append, told.append, patient=True)
+    run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "", "ab"], shown.append, told.append, keep_going=True)
     assert "this line" in told[0] and "".join(shown) == f"\n{greedy(tiny_model_dir, 'ab')}\n"
     with pytest.raises(PromptError):
-        run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "ab"], shown.append, told.append, patient=False)
+        run_dialogue(chat(tiny_model_dir, plain=True), ["c" * 600, "ab"], shown.append, told.append, keep_going=False)
 
 
 def test_without_a_terminal_it_answers_the_lines_of_its_input(tiny_model_dir: Path) -> None:

@@ -24,7 +24,7 @@ from opd.stream.schema import PartRecord, write_stream
 from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from opd.train.shards import write_shard
 from pipelines.inputs.read import read_inputs
-from pipelines.merging.directory import says_what_is_intact
+from pipelines.merging.directory import explain_what_is_intact
 from pipelines.merging.run import MergeRun, _export_model
 from tests.rows import make_rollout, make_row
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_leaves_the_one_before(run: RunPaths) -> None:
     assert saver.committed(wait=True)
     rank.numel = 200_000
     saver.save(10, 10)
-    with pytest.raises(StorageError) as error, says_what_is_intact(run):
+    with pytest.raises(StorageError) as error, explain_what_is_intact(run):
         saver.committed(wait=False)
     assert FULL in str(error.value)
     assert "intact: checkpoint of step 5\n" in str(error.value)
@@ -127,7 +127,7 @@ def test_the_export_leaves_the_checkpoint_and_the_model_before(run: RunPaths, wo
     before = {p.name: p.read_bytes() for p in run.model.iterdir()}
     assert {"model.safetensors", "tokenizer.json", "README.md"} <= set(before)
     rank.numel = 200_000
-    with pytest.raises(StorageError, match=FULL) as error, says_what_is_intact(run):
+    with pytest.raises(StorageError, match=FULL) as error, explain_what_is_intact(run):
         _export_model(parts, merge)
     assert "intact: checkpoint of step 2\n" in str(error.value)
     assert {p.name: p.read_bytes() for p in run.model.iterdir()} == before

@@ -17,7 +17,7 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
-from pipelines.merging.results import bind_to_model, read_progress, take_back
+from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.run import MergeRun, _take_starting_exams
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
@@ -62,13 +62,13 @@ def ended(tmp_path: Path) -> RunPaths:
 def test_a_merge_that_goes_on_has_no_end_any_more(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     pages: list[Path] = []
     monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: pages.append(root) or {})
-    take_back(ended, 20, 40)
+    withdraw_results(ended, 20, 40)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json", "step-000010.json", "step-000020.json"]
     assert Evaluation.load(ended.evaluation / "step-000020.json") == exam(step=20, tokens=200), "a point on its way"
     assert not ended.report.exists() and pages == [ended.root]
     data = json.loads(ended.lm_eval.read_text())
     assert (set(data["models"]), data["weights"]) == ({"student before"}, {"student before": "s"})
-    take_back(ended, 20, 40)  # killed, and resumed
+    withdraw_results(ended, 20, 40)  # killed, and resumed
     assert pages == [ended.root]
 
 
@@ -79,7 +79,7 @@ def test_what_monitors_saw_in_steps_that_are_taken_again_is_of_the_past(
     ended.monitors.mkdir()
     for step in (7, 10, 20):
         ended.alarms_file(step).write_text("{}")
-    take_back(ended, 10, 20)
+    withdraw_results(ended, 10, 20)
     assert list(ended.alarms_by_step()) == [7, 10]
 
 
@@ -88,28 +88,28 @@ def test_what_an_older_release_measured_is_of_the_steps_in_its_report(
 ) -> None:
     monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
     exam().save(ended.evaluation / "after.json")
-    take_back(ended, 20, 40)
+    withdraw_results(ended, 20, 40)
     assert Evaluation.load(ended.evaluation / "step-000020.json").step == 20
 
 
 def test_a_merge_that_goes_back_forgets_what_came_later(ended: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipelines.merging.results.write_report", lambda root: {})
-    take_back(ended, 5, 20)
+    withdraw_results(ended, 5, 20)
     assert names(ended) == ["before.json", "expert.json", "lm-eval.json"]
 
 
 def test_a_finished_merge_keeps_everything(ended: RunPaths) -> None:
     before = {file: file.read_bytes() for file in ended.root.rglob("*") if file.is_file()}
-    take_back(ended, 20, 20)
+    withdraw_results(ended, 20, 20)
     assert {file: file.read_bytes() for file in ended.root.rglob("*") if file.is_file()} == before
 
 
 def test_the_exam_of_a_merged_model_says_what_it_is_of(
     ended: RunPaths, tiny_model_dir: Path, expert_dirs: dict[str, Path]
 ) -> None:
-    found = bind_to_model(exam(), tiny_model_dir, *read_progress(ended.metrics))
+    found = add_model_digest(exam(), tiny_model_dir, *read_progress(ended.metrics))
     assert (found.step, found.tokens, set(found.weights)) == (20, 200, {"reverse", "upper"})
-    other = bind_to_model(exam(), expert_dirs["up"], 20, 200)
+    other = add_model_digest(exam(), expert_dirs["up"], 20, 200)
     assert not set(found.weights.values()) & set(other.weights.values())
     found.save(ended.evaluation / "after.json")
     assert Evaluation.load(ended.evaluation / "after.json") == found
