@@ -18,7 +18,7 @@ from opd.prompts import Messages, PromptLine, PromptTable, load_prompts, render_
 from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.verifiers.numeric import NUMBER
 from opd.verifiers.reasoning_gym import ReasoningGym
-from pipelines.propose.columns import Columns, look_at_columns
+from pipelines.propose.columns import Columns, find_columns
 from pipelines.propose.given import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
 from pipelines.propose.text import on_one_line
 
@@ -75,8 +75,8 @@ def find_sources(answers: InitAnswers, student: ModelInfo, chat: bool | None) ->
 def _prompt_sources(expert: ExpertAnswer, chat: bool | None, templated: bool) -> Sources:
     as_chat = templated if chat is None else chat
     _parse_verifier(expert.verifier)
-    columns = look_at_columns(expert.prompts, expert.columns)
-    held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
+    columns = find_columns(expert.prompts, expert.columns)
+    held_out = None if expert.exam is None else find_columns(expert.exam, expert.columns)
     return Sources(
         training=_prompts_config(expert.prompts, columns, as_chat),
         exam=None if expert.exam is None or held_out is None else _prompts_config(expert.exam, held_out, as_chat),
