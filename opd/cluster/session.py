@@ -89,7 +89,10 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
     if directory is None:
         try:
             ray.init(
-                address=config.address, log_to_driver=False, logging_level="ERROR", job_config=search_path.job_config()
+                address=config.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                job_config=search_path.make_job_config(),
             )
         except ConnectionError as error:
             raise ConfigError.at(
@@ -110,7 +113,7 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
         _temp_dir=str(
             directory / RAY_DIRECTORY
         ),  # Ray opens the directory itself to everybody, but not the one above it
-        job_config=search_path.job_config(),
+        job_config=search_path.make_job_config(),
         # Else Ray waits for `num_cpus` processes that have none of the environment that our workers need.
         _system_config={"prestart_worker_first_driver": False},
     )

@@ -14,16 +14,18 @@ from opd.records.json_fields import check_types
 
 T = TypeVar("T")
 FORMAT = 1
+"""Version of the file of an `Evaluation`; a file of another version is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthScore:
-    """One model on a domain's tasks of a like length, counted in moves of the task's own solution."""
+    """One model on a domain's tasks of similar length, counted in moves of the task's own solution: those of `fewest` to `most`
+    right moves, both included."""
 
     fewest: int
-    """Right moves of the shortest task that belongs here."""
+    """Lower limit of this range, in right moves."""
     most: int | None
-    """Those of the longest; None: no limit."""
+    """Upper limit of this range; None: no limit."""
     questions: int
     accuracy: float
     """Mean score of these tasks, 0..1."""
@@ -83,17 +85,18 @@ class ScoredAnswer:
     prompt: str
     """Decoded, special tokens left in."""
     answer: str
-    """What the verifier compared with."""
+    """The right answer, with which the verifier compared the model's."""
     text: str
+    """The model's answer."""
     score: float
     tokens: int = 0
     truncated: bool = False
     error: str = ""
-    """Traceback of a verifier that raised, or what broke the episode."""
+    """Traceback of a verifier that raised, or the error that broke the episode; empty without one."""
     turns: int | None = None
-    """Turns of the episode; None if it is none."""
+    """Turns of the episode; None in a domain without an environment."""
     invalid_calls: int = 0
-    """Those of them with a tool call that could not be made as it was written."""
+    """Turns among these with a tool call that could not be made as it was written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,8 @@ class Evaluation:
         return {domain: score.accuracy for domain, score in self.scores.items()}
 
     def covers(self, domain: str, digest: str) -> bool:
-        """Return True if this is an evaluation of this model on this domain. A file of an older release names no model: it counts too."""
+        """Return True if this is an evaluation, on this domain, of the model with this digest."""
+        # A file of an older release has no digests: it counts as one of any model.
         return domain in self.scores and self.weights.get(domain, digest) == digest
 
     def as_text(self) -> str:
@@ -139,7 +143,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Make the evaluation from the parsed JSON of its file."""
+        """Make the evaluation from the parsed JSON of its file, or of a cache's entry. Raises: KeyError, TypeError, AttributeError if it
+        has another form."""
+        # `load` and the report have refused another format of a file before, with a message for users.
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
         evaluation = cls(
             model=data["model"],
@@ -154,7 +160,7 @@ class Evaluation:
 
 
 def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what `parse` makes of a result's file of format `version`.
+    """Read a result's file of format `version`, and return the value that `parse` makes of its JSON.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
     """
@@ -173,20 +179,27 @@ def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T
 
 
 def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evaluation:
-    """Combine at least one evaluation into one. Where several have a domain, the last of them counts."""
-    latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
+    """Combine at least one evaluation into one, of `model`. Where several have a domain, the last in the sequence counts; `step` and
+    `tokens` are kept only if all have the same."""
+    last_by_domain = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
     training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
-        scores={domain: evaluation.scores[domain] for domain, evaluation in latest.items()},
-        answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
+        scores={domain: evaluation.scores[domain] for domain, evaluation in last_by_domain.items()},
+        answers=tuple(
+            a for domain, evaluation in last_by_domain.items() for a in evaluation.answers if a.domain == domain
+        ),
         step=step,
         tokens=tokens,
         weights={
-            domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights
+            domain: evaluation.weights[domain]
+            for domain, evaluation in last_by_domain.items()
+            if domain in evaluation.weights
         },
         cached={
-            domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached
+            domain: evaluation.cached[domain]
+            for domain, evaluation in last_by_domain.items()
+            if domain in evaluation.cached
         },
     )

@@ -50,11 +50,11 @@ class Inside:
 
         use_norm_kernels()
 
-    def opd_count_no_ranks(self) -> None:
+    def opd_skip_rank_counts(self) -> None:
         """Leave out the rank of each token, which nobody reads."""
-        from opd.rollouts.token_ranks import count_no_ranks
+        from opd.rollouts.token_ranks import skip_rank_counts
 
-        count_no_ranks()
+        skip_rank_counts()
 
     def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
         """Leave so many ids in all logits. Returns the model's class and the width of its logits: None in a process that gets
