@@ -149,7 +149,7 @@ class VLLMWorker:
     ) -> list[EpisodeResult]:
         """Play episodes with one expert beside the policy or none."""
         from opd.rollouts.endpoint.episode import (
-            play_episodes,  # its HTTP server is not there where engines are not installed
+            play_all_episodes,  # its HTTP server is not there where engines are not installed
         )
 
         self._wake_engine()
@@ -168,7 +168,7 @@ class VLLMWorker:
         expert_engine = None if expert is None else engine.add_engine(expert._llm.llm_engine)
 
         results = engine.drive(
-            lambda: play_episodes(requests, engine, self._dialogues, context, policy_version, expert_engine)
+            lambda: play_all_episodes(requests, engine, self._dialogues, context, policy_version, expert_engine)
         )
         self._sleep_engine()
         return results

@@ -185,14 +185,14 @@ async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, pr
     except (CallFailed, CallOverdue) as error:
         return str(error)
     finally:
-        thread.end_after()
+        thread.end_when_idle()
     return ""
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
     """Return True if a domain's episodes go through the student's chat template."""
     if isinstance(options, AgentOptions):
-        return options.through_template(tokenizer)
+        return options.uses_template(tokenizer)
     return not isinstance(prompts[0].text, str)
 
 
@@ -262,7 +262,7 @@ async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
             fix="correct the options; if making it takes long, raise step_timeout_s",
         ) from None
     finally:
-        thread.end_after()
+        thread.end_when_idle()
     if wrong:
         raise ConfigError.at(
             f"domains.{domain}.environment.name",

@@ -50,6 +50,6 @@ class AgentOptions:
     guard: GuardSpec | None = None
     """What checks the policy's calls before the program gets them; None: nothing."""
 
-    def through_template(self, tokenizer: Any) -> bool:
+    def uses_template(self, tokenizer: Any) -> bool:
         """Return True if the student reads messages through its chat template."""
         return self.render == "template" or (self.render is None and tokenizer.chat_template is not None)

@@ -45,7 +45,7 @@ from opd.rollouts.endpoint.messages import (
     make_request_error,
 )
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
-from opd.rollouts.episodes.runner import UNREADABLE, seed_of
+from opd.rollouts.episodes.runner import UNREADABLE, derive_seed
 from opd.rollouts.episodes.threads import hand_over, run_in_reader
 from opd.rollouts.episodes.trace import Trace, TraceSegment
 from opd.rollouts.episodes.turns import History
@@ -148,7 +148,7 @@ class EndpointSession:
         """`handover` is that of all sessions of a loop: see `opd.rollouts.episodes.threads.hand_over`."""
         self.secret = secrets.token_urlsafe(24)
         self.ended = asyncio.Event()
-        """Set when the session takes no more requests; `why` says why."""
+        """Set when the session takes no more requests; `end_reason` says why."""
         self.end_reason: End | None = None
         self.failure: Exception | None = None
         """What the engine raised."""
@@ -353,11 +353,11 @@ class EndpointSession:
     def _turn_seed(self, number: int, draw: int) -> int:
         """Return the seed of a turn. The first draw of a turn number has the seed that the white box gives to it; further
         draws are those of parallel conversations."""
-        return seed_of(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
+        return derive_seed(self._terms.seed, "turn", number, *((draw,) if draw > 1 else ()))
 
     def _commit_turn(self, turn: Turn, written: _ReadTurn) -> TraceSegment:
         """Put a turn into the trace. Nothing is awaited from here to its reply, so no other turn comes between."""
-        segment = self._trace.continue_or_fork(turn.ids, begins=self._begins_dialogue(turn))
+        segment = self._trace.continue_or_fork(turn.ids, is_new_dialogue=self._begins_dialogue(turn))
         segment.append_policy_turn(written.sampled)
         self._turns_in_trace += 1
         # What came before such a turn is noted already: the session wrote it itself, in `_answer_unseen_turn`.

@@ -73,7 +73,7 @@ class Delegation:
         requests = [self._make_request(call, share, inner) for call in started]
         return [*requests, *[None] * (len(calls) - len(started))]
 
-    def refusal_text(self) -> str:
+    def refuse_call(self) -> str:
         """Count a call that started nothing, and return what the agent reads of it."""
         self.ends[REFUSED] += 1
         return NO_MORE

@@ -47,7 +47,7 @@ class Dialogue(Protocol):
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
     ) -> list[int]:
         """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` and `turn` are explained at
-        `ChatAppender.encode_following`. Raises: as `first`."""
+        `ChatAppender.encode_following`. Raises: as `encode_opening`."""
         ...
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:

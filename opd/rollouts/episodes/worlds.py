@@ -89,7 +89,7 @@ class OwnEnvironment:
         await self._call("close", self._close)
 
     def leave(self) -> None:
-        self._thread.end_after(self._close)
+        self._thread.end_when_idle(self._close)
 
     async def _call(self, label: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
