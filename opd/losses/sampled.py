@@ -7,7 +7,7 @@ p_T is the student at the temperature of sampling, so p_T / mu is 1 for what it 
 the expectation over y ~ mu is the gradient of exact reverse KL at the same state, whatever policy mu sampled
 (Thinking Machines, "On-Policy Distillation", 2025); differentiating k1 itself would not do: the teacher would drop out. It holds as long as
 neither the token's weight in the loss nor b depends on the response (see `opd.train.totals.row_weights`).
-The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`). Clips: `ratio_clip` on p_T / mu (stale samples),
+The baseline b only lowers the variance (see `opd.train.batch.leave_one_out_baselines`). Clips: `ratio_clip` on p_T / mu (stale samples),
 `advantage_clip` on the log-ratio (Kimi K3, arXiv 2607.24653); each makes the estimate biased where it is active, which
 is why its rate is reported.
 """

@@ -339,7 +339,7 @@ def start_engine(options: EngineOptions, **overrides: Any) -> Any:
         # Ours are last: no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
-    llm.collective_rpc("opd_count_no_ranks")
+    llm.collective_rpc("opd_skip_rank_counts")
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
         llm.collective_rpc("opd_use_norm_kernels")

@@ -64,7 +64,7 @@ def turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], value_N:
 
     `value_N` is the objective's value; None if no domain of the batch looks at it.
     """
-    lengths = list(batch.row_lengths)
+    lengths = list(batch.trained_lengths)
     values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
     rows = zip(batch.domains, batch.turn_N.split(lengths), values.split(lengths), strict=True)
     parts = [

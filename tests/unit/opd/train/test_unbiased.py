@@ -24,7 +24,7 @@ from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
-from opd.train.batch import leave_one_out
+from opd.train.batch import leave_one_out_baselines
 from opd.train.totals import row_weights
 from tests.losses import chunked_objective
 from tests.rows import make_rollout, make_row
@@ -130,7 +130,7 @@ def expectations(s: Setting) -> tuple[Tensor, Tensor]:
             for (i, number, text), (_, mu, _) in zip(segments, each, strict=True)
         ]
         rows = {r.sample_id: (target(r, q),) for r, (_, _, q) in zip(rollouts, each, strict=True)}
-        weights, means = row_weights(rollouts, s.normalize, dict(s.loss_weights)), leave_one_out(rows)
+        weights, means = row_weights(rollouts, s.normalize, dict(s.loss_weights)), leave_one_out_baselines(rows)
         for r, part, (_, mu, q) in zip(rollouts, places, each, strict=True):
             columns["place"] += part
             columns["token"] += r.response_ids
