@@ -10,7 +10,7 @@ from opd.errors import OpdError
 from opd.settings.yaml_files import apply_overrides, validate_section
 from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
-from pipelines.propose.text import on_one_line
+from pipelines.propose.text import render_on_one_line
 from pipelines.sizing.shrink import shrinking_steps
 
 
@@ -35,7 +35,7 @@ def _list_changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
         for section, keys in change.items():
             for key, value in keys.items():
                 if key != "lr" and _is_smaller(value, getattr(getattr(config, section), key, None)):
-                    yield f"{section}.{key}={on_one_line(value)}"
+                    yield f"{section}.{key}={render_on_one_line(value)}"
 
 
 def _is_smaller(value: Any, now: Any) -> bool:
