@@ -16,7 +16,7 @@ from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import CALL_ID, ChatAppender, make_call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.tools import plain_calls
+from opd.rollouts.episodes.tools import read_plain_calls
 from opd.rollouts.episodes.turns import History
 
 
@@ -163,7 +163,7 @@ class PlainMessages:
         return written_text(self._tokenizer, turn, self._ends)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        tool_calls = plain_calls(text, tools)
+        tool_calls = read_plain_calls(text, tools)
         return ("" if tool_calls else text), _assign_call_ids(tool_calls)
 
 
