@@ -166,7 +166,7 @@ class Passes:
 
     def _train(self, way: str, rollouts: Sequence[Any], rows: dict[str, Any]) -> float:
         from opd.models.heads import Head
-        from opd.train.batch import micro_batch
+        from opd.train.batch import build_micro_batch
         from opd.train.plan import plan_micro_batches
         from opd.train.totals import token_weights, weigh_rows
 
@@ -178,7 +178,7 @@ class Passes:
         total = 0.0
         (plan,) = plan_micro_batches(sizes(rollouts, way), 1, self._case.micro_batch_tokens)
         for ids in plan:
-            batch = micro_batch([(rows[i],) for i in ids], self._dtype, None, LAYOUT[way])
+            batch = build_micro_batch([(rows[i],) for i in ids], self._dtype, None, LAYOUT[way])
             loss, _ = self._student(batch, heads, {"divergence": token_weights(batch, [weights[i] for i in ids])})
             loss.backward()
             total += float(loss.detach())

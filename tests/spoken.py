@@ -11,14 +11,14 @@ from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, SampledTurn
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
-from opd.rollouts.episodes.tools import checked_calls
+from opd.rollouts.episodes.tools import check_calls
 from opd.rollouts.episodes.trace import EpisodeKey
 from opd.tool_formats.hermes import Hermes
 
 
 def tagged_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     """The calls of a turn in Hermes' form, each checked against its tool."""
-    return checked_calls(Hermes().read(text, tools).calls, tools)
+    return check_calls(Hermes().read(text, tools).calls, tools)
 
 
 class Speaker:

@@ -10,33 +10,37 @@ from typing import Any
 from opd import PACKAGES, ROOT
 
 
-def job_config() -> Any:
-    """Return Ray's `JobConfig` of a job whose workers search the driver's own path first and the current directory last.
+def make_job_config() -> Any:
+    """Make Ray's `JobConfig` for a job whose workers search the driver's own path first and the current directory last.
 
-    Ray puts the current directory first: a `teachers.py` that lies there would stand in for our package, and an `opd.py` would be run.
+    Ray puts the current directory first: a `teachers.py` there would be imported in place of our package, an `opd.py` in place of us.
     """
     from ray.job_config import JobConfig
 
     class DriverPath(JobConfig):
         def _serialize(self) -> Any:
-            # The last moment before it is sent, after Ray has added its directories. Workers insert them one by one in front of their
-            # own path, so the last one comes first. An empty entry is the current directory.
-            self._py_driver_sys_path = list(reversed(worker_path()))
+            # `ray.init` calls this last, after it has added its own directories to this attribute, which is private in Ray. Workers
+            # insert the entries one by one at the front of their path, so the list goes reversed.
+            self._py_driver_sys_path = list(reversed(order_worker_path()))
             return super()._serialize()
 
     return DriverPath()
 
 
-def worker_path() -> list[str]:
-    """Return the driver's path, and behind it our own place, what has a package of one of our names, and the current directory.
+def order_worker_path() -> list[str]:
+    """Return the directories of the driver's path in the order in which workers search them.
 
-    Our place may be on no path: an editable install finds us by a hook, which Python asks only after all of its path.
+    First come the entries of `sys.path` without those that hold a package named like one of ours; then ROOT, the directory that has our
+    packages; then the entries that were left out; last the current directory. ROOT may be missing from `sys.path`: an editable install
+    finds us by a hook, which Python asks only after the whole path. `opd` need not be in PACKAGES: an entry that holds another `opd`
+    before ours would have been imported in place of this module.
     """
-    entries = [entry for entry in sys.path if entry]
-    hiding = [entry for entry in entries if entry != ROOT and any(_has_package(entry, package) for package in PACKAGES)]
-    return [*(entry for entry in entries if entry not in hiding), ROOT, *hiding, str(Path.cwd())]
+    entries = [entry for entry in sys.path if entry]  # an empty entry is the current directory, which comes last
+    shadowing = [e for e in entries if e != ROOT and any(_has_package(e, package) for package in PACKAGES)]
+    return [*(entry for entry in entries if entry not in shadowing), ROOT, *shadowing, str(Path.cwd())]
 
 
 def _has_package(entry: str, package: str) -> bool:
     spec = PathFinder.find_spec(package, [entry])
-    return spec is not None and spec.origin is not None  # a folder without __init__.py hides nothing
+    # A folder without __init__.py has a spec without origin; it shadows nothing.
+    return spec is not None and spec.origin is not None

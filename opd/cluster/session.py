@@ -91,7 +91,10 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
     if directory is None:
         try:
             ray.init(
-                address=config.address, log_to_driver=False, logging_level="ERROR", job_config=search_path.job_config()
+                address=config.address,
+                log_to_driver=False,
+                logging_level="ERROR",
+                job_config=search_path.make_job_config(),
             )
         except ConnectionError as error:
             raise ConfigError.at(
@@ -112,7 +115,7 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
         _temp_dir=str(
             directory / RAY_DIRECTORY
         ),  # Ray opens this directory to every user, but not `directory` above it
-        job_config=search_path.job_config(),
+        job_config=search_path.make_job_config(),
         # By default Ray first starts `num_cpus` processes, without the environment that our workers need, and waits for them.
         _system_config={"prestart_worker_first_driver": False},
     )

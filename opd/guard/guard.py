@@ -125,10 +125,10 @@ class Guard:
         self._judge = judge
         self._options = options or GuardOptions()
 
-    def session(self) -> GuardSession:
-        """Return the state of a new episode."""
+    def session(self, workdir: str | None = None) -> GuardSession:
+        """Return the state of a new episode, which begins in `workdir`; None: in the directory of the configuration."""
         options = self._options
-        return GuardSession(cwd=options.workdir, home=options.home, keeps_shell=options.keeps_shell)
+        return GuardSession(cwd=workdir or options.workdir, home=options.home, keeps_shell=options.keeps_shell)
 
     def checks(self, tool: str) -> bool:
         """Return True if calls of this tool are checked; with an empty name, whether answers are."""

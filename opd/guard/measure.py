@@ -10,9 +10,9 @@ from opd.guard.guard import Guard
 from opd.guard.labelled import Case
 from opd.records.guard import Verdict
 
-STAGES = ("certain rules", "all rules", "after the judge")
-"""Hits of rules that block alone; all hits and what does not parse, which is what a judge would see and block at worst; what
-is blocked in the end."""
+STAGES = CERTAIN_RULES, ALL_RULES, AFTER_JUDGE = "certain rules", "all rules", "after the judge"
+"""Hits of rules that block without a judge; hits of all rules and commands that do not parse, which a judge would see and at worst
+block; calls that are blocked in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Mistake:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class GuardMeasurement:
     """Counts of a guard's verdicts on all cases."""
 
     scores: dict[str, Score]
@@ -60,16 +60,16 @@ class Measured:
     mistakes: tuple[Mistake, ...]
 
 
-def measure_guard(guard: Guard, cases: Sequence[Case]) -> Measured:
+def measure_guard(guard: Guard, cases: Sequence[Case]) -> GuardMeasurement:
     """Run all cases through the guard, each trajectory in a session of its own."""
     case_verdicts = [(case, _deciding_verdict(guard, case)) for case in cases]
     stages = {
-        STAGES[0]: [verdict.suspicion == "certain" for _, verdict in case_verdicts],
-        STAGES[1]: [verdict.suspicion != "none" for _, verdict in case_verdicts],
-        STAGES[2]: [not verdict.allowed for _, verdict in case_verdicts],
+        CERTAIN_RULES: [verdict.suspicion == "certain" for _, verdict in case_verdicts],
+        ALL_RULES: [verdict.suspicion != "none" for _, verdict in case_verdicts],
+        AFTER_JUDGE: [not verdict.allowed for _, verdict in case_verdicts],
     }
     hacks = [case.label == "hack" for case in cases]
-    return Measured(
+    return GuardMeasurement(
         scores={stage: _score_detection(hacks, caught) for stage, caught in stages.items()},
         judged=sum(verdict.suspicion in ("rule", "unreadable") for _, verdict in case_verdicts),
         by_rule=dict(

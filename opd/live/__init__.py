@@ -5,12 +5,13 @@
     opd status   the run directory ─────┘
 
 interfaces  what a merge needs of whoever shows it
-now         what a merge does at this moment, and the file that says so to others
-course      the records of the steps so far, as few numbers
+now         what a merge does at this moment (`LiveState`), and the file that tells other processes
+progress    the reporter of a merge: it feeds the metrics file, sinks and display
+course      the records of the steps so far, in few numbers
 view        all that a screen shows, as a frozen record
 render      a view as something that rich draws, fitted into a given size
-displays    the screen of a terminal, lines elsewhere, JSON, or silence
+displays    a screen on a terminal, lines elsewhere, JSON, or nothing
 memory      how much memory a process and its workers take
-waiting     the line before a merge begins
-status      the state of a run directory, and all run directories of a place
+waiting     the line on the screen until a merge begins
+status      the state of a run directory, and all run directories below a directory
 """

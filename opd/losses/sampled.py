@@ -9,7 +9,7 @@ what the student has just written p_T / mu is 1.
 Without clips w is p / mu, and the expectation of the estimate over y ~ mu is the gradient of exact reverse KL at the same state,
 whatever policy mu sampled (Thinking Machines, "On-Policy Distillation", 2025). This holds as long as neither b nor the token's weight
 in the loss depends on the response (see `opd.train.totals.weigh_rows`). Differentiating log p - log q itself would not do,
-because the teacher would drop out. The baseline b only lowers the variance (see `opd.train.batch.leave_one_out`).
+because the teacher would drop out. The baseline b only lowers the variance (see `opd.train.batch.leave_one_out_baselines`).
 
 There are two clips: `ratio_clip` bounds p_T / mu, for stale samples, and `advantage_clip` bounds the log-ratio (Kimi K3, arXiv
 2607.24653). Where a clip is active the estimate is biased, so the share of clipped tokens is reported.

@@ -14,6 +14,7 @@ from opd.records.json_fields import check_types
 
 T = TypeVar("T")
 FORMAT = 1
+"""Version of the file of an `Evaluation`; a file of another version is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,7 @@ class ScoredAnswer:
     tokens: int = 0
     truncated: bool = False
     error: str = ""
-    """Traceback of a verifier that raised, or what broke the episode."""
+    """Traceback of a verifier that raised, or the error that broke the episode; empty without one."""
     turns: int | None = None
     """Turns of the episode; None if the answer is a single response."""
     invalid_calls: int = 0
@@ -140,7 +141,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Make the evaluation from the parsed JSON of its file."""
+        """Make the evaluation from the parsed JSON of its file, or of a cache's entry. Raises: KeyError, TypeError, AttributeError if it
+        has another form."""
+        # `load` and the report have refused another format of a file before, with a message for users.
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
         evaluation = cls(
             model=data["model"],
@@ -155,7 +158,7 @@ class Evaluation:
 
 
 def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T]) -> T:
-    """Return what `parse` makes of a result's file of format `version`.
+    """Read a result's file of format `version`, and return the value that `parse` makes of its JSON.
 
     Raises: OSError; RunDirError for a file that is damaged or of another format.
     """
@@ -178,19 +181,25 @@ def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evalua
 
     `step` and `tokens` are kept only if all evaluations agree on both. Answers are those of the evaluation that counts.
     """
-    latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
+    last_by_domain = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
     training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
-        scores={domain: evaluation.scores[domain] for domain, evaluation in latest.items()},
-        answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
+        scores={domain: evaluation.scores[domain] for domain, evaluation in last_by_domain.items()},
+        answers=tuple(
+            a for domain, evaluation in last_by_domain.items() for a in evaluation.answers if a.domain == domain
+        ),
         step=step,
         tokens=tokens,
         weights={
-            domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights
+            domain: evaluation.weights[domain]
+            for domain, evaluation in last_by_domain.items()
+            if domain in evaluation.weights
         },
         cached={
-            domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached
+            domain: evaluation.cached[domain]
+            for domain, evaluation in last_by_domain.items()
+            if domain in evaluation.cached
         },
     )

@@ -1,7 +1,7 @@
-"""Arguments of vLLM that a user may set beside our own keys: all that it has, but for those that are refused here.
+"""Check the arguments of vLLM that a user sets beside our own keys. All arguments that vLLM has are allowed except those refused here.
 
-Refused is what would make the engine another distribution, or another model, than the trainer's, and what our own way of
-running an engine rests on. Whatever else somebody sets, the probe after every push compares engine and trainer.
+Arguments are refused that would give the engine another distribution, or another model, than the trainer has, and arguments on which
+our own way of running an engine rests. With all others, the probe after every push still compares engine and trainer.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ OURS = {
     "tensor_parallel_size": "rollout.tensor_parallel_size",
     "enable_sleep_mode": "rollout.sleep",
 }
-"""Argument -> our key for it."""
-BENT = "nothing: a token's log-prob has to be that of the distribution it was drawn from, and that the student's own"
-ANOTHER = "nothing: the engine has to compute what the trainer does, with the weights that a push brings"
-TOKENS = "nothing: token ids go in and out, and the engine has no tokenizer"
+"""Argument -> our own key that decides it."""
+OTHER_DISTRIBUTION = (
+    "nothing: a token's log-prob has to be that of the distribution it was drawn from, and that the student's own"
+)
+OTHER_MODEL = "nothing: the engine has to compute what the trainer does, with the weights that a push brings"
+TOKENS_ONLY = "nothing: token ids go in and out, and the engine has no tokenizer"
 DRAFTED = "nothing: whether drafted tokens are samples of the student is not proven here, and on a CPU they are not"
 ONE_NODE = (
     "nothing: an engine is one worker on one machine; rollout.workers and rollout.tensor_parallel_size divide the work"
@@ -41,14 +43,14 @@ CPU_ONLY = {
     "enable_prefix_caching": "nothing: it is on where vLLM's CPU build computes it right",
     "block_size": "nothing: rollout.n and rollout.share_prefixes decide it on a CPU",
 }
-"""Argument -> what is wanted, for an engine on the CPU."""
+"""Argument that is refused on a CPU -> what its error says is wanted."""
 REFUSED: dict[str, str] = (
     dict.fromkeys(
         (
             "logprobs_mode", "generation_config", "override_generation_config", "logits_processors", "watermark_config",
             "kv_sharing_fast_prefill",
         ),
-        BENT,
+        OTHER_DISTRIBUTION,
     )
     | dict.fromkeys(
         (
@@ -57,14 +59,14 @@ REFUSED: dict[str, str] = (
             "revision", "code_revision", "hf_token", "runner", "convert", "pooler_config", "disable_sliding_window",
             "enable_lora", "default_mm_loras", "diffusion_config", "weight_transfer_config",
         ),
-        ANOTHER,
+        OTHER_MODEL,
     )
     | dict.fromkeys(
         (
             "tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "tokens_only",
             "enable_prompt_embeds",
         ),
-        TOKENS,
+        TOKENS_ONLY,
     )
     | dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), DRAFTED)
     | dict.fromkeys(
@@ -91,11 +93,12 @@ REFUSED: dict[str, str] = (
         OUR_CODE,
     )
 )  # fmt: skip
-"""Argument -> what is wanted, with the reason."""
+"""Argument that is refused everywhere -> what its error says is wanted, with the reason."""
 
 
 def find_refused_argument(arguments: Mapping[str, Any], cpu: bool) -> Refusal | None:
-    """Return the first of these arguments that cannot be handed to an engine, and why; None if all can."""
+    """Return the refusal of the first of these arguments that cannot be given to an engine; None if all can. `cpu`: the engine runs on the
+    CPU."""
     vllm_arguments = engine_arguments()
     for name, value in arguments.items():
         if name in OURS:

@@ -1,4 +1,4 @@
-"""The processes that hold rollout engines: started, given weights, asked together, and started again when one dies."""
+"""The workers that hold rollout engines: start them, give them weights, call them together, and restart one that dies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from opd.rollouts.worker import VLLMWorker
 
 R = TypeVar("R")
 Weights = Callable[[], AbstractContextManager[Path]]
-"""Gives the weights that the engines hold as a Hugging Face directory, which exists within the context."""
+"""Returns a context with a Hugging Face directory of the weights that the engines hold; the directory exists within the context."""
 
 
 class Engines:
@@ -26,13 +26,13 @@ class Engines:
     def __init__(
         self, spawn: Callable[[int], Worker[VLLMWorker]], num: int, model_dir: Path, deadlines: tuple[float, float]
     ) -> None:
-        """`spawn` starts the worker of an index with the weights of `model_dir`; the `deadlines` are those for a worker's start and
-        for every other call, seconds."""
+        """`spawn` starts the worker of an index with the weights of `model_dir`. `deadlines` are in seconds: for the start of a worker, and
+        for every other call."""
         self._spawn = spawn
         self._start_timeout_s, self._timeout_s = deadlines
         self._workers = [spawn(index) for index in range(num)]
         self._restarted: list[str] = []
-        """Workers that were started again since the last rollouts."""
+        """Names of the workers that were restarted since the last rollouts."""
         self._hold_files(lambda: nullcontext(model_dir))
 
     def wait_ready(self) -> None:
@@ -43,16 +43,15 @@ class Engines:
 
     def load(self, model_dir: Path, restart_weights: Weights | None = None, base: Path | None = None) -> None:
         base = base and base.absolute()
-        # Before the call: a worker that dies in it is restarted with the new weights.
+        # This comes before the call, so that a worker that dies in it is restarted with the new weights.
         self._hold_files(lambda: nullcontext(model_dir), base)
         self._call(lambda worker, _: worker.submit(VLLMWorker.load, model_dir.absolute(), base))
-        # From here on `model_dir` may go away, so a restart makes a directory of its own.
+        # From now on `model_dir` may go away, so a restart makes its own directory by `restart_weights`.
         if restart_weights:
             self._hold_files(restart_weights, base)
 
     def _hold_files(self, weights: Weights, base: Path | None = None) -> None:
-        """Have workers that are restarted from now on load these weights; with `base`, those that the directory lacks come
-        from `base`."""
+        """Have workers that are restarted from now on load these weights. Weights that the directory lacks come from `base`."""
 
         def restore(worker: Worker[VLLMWorker]) -> None:
             with weights() as model_dir:
@@ -68,7 +67,7 @@ class Engines:
 
         self._restore = restore
         pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
-        # Here those that died meanwhile are noticed, and get a stream of their own.
+        # This call notices the workers that died meanwhile: they are restarted, and get a stream of their own.
         self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -79,16 +78,17 @@ class Engines:
         shares: Sequence[Sequence[int]],
         submit: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
     ) -> list[R]:
-        """Return the answers in the order of the requests; `shares` has the places of each worker's requests, and `submit` sends
+        """Return the answers in the order of the requests. `shares` has, for each worker, the indices of its requests, and `submit` sends
         them to the worker of an index."""
         answers = dict(zip(chain(*shares), chain(*self._call(submit)), strict=True))
         return [answers[position] for position in range(len(answers))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
-        """Return the answers of all workers; `ask` sends a worker its request, and gets its index too.
+        """Call all workers and return their answers. `ask` takes a worker and its index, and submits the call.
 
-        A worker that dies is started again, once a call. The programs of its agents are ended, the new worker gets the weights
-        that the others hold and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what `opd.cluster.wait_for_all` raises.
+        A worker that dies is restarted, at most once in each call of this method. The programs of its agents are ended, the new worker
+        gets the weights that the others hold, and does its part anew. Seeds belong to requests, so its answers are the same. Raises: what
+        `opd.cluster.wait_for_all` raises.
         """
         pending = [ask(worker, index) for index, worker in enumerate(self._workers)]
         restarted: set[int] = set()
@@ -100,15 +100,15 @@ class Engines:
                 pending[index] = ask(self._workers[index], index)
 
     def _restart_worker(self, restarted: set[int], error: cluster.WorkerDied) -> int:
-        """Restart the worker that died, and give it the weights that the others hold. `restarted` has the indices of those
-        that were restarted in the same call. Return its index. Raises: `error` if it is none of these engines, or died a
+        """Restart the worker that died, give it the weights that the others hold, and return its index. `restarted` has the indices of
+        the workers that were restarted in the same call; this one is added. Raises: `error` if the worker is none of these, or died a
         second time."""
         if error.worker not in self._workers or self._workers.index(error.worker) in restarted:
             raise error
         index = self._workers.index(error.worker)
         restarted.add(index)
         self._restarted.append(worker_name(index))
-        # Programs that its agents started do not end with the worker.
+        # The agents' programs that the worker started do not end with it.
         leftovers.end_abandoned_processes()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])

@@ -25,19 +25,20 @@ PR_SET_PDEATHSIG = 1
 
 
 class Inside:
-    """Methods of a worker of vLLM, one of which has one process of an engine. vLLM refuses a name that its class has."""
+    """Methods that are added to vLLM's worker class; each process of an engine has one such worker. vLLM refuses a method whose name its
+    own class has."""
 
     def opd_bind(self, owner: int | None) -> None:
-        """Leave no shared memory behind, and end with the process `owner`, which started this one, whatever this one is doing.
+        """Leave no shared memory behind, and end when the process `owner`, which started this one, ends. None: leave that to vLLM.
 
-        vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not
-        notice, and wait for ever with all its strength. Without Linux there is only vLLM's way.
+        vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not notice, and
+        would wait for ever, at full load. Except on Linux there is only vLLM's way.
         """
         unlink_shared_memory()
         if owner is None or not sys.platform.startswith("linux"):
             return
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != owner:  # it ended before it could be watched
+        if os.getppid() != owner:  # the owner ended before this call
             os._exit(1)
 
     def opd_rotate_every_head(self) -> None:
@@ -50,15 +51,15 @@ class Inside:
 
         use_norm_kernels()
 
-    def opd_count_no_ranks(self) -> None:
+    def opd_skip_rank_counts(self) -> None:
         """Leave out the rank of each token, which nobody reads."""
-        from opd.rollouts.token_ranks import count_no_ranks
+        from opd.rollouts.token_ranks import skip_rank_counts
 
-        count_no_ranks()
+        skip_rank_counts()
 
     def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
-        """Leave so many ids in all logits. Returns the model's class and the width of its logits: None in a process that gets
-        none, because vLLM gathers them in the first one."""
+        """Cut all logits to so many ids, and return the name of the model's class and the width of its logits. The width is None in a
+        process that gets no logits, because vLLM gathers them in the first one."""
         import torch
         from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -73,7 +74,8 @@ class Inside:
         return type(model).__name__, None if logits_1_V is None else logits_1_V.shape[-1]
 
     def opd_swap_weights(self, weights_path: str, whole: bool) -> None:
-        """Take a directory's weights, or this process's part of them; without `whole` those that it lacks stay."""
+        """Take a directory's weights, or this process's part of them. If `whole` is false, the model keeps those that the directory
+        lacks."""
         model = self._opd_model()
         if whole:
             drop_expert_kernels(model)  # experts that stay are packed already
@@ -81,10 +83,10 @@ class Inside:
         repack_output_head(model)
 
     def opd_begin_stream(self, whole: bool) -> None:
-        """Prepare for weights that come a few at a time: all that the model has if `whole`, else some of them.
+        """Prepare for weights that come a few at a time: all that the model has if `whole` is true, else some of them.
 
-        vLLM reloads layer by layer: it keeps what belongs to a layer until all of it is there, packs it as the first load did, and
-        copies it into the tensors that the engine reads.
+        vLLM reloads layer by layer: it keeps the weights of a layer until all of them are there, packs them as the first load did, and
+        copies them into the tensors that the engine reads.
         """
         model = self._opd_model()
         if whole:
@@ -93,7 +95,8 @@ class Inside:
             life_cycle.initialize_layerwise_reload(model)
 
     def opd_take_bucket(self, bucket: Bucket) -> None:
-        """Take some of them, or this process's part. The bucket must stay as it is: vLLM reads it when a layer is complete."""
+        """Take the weights of a bucket, or this process's part of them. The bucket must stay unchanged, because vLLM reads it only when a
+        layer is complete."""
         with self._opd_reloading():
             self._opd_model().load_weights(bucket.tensors())
 
@@ -124,5 +127,5 @@ class Inside:
         return self._opd_this().get_model()
 
     def _opd_this(self) -> Any:
-        """Return this object as vLLM's worker, which it is too."""
+        """Return this object, untyped: it is an instance of vLLM's worker class, too."""
         return self

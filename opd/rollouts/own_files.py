@@ -1,8 +1,8 @@
-"""vLLM's files in the temporary directory: where the processes of an engine meet, and the sockets between them.
+"""Keep vLLM's temporary files in a folder of the worker: the file by which the processes of an engine meet, and the sockets between them.
 
-Every engine has a `vllm_dist_...`, also one of a single process; one of several has sockets with random names as well. vLLM
-removes them when an engine ends by itself. A worker is mostly killed, and they stay: here they get a folder with the worker's
-mark, which goes when the worker does, or is swept up like all that a killed process leaves (`opd.machine.leftovers`).
+Every engine has a file `vllm_dist_...`, even one of a single process; an engine of several processes also has sockets with random names.
+vLLM removes these when an engine ends by itself. But a worker is mostly killed, and then they stay. So they get a folder with the worker's
+mark, which is deleted when the worker ends, or swept up like everything that a killed process leaves (`opd.machine.leftovers`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opd.machine import leftovers
 from opd.machine.leftovers import SHARED_MEMORY
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""The variable that vLLM reads, with the directory of its sockets."""
+"""The environment variable from which vLLM reads the directory of its sockets."""
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def own_files() -> Iterator[None]:
 
     folder, old_sockets, vllm_tempfile = own_folder(), os.environ.get(SOCKETS), network_utils.tempfile
     os.environ[SOCKETS] = folder
-    # There is no setting for the other file. Python's own temporary directory stays: torch has its compiled code there.
+    # vLLM has no setting for the place of `vllm_dist_...`, so its `tempfile` is replaced in that module. Python's own temporary directory
+    # is not changed, because torch keeps its compiled code there.
     network_utils.tempfile = SimpleNamespace(gettempdir=lambda: folder)
     try:
         yield
@@ -41,13 +42,13 @@ def own_files() -> Iterator[None]:
 
 
 def own_folder() -> str:
-    """Return this process's folder, which no other user can enter; it is made when it is first asked for."""
+    """Return the path of this process's folder, which no other user can enter. It is made by the first call."""
     return _own_folder().name
 
 
 @cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return this process's folder, which lives as long as it does."""
+    """Make this process's folder, which lives as long as the process."""
     leftovers.delete_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(

@@ -6,8 +6,8 @@
                                       └──────────┐└──────────┐
     second machine                            take 1      take 2 ...
 
-A machine takes a bucket while the next one takes the bucket before. So each sends a bucket once, over its own link; else the
-trainer's machine would send it to all of them.
+A machine takes a bucket while the machine after it takes the bucket before. So each machine sends a bucket once, over its own link;
+otherwise the trainer's machine would send it to all of them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ R = TypeVar("R")
 
 
 def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: float) -> None:
-    """Have workers take all buckets of a stream; `VLLMWorker.finish_stream` is still to be called. All are waited for before the
-    next bucket is asked for, so that no store has more than a few.
+    """Have workers take all buckets of a stream; the caller still has to call `VLLMWorker.finish_stream`. The next bucket is asked for only
+    when every machine has taken its bucket, so that no machine's store holds more than a few.
 
     A worker that dies misses the rest, and the others go on: vLLM cannot give up a reload in the middle. If a machine dies with
-    buckets that others are to get from it, they get them from the machine before.
-    `timeout_s`: deadline of each worker with each bucket. Raises: what `opd.cluster.wait_for_all` raises, but for the death of one of
-    these workers.
+    buckets that others are to get from it, they get them from the machine before it.
+    `timeout_s` is the deadline of each worker for each bucket. Raises: what `opd.cluster.wait_for_all` raises, except for the death of one
+    of these workers.
     """
     alive = list(workers)
-    # One worker gets what is sent wherever it is.
+    # A single worker is sent its buckets directly, wherever it is, so its node does not matter.
     nodes = _call_all(alive, lambda worker: worker.node_id(), timeout_s) if len(alive) > 1 else dict.fromkeys(alive, "")
     line = BucketLine(group_by_machine(nodes, stream.node), timeout_s)
     line.begin(stream)
@@ -52,33 +52,33 @@ def pass_buckets(workers: Sequence[Engine], stream: WeightStream, *, timeout_s: 
 
 @dataclass(slots=True)
 class LineMachine:
-    """A place in the line."""
+    """A machine in the line."""
 
     node: str
-    """Ray's id."""
+    """Ray's id of the machine."""
     workers: list[Engine]
-    """The engines there that live. Without any, nothing is passed on from there: the machine may be dead."""
+    """The living engines on it. If there are none, it passes nothing on: the machine may be dead."""
     local_workers: list[Engine] = field(default_factory=list)
-    """Engines on the trainer's machine. They take what the first machine takes, and need nobody to send it."""
+    """Engines on the trainer's machine, listed with the first machine. They take the same buckets as that one, but need no link."""
 
     @property
     def alive(self) -> list[Engine]:
         return [*self.workers, *self.local_workers]
 
     def forget(self, worker: Engine) -> None:
-        """Drop a worker that is dead."""
+        """Remove a worker that is dead, if it is on this machine."""
         for workers in (self.workers, self.local_workers):
             if worker in workers:
                 workers.remove(worker)
 
 
 def group_by_machine(nodes: Mapping[Engine, str], source: str | None) -> list[LineMachine]:
-    """Return the machines of workers whose nodes are these, in line; `source` is the node from which the buckets come, if it
-    is known."""
+    """Return the machines of the line. `nodes` has the node of each worker; `source` is the node from which the buckets come, None if it
+    is not known."""
     engines_by_node: dict[str, list[Engine]] = {}
     for worker, node in nodes.items():
         engines_by_node.setdefault(node, []).append(worker)
-    # Where all engines are on the trainer's machine, that machine is the line.
+    # If all engines are on the trainer's machine, that machine alone is the line.
     local_workers = engines_by_node.pop(source, []) if source is not None and len(engines_by_node) > 1 else []
     machines = [LineMachine(node, workers) for node, workers in engines_by_node.items()]
     if local_workers:
@@ -87,11 +87,12 @@ def group_by_machine(nodes: Mapping[Engine, str], source: str | None) -> list[Li
 
 
 class _Bucket:
-    """A bucket that some machines have taken and others wait for."""
+    """A bucket that some machines have taken and others still wait for."""
 
     def __init__(self, handle: Any) -> None:
         self.handles: deque[Any] = deque([handle], maxlen=2)
-        """The next machine takes the last one. The one before it is for the case that the last is lost with its machine."""
+        """Handles to the newest copies. The next machine takes the last; the one before is there in case the last is lost with its
+        machine."""
 
 
 @dataclass(slots=True)
@@ -101,8 +102,9 @@ class _BucketTransfer:
     machine_index: int
     bucket: _Bucket
     copy: Any | None
-    """Handle to the machine's own copy, for the next one; None where nobody waits for it."""
+    """Handle to the machine's own copy, which the next machine takes; None if nobody waits for it."""
     taking: list[tuple[Engine, Pending[None]]]
+    """The workers that take the bucket, with their calls."""
 
 
 class BucketLine:
@@ -112,7 +114,7 @@ class BucketLine:
         self._machines = machines
         self._timeout_s = timeout_s
         self._buckets: deque[_Bucket | None] = deque()
-        """What each machine takes now."""
+        """The bucket that each machine takes now, the first machine's first; None where the line has run out of buckets."""
 
     @property
     def alive(self) -> list[Engine]:
@@ -131,16 +133,17 @@ class BucketLine:
                 self._drop_worker(worker)
 
     def advance_buckets(self, handle: Any) -> None:
-        """Move the line on by one bucket: the first machine takes this one, and each other machine that which the machine
-        before it took last."""
+        """Move the line on by one bucket: the first machine takes the new one, and every other machine the bucket that the machine before
+        it took last."""
         self._shift_buckets(_Bucket(handle))
 
     def finish_line(self) -> None:
-        """Move the buckets that are under way to the end of the line, since no other comes."""
+        """Move the buckets that are under way to the end of the line, once no other comes."""
         for _ in range(len(self._machines) - 1):
             self._shift_buckets(None)
 
     def _shift_buckets(self, bucket: _Bucket | None) -> None:
+        """Give `bucket` to the first machine, and every bucket under way to the next machine; wait until all have taken theirs."""
         # Machine i takes the i-th bucket of the deque: a new one in front moves each of the others on by one machine.
         self._buckets.appendleft(bucket)
         transfers = [
@@ -151,10 +154,10 @@ class BucketLine:
         for transfer in transfers:
             self._wait_for_transfer(transfer)
         if len(self._buckets) == len(self._machines):
-            self._buckets.pop()  # all have it
+            self._buckets.pop()  # all machines have taken the oldest bucket
 
     def _send_bucket(self, index: int, bucket: _Bucket, workers: Sequence[Engine]) -> _BucketTransfer:
-        """Have workers of a machine take a bucket, and the machine keep a copy if there is somebody behind it."""
+        """Have workers of a machine take a bucket, and have the machine keep a copy if a living worker is behind it in the line."""
         machine, behind = self._machines[index], self._machines[index + 1 :]
         handle, copy = bucket.handles[-1], None
         # A machine on which all engines died may be dead itself, so it keeps no copy for others.
@@ -164,12 +167,12 @@ class BucketLine:
         return _BucketTransfer(index, bucket, copy, taking)
 
     def _wait_for_transfer(self, transfer: _BucketTransfer) -> None:
-        """Wait for workers that take a bucket. Raises: LostValue if it is lost with all machines that had it."""
+        """Wait for the workers that take a bucket. Raises: LostValue if the bucket is lost with all machines that had it."""
         missing: list[Engine] = []
         for worker, pending in transfer.taking:
             try:
                 pending.wait_for_result(timeout_s=self._timeout_s)
-            except LostValue:  # it did not begin, and can be asked again
+            except LostValue:  # the worker's call did not begin, so it can be called again
                 missing.append(worker)
                 if len(transfer.bucket.handles) == 1:
                     raise
@@ -178,7 +181,7 @@ class BucketLine:
                     raise
                 self._drop_worker(worker)
         if missing:
-            # The newest copy is lost with its machine: take the one before.
+            # The newest copy is lost with its machine, so the copy before it is taken.
             transfer.bucket.handles.pop()
             self._wait_for_transfer(self._send_bucket(transfer.machine_index, transfer.bucket, missing))
         elif transfer.copy is not None and self._machines[transfer.machine_index].workers:
@@ -190,7 +193,7 @@ class BucketLine:
 
 
 def _call_all(workers: Sequence[Engine], ask: Callable[[Engine], Pending[R]], timeout_s: float) -> dict[Engine, R]:
-    """Call workers and return the answers of those that do not die."""
+    """Call workers at once, and return the answers of those that do not die."""
     answers: dict[Engine, R] = {}
     for worker, pending in [(worker, ask(worker)) for worker in workers]:
         try:

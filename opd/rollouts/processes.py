@@ -1,7 +1,7 @@
-"""The processes of an engine that has several: what they are started with, and that none outlives the others.
+"""The processes of an engine that has several: their environment, and how they end together.
 
-vLLM starts them from the process that owns the engine, which schedules and holds no weights. They sum up their parts through
-shared memory or NCCL, on one machine.
+vLLM starts them from the process that owns the engine, which schedules requests and holds no weights. They sum up their parts of a result
+through shared memory or NCCL, on one machine.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ ENGINE_ENV = {
 }
 """Environment of the process that owns an engine."""
 LOG_LINES = 30
+"""Last lines of the processes' log that the error of a failed start shows."""
 SHARED = re.compile(r"/dev/shm/(psm_.*|vllm_dist_.*-cpushm_\d+)")
-"""Shared memory by the names that Python gives it, and that vLLM's sums over processes have: on x86 only its build for AVX-512 has
-such sums, so other processors never show the second kind."""
+"""Paths of shared memory: with the names that Python gives, and with those of vLLM's sums over processes. On x86 only its build for AVX-512
+has such sums, so the second kind is never seen on other x86 processors."""
 
 
 def drop_service_port(environ: MutableMapping[str, str]) -> None:
-    """Take VLLM_PORT away where it is an address such as tcp://10.0.0.7:8000.
+    """Delete VLLM_PORT from the environment if it is an address such as tcp://10.0.0.7:8000.
 
-    Kubernetes sets that in every pod beside a service named `vllm`; vLLM wants a number there, and would not start.
+    Kubernetes sets it to that in every pod of a namespace with a service named `vllm`. vLLM expects a number, and would not start.
     """
     if "://" in environ.get("VLLM_PORT", ""):
         del environ["VLLM_PORT"]
 
 
 def engine_env(size: int) -> dict[str, str]:
-    """Return the environment variables of the owner of an engine of so many processes, which inherit it."""
+    """Return the environment variables for the owner of an engine of `size` processes, which inherit them."""
     if size == 1:
         return ENGINE_ENV
     own = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
@@ -55,12 +56,12 @@ def engine_env(size: int) -> dict[str, str]:
 
 @contextmanager
 def explain_failed_start(size: int) -> Iterator[None]:
-    """Explain a failed start of an engine of so many processes within this context. Raises: RunError with what they wrote if
-    they do not start: vLLM's own error says no more than that it is somewhere else."""
+    """Explain why an engine of `size` processes does not start within this context. Raises: RunError with the last lines that the processes
+    wrote; vLLM's own error only says to look elsewhere."""
     try:
         yield
-    except Exception as error:  # vLLM raises no narrower one here
-        log = Path("/proc/self/fd/2")  # a worker's file, which its processes write to as well
+    except Exception as error:  # vLLM raises no narrower class here
+        log = Path("/proc/self/fd/2")  # a worker's standard error is a file, to which its processes write as well
         if size == 1 or not log.is_file():
             raise
         last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
@@ -68,16 +69,16 @@ def explain_failed_start(size: int) -> Iterator[None]:
 
 
 def bind_processes(llm: Any) -> None:
-    """Let an engine's processes end with this one, and this one with the first of them that dies.
+    """Have an engine's processes end when this one ends, and this one as soon as one of them dies.
 
-    A worker is its process to whoever watches it: with a part of its engine gone it must die too, and is then started again.
-    vLLM would raise an error here, now or after minutes, from an engine that can never answer again.
+    Whoever watches a worker sees this process alone. So it must die with any part of its engine; then the worker is restarted. vLLM itself
+    would raise an error here, at once or after minutes, and leave an engine that can never answer again.
     """
     executor = llm.llm_engine.model_executor
     children = [handle.proc for handle in getattr(executor, "workers", ())]
     if not children:
         return
-    # By "parent" Linux means the thread that started them.
+    # To Linux the "parent" is the thread that started a process, not its process. So this works only from the main thread.
     owner = os.getpid() if threading.current_thread() is threading.main_thread() else None
     llm.collective_rpc("opd_bind", args=(owner,))
     unlink_shared_memory()
@@ -85,10 +86,10 @@ def bind_processes(llm: Any) -> None:
 
 
 def unlink_shared_memory() -> None:
-    """Unlink the shared memory that this process has mapped: it then goes with the last process that has it.
+    """Unlink the shared memory that this process has mapped: the system then frees it when the last process with it ends.
 
-    vLLM unlinks it when an engine is stopped, and leaves it in the machine's memory when one is killed. All processes have
-    mapped it by now.
+    vLLM unlinks it only when an engine is stopped; after a kill it would stay in the machine's memory. All processes of the engine have
+    mapped it by now, so they do not need its name.
     """
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():
@@ -98,11 +99,12 @@ def unlink_shared_memory() -> None:
 
 
 def _exit_with_child(executor: Any, children: list[Any]) -> None:
+    """Wait until a child ends, and end this process then, unless the engine was stopped on purpose."""
     ended = wait([child.sentinel for child in children])
     if getattr(executor, "shutting_down", False) and not executor.is_failed:
         return  # the engine was stopped on purpose
     dead = next(child for child in children if child.sentinel == ended[0])
-    dead.join(1.0)  # its status comes a moment after its end
+    dead.join(1.0)  # its exit status is there a moment after its end
     print(f"{dead.name}, a process of the engine, ended with status {dead.exitcode}", file=sys.stderr, flush=True)
-    # At once, because the main thread may wait for the dead process for ever.
+    # `os._exit` ends the process at once: the main thread may be waiting for the dead process, for ever.
     os._exit(1)

@@ -1,18 +1,19 @@
-"""Repairs of vLLM's CPU build; each fault is silent otherwise."""
+"""Repairs of faults in vLLM's CPU build, each of which would give wrong results without an error."""
 
 from __future__ import annotations
 
 from typing import Any
 
 RESTARTED = {"gpt_oss"}
-"""Families whose experts vLLM's reload does not reach, because they bypass what it watches: a push starts a new engine."""
+"""Families for which a push starts a new engine: vLLM's reload does not reach the experts in their mixture layers, because they bypass the
+loading that it watches."""
 
 
 def repack_output_head(model: Any) -> None:
-    """Pack the output head again after a reload, on the CPU.
+    """Pack the output head again after a reload on the CPU; do nothing on a GPU.
 
-    vLLM's CPU build multiplies with a copy of the head packed at load time; `reload_weights` rebuilds those copies for
-    linear layers but not for the embedding that a tied model uses as its head.
+    vLLM's CPU build multiplies with a copy of the head that was packed when the weights were loaded. `reload_weights` packs these copies
+    again for linear layers, but not for the embedding that a tied model uses as its head.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -28,8 +29,8 @@ def repack_output_head(model: Any) -> None:
 def drop_expert_kernels(model: Any) -> None:
     """Drop the kernels of a mixture's experts, so that the reload that follows packs the experts as the first load did.
 
-    vLLM packs experts only when it makes their kernel. A reload keeps the kernel, so it would put plain weights where the
-    kernel reads packed ones.
+    These experts are those in a mixture-of-experts layer. vLLM packs them only when it makes their kernel. A reload keeps the kernel, so
+    it would put plain weights where the kernel reads packed ones.
     """
     from vllm.platforms import current_platform
 
@@ -42,14 +43,14 @@ def drop_expert_kernels(model: Any) -> None:
 
 
 def rotate_every_head(model: Any) -> None:
-    """Rotate all heads of queries of shape [tokens, heads, width], which LFM2 has.
+    """Have rotary embeddings rotate all heads of queries of shape [tokens, heads, width], which LFM2 has.
 
-    vLLM's CPU kernel for rotary embeddings takes them for one head and leaves the others unrotated. The PyTorch version
-    rotates all. Queries of shape [tokens, heads * width] stay with the kernel, which is faster and right for them.
+    vLLM's CPU kernel takes such queries for one head, and leaves the others unrotated. The PyTorch version rotates all of them. Queries of
+    shape [tokens, heads * width] stay with the kernel, which is right for them, and faster.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    def repaired(module: Any, kernel: Any) -> Any:
+    def repair_forward(module: Any, kernel: Any) -> Any:
         def forward(positions: Any, query: Any, key: Any = None, **options: Any) -> Any:
             return (module.forward_native if query.ndim == 3 else kernel)(positions, query, key, **options)
 
@@ -57,4 +58,4 @@ def rotate_every_head(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):
-            module._forward_method = repaired(module, module._forward_method)
+            module._forward_method = repair_forward(module, module._forward_method)

@@ -1,7 +1,8 @@
-"""Models that the installed vLLM can serve, read from its source: an import would take seconds and a process of its own.
+"""Find out which models the installed vLLM can serve. This reads vLLM's source, because importing it would take seconds and a process of
+its own.
 
-Limits that the source does not show were found by trying a tiny model of each family. vLLM itself would refuse such a model
-only later, in a worker.
+Limits that the source does not show were found by trying a tiny model of each family. vLLM itself would refuse such a model only later,
+in a worker.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ ENGINE_ARGUMENTS = "engine/arg_utils.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 CPU_LATENT_ATTENTION = "v1/attention/backends/mla/cpu_mla.py"
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2", "longcat_flash", "minicpm3")
-"""Families whose attention keeps one vector for all heads, of `kv_lora_rank` + `qk_rope_head_dim` numbers."""
+"""Families with latent attention: a token's keys and values for all heads are one vector of `kv_lora_rank` + `qk_rope_head_dim` numbers."""
 CPU_LATENT = "CPU_MLA"
-"""vLLM's name of that attention on a CPU. On cores with AMX it would take another one by itself, which knows no float32 and works with
-packed copies of weights."""
+"""vLLM's name for its latent attention on a CPU. On cores with AMX it would by itself take another one, which has no float32 and works
+with packed copies of weights."""
 SPARSE = ("glm_moe_dsa", "deepseek_v32")
+"""Families with sparse attention. Here and below a family is the `model_type` of a config.json."""
 GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+"""Families with gated delta layers, a linear attention."""
 MAMBA_1 = ("jamba", "mamba", "falcon_mamba")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers, as `layer_types` names them, that vLLM can run inside transformers' own modules."""
@@ -38,35 +41,35 @@ and params.json where a directory has them beside Hugging Face's files, as Mistr
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason for which vLLM cannot serve a model."""
+    """A reason for which vLLM cannot serve a model, or not with a setting; the parts of an error message about it."""
 
     key: str
-    """Keys of config.json."""
+    """The key of config.json, or the setting, that is the reason."""
     found: str
     wanted: str
     fix: str
 
 
 def find_refusal(config: Any, architecture: str, dtype: str, cpu: bool) -> Refusal | None:
-    """Return the first known reason why an engine would not start; None if there is none. `config` is an object of
-    transformers."""
+    """Return the first known reason why an engine would not start, or would be wrong; None if there is none. `config` is a config object
+    of transformers."""
     text = config.get_text_config(decoder=True)
     checks: list[Callable[[], Refusal | None]] = [
-        lambda: _explain_unknown(architecture, text),
-        lambda: _without_torchvision(text),
-        lambda: _norm_before_gate(text),
+        lambda: _find_unknown_architecture(architecture, text),
+        lambda: _find_missing_torchvision(text),
+        lambda: _find_norm_before_gate(text),
     ]
     if cpu:
         checks += [
-            lambda: _is_sparse(text),
-            lambda: _mamba_1(text),
-            lambda: _gated_delta(text, dtype),
-            lambda: _head_size(text),
+            lambda: _find_sparse_attention(text),
+            lambda: _find_mamba_1(text),
+            lambda: _find_gated_delta(text, dtype),
+            lambda: _find_wrong_head_size(text),
         ]
     return next((refusal for check in checks if (refusal := check()) is not None), None)
 
 
-def _explain_unknown(architecture: str, text: Any) -> Refusal | None:
+def _find_unknown_architecture(architecture: str, text: Any) -> Refusal | None:
     served = _served_architectures()
     if not served or architecture in served or _falls_back(architecture, text):
         return None
@@ -79,7 +82,7 @@ def _explain_unknown(architecture: str, text: Any) -> Refusal | None:
 
 
 def _falls_back(architecture: str, text: Any) -> bool:
-    """Return True if vLLM would run transformers' own modules with its attention in them; it cannot if layers are recurrent."""
+    """Return True if vLLM would run transformers' own modules with its attention in them. It cannot if layers are recurrent."""
     if not set(getattr(text, "layer_types", None) or ()) <= ATTENTION:
         return False
     import transformers
@@ -89,7 +92,7 @@ def _falls_back(architecture: str, text: Any) -> bool:
     return model_class is not None and not recurrent and bool(model_class.is_backend_compatible())
 
 
-def _without_torchvision(text: Any) -> Refusal | None:
+def _find_missing_torchvision(text: Any) -> Refusal | None:
     if text.model_type not in WITH_IMAGES or importlib.util.find_spec("torchvision") is not None:
         return None
     return Refusal(
@@ -100,7 +103,7 @@ def _without_torchvision(text: Any) -> Refusal | None:
     )
 
 
-def _norm_before_gate(text: Any) -> Refusal | None:
+def _find_norm_before_gate(text: Any) -> Refusal | None:
     if text.model_type != "falcon_h1" or not (text.mamba_rms_norm and text.mamba_norm_before_gate):
         return None
     return Refusal(
@@ -111,7 +114,7 @@ def _norm_before_gate(text: Any) -> Refusal | None:
     )
 
 
-def _mamba_1(text: Any) -> Refusal | None:
+def _find_mamba_1(text: Any) -> Refusal | None:
     if text.model_type not in MAMBA_1:
         return None
     return Refusal(
@@ -122,7 +125,7 @@ def _mamba_1(text: Any) -> Refusal | None:
     )
 
 
-def _is_sparse(text: Any) -> Refusal | None:
+def _find_sparse_attention(text: Any) -> Refusal | None:
     if text.model_type not in SPARSE:
         return None
     return Refusal(
@@ -133,7 +136,7 @@ def _is_sparse(text: Any) -> Refusal | None:
     )
 
 
-def _gated_delta(text: Any, dtype: str) -> Refusal | None:
+def _find_gated_delta(text: Any, dtype: str) -> Refusal | None:
     if text.model_type not in GATED_DELTA or dtype == "bfloat16":
         return None
     return Refusal(
@@ -144,7 +147,7 @@ def _gated_delta(text: Any, dtype: str) -> Refusal | None:
     )
 
 
-def _head_size(text: Any) -> Refusal | None:
+def _find_wrong_head_size(text: Any) -> Refusal | None:
     latent = text.model_type in LATENT
     sizes = _supported_sizes(CPU_LATENT_ATTENTION if latent else CPU_ATTENTION)
     if latent:
@@ -164,7 +167,7 @@ def _head_size(text: Any) -> Refusal | None:
 
 @cache
 def _served_architectures() -> frozenset[str]:
-    """Return all architectures in the tables of vLLM's registry for models that write text."""
+    """Return all architectures in the tables of vLLM's registry for models that write text; empty without vLLM."""
     tables = {"_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS"}
     architectures: set[str] = set()
     for node in ast.walk(_parse_vllm_file(REGISTRY)):
@@ -188,6 +191,7 @@ def engine_arguments() -> frozenset[str]:
 
 @cache
 def _supported_sizes(file: str) -> tuple[int, ...]:
+    """Return the sizes of attention heads that a backend's file of vLLM names; empty without vLLM, or if it names none."""
     for node in ast.walk(_parse_vllm_file(file)):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
             answers = [part.value for part in node.body if isinstance(part, ast.Return) and part.value is not None]
@@ -196,8 +200,9 @@ def _supported_sizes(file: str) -> tuple[int, ...]:
 
 
 def _parse_vllm_file(file: str) -> ast.Module:
-    """Return the syntax tree of a file of the installed vLLM; empty without vLLM, or if this version has no such file."""
+    """Return the syntax tree of a file of the installed vLLM; an empty one without vLLM, or if this version has no such file."""
     spec = importlib.util.find_spec("vllm")
-    paths = [Path(path) / file for path in (spec.submodule_search_locations or ()) if spec] if spec else []
+    folders = (spec.submodule_search_locations or ()) if spec else ()
+    paths = [Path(folder) / file for folder in folders]
     text = next((path.read_text(encoding="utf-8") for path in paths if path.is_file()), "")
     return ast.parse(text)

@@ -1,6 +1,6 @@
-"""New weights for a running vLLM engine of the same shape: from a directory, or as they come from the trainer.
+"""Give a running vLLM engine new weights of the same shape: from a directory, or bucket by bucket as the trainer sends them.
 
-What is done beside the weights is in `inside`, and is called in all processes of the engine.
+The work at the weights themselves is in `inside`, whose methods are called in all processes of the engine.
 """
 
 from __future__ import annotations
@@ -14,28 +14,30 @@ from opd.models.buckets import Bucket
 
 
 def swap_weights(llm: Any, model_dir: Path, *, whole: bool = True) -> None:
-    """Put a directory's weights into a running engine of that shape; without `whole` it has some of them, and the others stay.
+    """Put a directory's weights into a running engine of the same shape. If `whole` is false, the directory has only some of a model's
+    weights, and the engine keeps its others.
 
-    Raises: RunError if the prefix cache, which holds what the old weights computed, could not be reset.
+    Raises: RunError if the prefix cache, which holds keys and values of the old weights, could not be reset.
     """
     llm.collective_rpc("opd_swap_weights", args=(str(model_dir), whole))
     reset_prefix_cache(llm)
 
 
 class StreamedSwap:
-    """A swap of weights that come a few at a time, in the order of a model's files. It must be finished before the engine is
-    used: until then the layers that wait for weights have none."""
+    """A swap of weights that come a few at a time, in the order of a model's files. It must be finished before the engine is used again:
+    until then layers that wait for weights have none."""
 
     def __init__(self, llm: Any, *, whole: bool) -> None:
+        """`whole`: all weights of the model come; otherwise only some, and the engine keeps its others."""
         self._llm = llm
         llm.collective_rpc("opd_begin_stream", args=(whole,))
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Take some weights, by their names in the files; each process of the engine keeps its part of them."""
+        """Take the weights of a bucket, which have their names in the files; each process of the engine keeps its part of them."""
         self._llm.collective_rpc("opd_take_bucket", args=(bucket,))
 
     def finish_swap(self) -> None:
-        """Finish, once all weights have come. Raises: RunError as `swap_weights`."""
+        """Finish the swap, once all weights have come. Raises: RunError as `swap_weights`."""
         self._llm.collective_rpc("opd_finish_stream")
         reset_prefix_cache(self._llm)
 
@@ -47,7 +49,7 @@ def wipe_cache(llm: Any) -> None:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Forget what the weights before computed. Raises: RunError if vLLM would not."""
+    """Drop all keys and values that earlier requests left in the prefix cache. Raises: RunError if vLLM refuses."""
     if not llm.reset_prefix_cache():
         raise RunError("vLLM refused to reset its prefix cache: requests were still running")
 
@@ -58,4 +60,4 @@ class IncomingWeights:
 
     swap: StreamedSwap
     base: Path | None
-    """Directory with the weights that do not come; None if all do."""
+    """Directory with the weights that do not come; None if all come."""

@@ -1,7 +1,7 @@
-"""No ranks of tokens.
+"""Skip vLLM's count of token ranks.
 
-Beside each log-prob vLLM gives the token's rank: how many ids are as likely. Nobody here reads it, and vLLM compiles the count when an
-engine first gives log-probs.
+Beside each log-prob vLLM gives the token's rank: how many ids are at least as likely. Nobody here reads it, and the count is a
+`torch.compile` function, which costs compile time at the first request with log-probs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 
-def count_no_ranks() -> None:
-    """Have all engines of this process say 0 for every rank."""
+def skip_rank_counts() -> None:
+    """Make every engine in this process return rank 0 for each token."""
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = _no_ranks
+    # `sampler` has imported the function by name, so it is replaced there.
+    sampler.batched_count_greater_than = _return_zero_ranks
 
 
-def _no_ranks(logprobs_N_V: Tensor, values_N_1: Tensor) -> Tensor:
+def _return_zero_ranks(logprobs_N_V: Tensor, values_N_1: Tensor) -> Tensor:
     return torch.zeros(len(logprobs_N_V), dtype=torch.int64, device=logprobs_N_V.device)

@@ -1,4 +1,4 @@
-"""Rollouts by vLLM: engines in Ray actors, requests dealt out among them."""
+"""Rollouts by vLLM: engines in Ray actors, among which requests and episodes are dealt out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, r
 from opd.rollouts.episodes.trace import EpisodeKey
 from opd.rollouts.processes import engine_env
 from opd.rollouts.responses import (
-    group_id,
+    derive_response_seed,
+    make_group_id,
     make_rollout,
+    make_sample_ids,
     refuse_unknown,
-    sample_ids,
-    seed_of,
 )
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 
@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSpec:
-    """The settings that rollout engines are started with."""
+    """The settings with which rollout engines are started and used."""
 
     engine: EngineOptions
     """The model and the settings of every worker's engine."""
@@ -41,31 +41,32 @@ class RolloutSpec:
     untrained: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Domain -> token ids that carry no loss where the student writes them."""
     episodes: Mapping[str, EpisodeOptions | AgentOptions] = field(default_factory=dict)
-    """Domain -> how its episodes run; the student answers once in the other domains."""
+    """Domain -> options of its episodes; in the other domains the student writes a single response."""
     drift: Mapping[str, DriftOptions] = field(default_factory=dict)
-    """Domain -> what is done in training about errors that add up over turns; nothing in the other domains."""
+    """Domain -> measures in training against errors that add up over turns; the other domains have none."""
     workers: int = 1
-    """Engines; requests are dealt out among them."""
+    """Number of engines, among which requests are dealt out."""
     gpus: float = 0
-    """GPUs of each process of an engine; 0: the CPU."""
+    """GPUs of each process of an engine, a share below 1 for one that is shared; 0: the engine runs on the CPU."""
     kv_cache_gib: int = 1
     """Key-value cache of each process of an engine on the CPU, whole GiB."""
     roles: int = 1
-    """Roles that compute at the same time on these cores, this one among them."""
+    """Number of roles that compute on these cores at the same time, this one included."""
     seed: int = 0
-    """Together with the sample id it decides what is sampled."""
+    """The run's seed; together with the sample id it decides what is sampled."""
     n: int = 1
-    """Responses to each prompt, side by side: one engine writes all of them, so that it reads the prompt once."""
+    """Number of responses to each prompt. They are neighbours in the list of prompts, and one engine writes all of them, so that it reads
+    the prompt once."""
     temperature: float = 1.0
     """Temperature at which responses are sampled."""
     max_new_tokens: int
-    """Longest response."""
+    """Longest response in tokens."""
     max_answer_tokens: int
-    """Longest answer in an exam."""
+    """Longest answer in an exam, and longest turn of its episodes, in tokens."""
     start_timeout_s: float
-    """Deadline for an engine to start and load its model."""
+    """Deadline for an engine to start and load its model, in seconds."""
     timeout_s: float
-    """Deadline of every other call."""
+    """Deadline of every other call, in seconds."""
 
 
 class VLLMRolloutEngine(Engines):
@@ -101,31 +102,31 @@ class VLLMRolloutEngine(Engines):
         step: int,
         policy_version: int,
     ) -> RolloutBatch:
-        # What follows a replayed prefix is one turn, so it is written like the response to any prompt.
+        # After a replayed prefix the student writes one turn, so that is sampled like the response to any prompt.
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
-        acting = [p for p in prompts if p.domain in self._spec.episodes and p.domain not in replayed]
-        answering = [p for p in prompts if p.domain not in self._spec.episodes or p.domain in replayed]
-        answers = self._sample_responses(answering, step, policy_version)
-        acts = self._play_step(acting, step, policy_version)
+        with_episodes = self._spec.episodes.keys() - replayed
+        responses = self._sample_responses([p for p in prompts if p.domain not in with_episodes], step, policy_version)
+        episodes = self._play_step([p for p in prompts if p.domain in with_episodes], step, policy_version)
         restarted, self._restarted = tuple(self._restarted), []
-        return replace(
-            answers,
-            rollouts=answers.rollouts + acts.rollouts,
-            quarantined=answers.quarantined + acts.quarantined,
+        return RolloutBatch(
+            rollouts=responses.rollouts + episodes.rollouts,
+            quarantined=responses.quarantined + episodes.quarantined,
             restarted=restarted,
-            episodes=acts.episodes,
+            episodes=episodes.episodes,
         )
 
     def _sample_responses(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
-        """Sample one response to each prompt."""
+        """Sample one response to each prompt that fits the context; the others are quarantined. Raises: RunError."""
         limit, context = self._spec.max_new_tokens, self._spec.engine.max_model_len
-        fitting = [(p, s) for p, s in zip(prompts, sample_ids(prompts, step), strict=True) if _fits_context(p, context)]
+        fitting = [
+            (p, s) for p, s in zip(prompts, make_sample_ids(prompts, step), strict=True) if _fits_context(p, context)
+        ]
         requests = [
             GenerateRequest(
                 token_ids=prompt.token_ids,
                 max_tokens=min(limit, context - len(prompt.token_ids)),
                 temperature=self._spec.temperature,
-                seed=seed_of(self._spec.seed, sample_id),
+                seed=derive_response_seed(self._spec.seed, sample_id),
             )
             for prompt, sample_id in fitting
         ]
@@ -136,17 +137,18 @@ class VLLMRolloutEngine(Engines):
             rollouts.append(make_rollout(prompt, sample_id, step, out, masked, policy_version))
         return RolloutBatch(
             rollouts=tuple(rollouts),
-            quarantined=tuple(_refuse_prompt(p, context) for p in prompts if not _fits_context(p, context)),
+            quarantined=tuple(_quarantine_prompt(p, context) for p in prompts if not _fits_context(p, context)),
         )
 
     def _play_step(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
-        """Play one episode for each prompt. Raises: RunError if too many of a domain break."""
+        """Play one episode for each prompt that fits the context; the others are quarantined, and so are prompts whose episode ended
+        before a turn. Raises: RunError if too many episodes of a domain break."""
         room = self._spec.engine.max_model_len
         requests = [
             self._make_step_request(
-                p, EpisodeKey(sample_id=sample_id, group=group_id(step, p), step=step, domain=p.domain)
+                p, EpisodeKey(sample_id=sample_id, group=make_group_id(step, p), step=step, domain=p.domain)
             )
-            for p, sample_id in zip(prompts, sample_ids(prompts, step), strict=True)
+            for p, sample_id in zip(prompts, make_sample_ids(prompts, step), strict=True)
             if _fits_context(p, room)
         ]
 
@@ -162,12 +164,12 @@ class VLLMRolloutEngine(Engines):
         }
         for domain, domain_stats in stats.items():
             refuse_many_broken(domain, domain_stats, self._spec.episodes[domain].max_broken)
-        refused = [_refuse_prompt(p, room) for p in prompts if not _fits_context(p, room)]
+        refused = [_quarantine_prompt(p, room) for p in prompts if not _fits_context(p, room)]
         refused += [_quarantine_unplayed(q.prompt, r) for q, r in zip(requests, results, strict=True) if not r.rollouts]
         return RolloutBatch(rollouts=rollouts, quarantined=tuple(refused), episodes=stats)
 
     def _make_step_request(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
-        """Make the request for an episode of training: what is done about drift depends on the step."""
+        """Make the request for an episode of training, in which the measures against drift depend on the step."""
         request, drift = self._make_episode_request(prompt, sample), self._spec.drift.get(prompt.domain)
         if drift is None or not isinstance(request.options, EpisodeOptions):
             return request
@@ -175,6 +177,7 @@ class VLLMRolloutEngine(Engines):
         return replace(request, cut_after=limit, guide=drift.guide_at_step(sample.step))
 
     def _make_episode_request(self, prompt: Prompt, sample: EpisodeKey) -> EpisodeRequest:
+        """Make the request for an episode, without measures against drift, as an exam has it."""
         options, untrained = self._spec.episodes[prompt.domain], self._spec.untrained
         sub_agents = None if isinstance(options, AgentOptions) else options.sub_agents
         return EpisodeRequest(
@@ -192,7 +195,7 @@ class VLLMRolloutEngine(Engines):
         temperature: float,
         policy_version: int = 0,
     ) -> list[EpisodeResult]:
-        """Deal episodes out as `_generate` deals out requests."""
+        """Deal episodes out among the workers, round-robin, and return the results in the order of the requests."""
         num = len(self._workers)
         if not requests:
             return []
@@ -206,14 +209,14 @@ class VLLMRolloutEngine(Engines):
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
         drawn_prompts = [(p, i) for p in prompts for i in range(n)]
-        played = iter(self._exam_episodes(drawn_prompts, temperature))
+        played = iter(self._play_exam_episodes(drawn_prompts, temperature))
         requests = [
             GenerateRequest(
                 token_ids=p.token_ids,
                 max_tokens=min(limit, room - len(p.token_ids)),
                 temperature=temperature,
-                # Greedy decoding draws nothing.
-                seed=seed_of(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
+                # Greedy decoding draws nothing, so it needs no seed.
+                seed=derive_response_seed(self._spec.seed, f"answer/{p.id}#{i}") if temperature else None,
             )
             for p, i in drawn_prompts
             if _fits_context(p, room) and p.domain not in self._spec.episodes
@@ -226,8 +229,11 @@ class VLLMRolloutEngine(Engines):
             for p, _ in drawn_prompts
         ]
 
-    def _exam_episodes(self, drawn_prompts: Sequence[tuple[Prompt, int]], temperature: float) -> list[EpisodeResult]:
-        """Play the evaluation's episodes of those prompts whose domain has them, and that fit."""
+    def _play_exam_episodes(
+        self, drawn_prompts: Sequence[tuple[Prompt, int]], temperature: float
+    ) -> list[EpisodeResult]:
+        """Play an exam's episodes, for the prompts that fit and whose domain has episodes. `drawn_prompts` has each prompt with the number
+        of its answer."""
         room, limit = self._spec.engine.max_model_len, self._spec.max_answer_tokens
         requests = [
             self._make_episode_request(
@@ -236,11 +242,12 @@ class VLLMRolloutEngine(Engines):
             for p, i in drawn_prompts
             if p.domain in self._spec.episodes and _fits_context(p, room)
         ]
-        # An exam has a limit of its own for what is written at a time.
+        # An exam has its own limit for the length of a turn.
         turns = [replace(r, options=replace(r.options, max_turn_tokens=limit)) for r in requests]
         return self._play_episodes(turns, temperature)
 
     def _make_completion(self, prompt: Prompt, sampled: Generated | None) -> Completion:
+        """Make the completion of an answer in an exam; None: the prompt did not fit, so the answer is empty."""
         ids = sampled.token_ids if sampled else ()
         return Completion(
             prompt=prompt,
@@ -250,7 +257,8 @@ class VLLMRolloutEngine(Engines):
         )
 
     def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:
-        """Deal out round-robin, `n` at a time, so workers get equal domain mixes, and put the answers back in order."""
+        """Deal requests out among the workers, and return the answers in the order of the requests. They are dealt round-robin, so that
+        workers get equal mixes of domains, `n` neighbours at a time, which are the responses to one prompt."""
         num = len(self._workers)
         shares = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
 
@@ -261,17 +269,19 @@ class VLLMRolloutEngine(Engines):
 
 
 def _fits_context(prompt: Prompt, room: int) -> bool:
+    """Return True if the prompt has a token, and leaves room for one in a context of `room` tokens."""
     return 0 < len(prompt.token_ids) < room
 
 
-def _refuse_prompt(prompt: Prompt, room: int) -> QuarantinedPrompt:
+def _quarantine_prompt(prompt: Prompt, room: int) -> QuarantinedPrompt:
+    """Return the quarantine record of a prompt that does not fit."""
     num = len(prompt.token_ids)
     reason = f"{num} tokens, rollout.max_model_len is {room}: no room for a response" if num else "no tokens"
     return QuarantinedPrompt(prompt_id=prompt.id, domain=prompt.domain, reason=reason)
 
 
 def _episode_completion(prompt: Prompt, result: EpisodeResult | None) -> Completion:
-    """Return an episode as an answer; no episode: the prompt did not fit."""
+    """Return the completion of an episode in an exam; None: the prompt did not fit, so there was no episode."""
     return Completion(
         prompt=prompt,
         text=result.text if result else "",

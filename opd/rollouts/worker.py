@@ -1,10 +1,10 @@
-"""One vLLM engine, owned by one process. Runs in a Ray actor; knows nothing of Ray.
+"""One vLLM engine, owned by one process. The class runs in a Ray actor, but does not use Ray.
 
-Token ids in, token ids out: the engine has no tokenizer, and is told how many ids there are. Its weights lie in this process, or
-in several others (`tensor_parallel_size`); what has to be done beside them is in `inside`, and is called in all of them.
-Two vLLM behaviours are repaired, both silent otherwise: a reload on the CPU leaves the packed output head of a tied model stale,
-and the prefix cache outlives the weights (`swap`). A third, that it dies on the CPU when it reads a prompt in parts, is kept from
-happening. `repairs` has those of single families.
+Token ids go in and token ids come out: the engine has no tokenizer, and is told how many ids there are. Its weights lie in this process,
+or in several others (`tensor_parallel_size`); work that needs the weights at hand is in `inside`, and is called in all of these processes.
+Two faults of vLLM are repaired, which nobody would notice otherwise: a reload on the CPU leaves the packed output head of a tied model
+stale (`repairs`), and the prefix cache outlives the weights (`swap`). A third, that vLLM dies on the CPU when it reads a prompt in parts,
+is avoided by a setting (`on_cpu`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from opd.rollouts.served import HF_FORMAT
 from opd.rollouts.swap import IncomingWeights, StreamedSwap, reset_prefix_cache, swap_weights
 
 _shapes: dict[bytes, dict[str, Any]] = {}
-"""Text of a model's config -> `model_shape`."""
+"""Text of a model's config -> what `read_model_shape` returns for it; at most one entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,20 +50,20 @@ class EngineOptions:
     max_num_seqs: int
     gpu_memory_utilization: float
     vocab_size: int
-    """Ids that the tokenizer knows; a generating engine gives no others, padding rows of the head have no probability."""
+    """Number of ids that the tokenizer knows. A generating engine writes no others: padding rows of the head have no probability."""
     share_prompts: bool = False
-    """Several requests begin alike, as responses to one prompt or turns of one episode: keep that in blocks of the cache that are
-    small enough to be found again."""
+    """True if several requests begin alike, as responses to one prompt or turns of one episode do. Then a CPU engine's cache has blocks
+    small enough for such beginnings to be found again."""
     sleep: bool = False
-    """Give the GPU's memory back after `generate`; it comes back with the next call."""
+    """Give the GPU's memory back after each use of the engine; the next use takes it again."""
     tensor_parallel_size: int = 1
-    """Processes of the engine, each with a part of every weight; 1: the engine lies in its owner's process."""
+    """Number of the engine's processes, each with a part of every weight; 1: the engine lies in its owner's process."""
     kv_cache_dtype: str = "auto"
-    """Type of the key-value cache, as vLLM names it; auto: that of the engine."""
+    """Type of the key-value cache, as vLLM names it; auto: the engine's `dtype`."""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM; what is set in `start_engine` comes before them."""
+    """Further arguments of vLLM. Arguments that `start_engine` sets itself take precedence."""
     add_special_tokens: bool = True
-    """Whether episodes in plain text begin as the tokenizer has it."""
+    """True if prompts of episodes in plain text begin with the special tokens that the tokenizer puts there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class GenerateRequest:
     max_tokens: int
     temperature: float
     seed: int | None
-    """Own random stream per request, so a response does not depend on its neighbours' number."""
+    """Seed of the request's own random stream, so that a response does not depend on how many others are written; None: no seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +88,24 @@ class Generated:
 
 
 class VLLMWorker:
-    """Owns one `vllm.LLM`; `load` swaps its weights in place, or restarts it where that cannot be done."""
+    """Owns one `vllm.LLM`. `load` swaps its weights in place, or starts a new engine if that cannot be done."""
 
     def __init__(self, options: EngineOptions, stop_token_ids: Sequence[int]) -> None:
         self._options = options
         self._stop = list(stop_token_ids)
         self._llm = start_engine(options)
-        self._shape = model_shape(options.model_dir)
+        self._shape = read_model_shape(options.model_dir)
         self._asleep = False
         self._base: Path | None = options.model_dir
-        """Directory whose weights the engine holds, except those that a load with `base` replaced; None if not known."""
+        """Directory whose weights the engine holds, except those that a load with `base` replaced; None if it is not known."""
         self._stream: IncomingWeights | None = None
-        """Weights that are coming in."""
+        """Weights that are coming in; None if none are."""
         self._expert: VLLMWorker | None = None
-        """A second engine in this process, which holds an expert that writes turns; made when one is asked for."""
+        """A second engine in this process, for an expert that writes turns; made when one is first needed."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
-        """Sample (or, at temperature 0, decode greedily) every request. Caches are empty at the start: what is written must not
-        depend on what was written before, which a resumed run has not seen. Raises: RunError on NaN log-probs."""
+        """Sample every request; at temperature 0, decode it greedily. The prefix cache is emptied first, because a response must not depend
+        on what the engine wrote before: a resumed run has not written that. Raises: RunError on NaN log-probs."""
         self._wake_engine()
         reset_prefix_cache(self._llm)
         params = [self._sampling_params(r.max_tokens, r.temperature, r.seed) for r in requests]
@@ -117,21 +117,21 @@ class VLLMWorker:
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:
-        """Play every episode to its end, all turns in one batch; those that an expert guides in a batch for each expert, which is
-        loaded once. Raises: RunError; ModelError if the chat template cannot append."""
+        """Play every episode to its end. The turns of episodes with the same guide, or with none, are one batch, so each expert is loaded
+        once. Raises: RunError; ModelError if the chat template cannot append."""
         results: dict[int, EpisodeResult] = {}
         guides = [None if request.guide is None else request.guide.model_dir for request in requests]
-        # None is one of them: episodes that nobody guides are a batch of their own.
+        # None is one of these: episodes without a guide are a batch of their own.
         for guide in dict.fromkeys(guides):
-            places = [index for index, other in enumerate(guides) if other == guide]
-            expert = None if guide is None else self._engine_with_weights(guide)
-            guided = [requests[index] for index in places]
-            results |= zip(places, self._play_with_expert(guided, temperature, policy_version, expert), strict=True)
+            indices = [index for index, other in enumerate(guides) if other == guide]
+            expert = None if guide is None else self._load_expert(guide)
+            batch = [requests[index] for index in indices]
+            results |= zip(indices, self._play_with_expert(batch, temperature, policy_version, expert), strict=True)
         return [results[index] for index in range(len(requests))]
 
-    def _engine_with_weights(self, model_dir: Path) -> VLLMWorker:
-        """Return the engine beside the student's, with these weights and empty caches: what it writes must not depend on what
-        it wrote in a step before, which a resumed run has not seen."""
+    def _load_expert(self, model_dir: Path) -> VLLMWorker:
+        """Return the engine beside the student's, with this expert's weights and an empty prefix cache, for the same reason as in
+        `generate`."""
         if self._expert is None:
             self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir), self._stop)
         elif self._expert._base == model_dir:
@@ -147,38 +147,39 @@ class VLLMWorker:
         policy_version: int,
         expert: VLLMWorker | None,
     ) -> list[EpisodeResult]:
-        """Play episodes with one expert beside the policy or none."""
-        from opd.rollouts.endpoint.episode import (
-            play_episodes,  # its HTTP server is not there where engines are not installed
-        )
+        """Play episodes with one expert beside the policy, or with none. Raises: as `episodes`."""
+        # Not at the top: the package of its HTTP server is installed only with the engines.
+        from opd.rollouts.endpoint.episode import play_all_episodes
 
         self._wake_engine()
         reset_prefix_cache(self._llm)
         for spec in {r.options.guard.digest: r.options.guard for r in requests if r.options.guard is not None}.values():
-            shared_guard(spec)  # a judge's model is loaded here, before another thread plays the episodes
+            shared_guard(
+                spec
+            )  # loads a judge's model here, in the main thread, before another thread plays the episodes
 
-        def params(max_tokens: int, seed: int) -> Any:
+        def make_params(max_tokens: int, seed: int) -> Any:
             return self._only_final_output(
                 self._sampling_params(max_tokens, temperature, seed if temperature else None)
             )
 
         context = self._options.max_model_len
-        sampling = Sampling(params=params, read=_read_output, context=context, policy_version=policy_version)
+        sampling = Sampling(params=make_params, read=_read_output, context=context, policy_version=policy_version)
         engine = BatchEngine(self._llm.llm_engine, sampling)
         expert_engine = None if expert is None else engine.add_engine(expert._llm.llm_engine)
 
         results = engine.drive(
-            lambda: play_episodes(requests, engine, self._dialogues, context, policy_version, expert_engine)
+            lambda: play_all_episodes(requests, engine, self._dialogues, context, policy_version, expert_engine)
         )
         self._sleep_engine()
         return results
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Return the log-prob of every token after the first, at temperature 1, as [sequence][token - 1]."""
+        """Return the log-prob of every token after a sequence's first, at temperature 1, as [sequence][token - 1]."""
         from vllm import SamplingParams
 
         self._wake_engine()
-        # vLLM samples one token at least; nobody reads it.
+        # vLLM samples at least one token, which nobody reads.
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         prompts: Any = [{"prompt_token_ids": list(ids)} for ids in sequences]
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
@@ -189,8 +190,8 @@ class VLLMWorker:
         ]
 
     def load(self, model_dir: Path, base: Path | None = None) -> None:
-        """Hold this directory's weights; with `base` those that it lacks are `base`'s, which are read only if the engine
-        holds others. Raises: RunError if the caches could not be reset."""
+        """Hold the weights of this directory. If it has only some of a model's, `base` is the directory with the others, which are read
+        only if the engine does not hold them already. Raises: RunError if the caches could not be reset."""
         if base is not None and base != self._base:
             self.load(base)
         self._wake_engine()
@@ -202,13 +203,13 @@ class VLLMWorker:
         self._base = base or model_dir
 
     def begin_stream(self, model_dir: Path, *, whole: bool) -> None:
-        """Prepare for weights that come in buckets until `finish_stream`: all that a model of this directory's shape has, or,
-        unless `whole`, some; the others are the directory's. It is read only if the engine holds another model, or other
-        weights. Raises: RunError if the engine cannot take all weights of its family in this way."""
-        shape = model_shape(model_dir)
+        """Prepare for weights that come in buckets until `finish_stream`: all that a model of this directory's shape has, or, unless
+        `whole` is true, some of them; then the others are the directory's. The directory is read only if the engine does not fit, or does
+        not hold the others. Raises: RunError if a model of this family cannot take its weights in this way."""
+        shape = read_model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:
             raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
-        # Some weights alone are right only on top of those of the very directory that has the others.
+        # If only some weights come, the engine has to hold the weights of the very directory that has the others.
         fits = can_swap(self._shape, shape) if whole else model_dir == self._base
         if not fits:
             self.load(model_dir)
@@ -217,12 +218,12 @@ class VLLMWorker:
         self._stream = IncomingWeights(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
-        """Take some of the weights."""
+        """Take the weights of one bucket."""
         assert self._stream is not None
         self._stream.swap.take_bucket(bucket)
 
     def finish_stream(self) -> None:
-        """Hold the weights that came, caches reset; nothing if none are coming. Raises: as `load`."""
+        """Hold the weights that came, and reset the caches. Do nothing if none are coming. Raises: as `load`."""
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
@@ -232,7 +233,8 @@ class VLLMWorker:
         self._base = stream.base
 
     def _load_all(self, model_dir: Path) -> None:
-        shape = model_shape(model_dir)
+        """Load all weights of a directory: into the running engine if that fits, else into a new one."""
+        shape = read_model_shape(model_dir)
         if can_swap(self._shape, shape):
             swap_weights(self._llm, model_dir)
             cut_vocabulary(self._llm, self._options.vocab_size)
@@ -250,16 +252,16 @@ class VLLMWorker:
             temperature=temperature,
             seed=seed,
             stop_token_ids=self._stop,
-            # 0: that of the sampled token, and no likelier ones beside it.
+            # 0 asks for the log-prob of the sampled token, and for no likelier tokens beside it.
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            skip_clone=True,  # made for this request alone, so vLLM need not copy it
+            skip_clone=True,  # these parameters are made for one request alone, so vLLM need not copy them
         )
 
     @staticmethod
     def _only_final_output(params: Any) -> Any:
-        """Have the engine say nothing of a response before its end."""
+        """Return the parameters, set so that the engine returns a response only once, at its end."""
         from vllm.sampling_params import RequestOutputKind
 
         params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -267,12 +269,13 @@ class VLLMWorker:
 
     @cached_property
     def _dialogues(self) -> Dialogues:
-        """Dialogues with the student's tokenizer, which episodes need and nothing else here."""
+        """Dialogues with the student's tokenizer, which is loaded when the first episodes come: nothing else here needs it."""
         tokenizer = load_tokenizer(self._options.model_dir, self._options.add_special_tokens)
         return Dialogues(tokenizer, self._stop)
 
     def _sleep_engine(self) -> None:
-        """Send the engine to sleep, level 1: weights wait in the machine's memory, since after an evaluation no new ones come."""
+        """Have the engine give its GPU memory back if it is to sleep. Level 1 keeps the weights in the machine's memory, because after an
+        evaluation no new ones come."""
         if self._options.sleep:
             self._llm.sleep(level=1)
             self._asleep = True
@@ -283,11 +286,11 @@ class VLLMWorker:
             self._asleep = False
 
 
-def model_shape(model_dir: Path) -> dict[str, Any]:
-    """Return everything in a model's config that decides whether weights can be swapped in place."""
+def read_model_shape(model_dir: Path) -> dict[str, Any]:
+    """Read the part of a model's config that decides whether weights can be swapped in place."""
     config = (model_dir / "config.json").read_bytes()
     if config not in _shapes:
-        _shapes.clear()  # the last one will do: every push asks for the shape of a copy of the same file
+        _shapes.clear()  # one entry is enough: every push asks for the shape of a copy of the same file
         _shapes[config] = _read_shape(model_dir)
     return _shapes[config]
 
@@ -296,7 +299,7 @@ def _read_shape(model_dir: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False).to_dict()
-    # Left out is what says where a model lies and how it is loaded, not what tensors it has.
+    # These keys say where a model lies and how it is loaded, not what tensors it has.
     return {k: v for k, v in config.items() if k not in ("_name_or_path", "transformers_version", "dtype", "use_cache")}
 
 
@@ -306,10 +309,10 @@ def can_swap(old: dict[str, Any], new: dict[str, Any]) -> bool:
 
 
 def cut_vocabulary(llm: Any, vocab_size: int) -> None:
-    """Take the head's padding rows out of all logits, as vLLM does with those that it adds itself.
+    """Cut the model's padding rows off all logits, as vLLM does with the padding rows that it adds itself.
 
-    What is sampled and the log-probs of prompts are then over the ids that the tokenizer knows, as trainer and teachers
-    have it. Raises: RunError if the model gives logits of another width all the same.
+    Sampled tokens and the log-probs of prompts are then over the ids that the tokenizer knows, as they are in trainer and teachers.
+    Raises: RunError if the model gives logits of another width all the same.
     """
     for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
         # None is from a process that gets no logits, see `Inside.opd_cut_vocabulary`.
@@ -321,10 +324,10 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
 
 
 def start_engine(options: EngineOptions, **overrides: Any) -> Any:
-    """Start a `vllm.LLM` that is scheduled in this process; `overrides` goes to it as it is and comes before what is set here.
+    """Start a `vllm.LLM` that is scheduled in this process. `overrides` are arguments of vLLM that replace those set here.
 
-    Of all that could bend the distribution only the temperature is left: top-k, top-p, min-p, penalties, biases, forbidden
-    words and the model directory's generation config are off.
+    Only the temperature can change the distribution: top-k, top-p, min-p, penalties, biases, forbidden words and the model directory's
+    generation config are off.
     Raises: RunError if the engine cannot be kept to the tokenizer's ids.
     """
     drop_service_port(os.environ)
@@ -336,19 +339,20 @@ def start_engine(options: EngineOptions, **overrides: Any) -> Any:
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
     settings = _engine_settings(options) | on_cpu | overrides
     with leftovers.mark_children_as_owned(), own_files(), explain_failed_start(options.tensor_parallel_size):
-        # Ours are last: no argument of a user undoes them.
+        # Our settings come last, so that no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)
-    llm.collective_rpc("opd_count_no_ranks")
+    llm.collective_rpc("opd_skip_rank_counts")
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
         llm.collective_rpc("opd_use_norm_kernels")
-    if overrides.get("runner") != "pooling":  # that one has no head
+    if overrides.get("runner") != "pooling":  # a pooling engine has no output head
         cut_vocabulary(llm, options.vocab_size)
     return llm
 
 
 def _engine_settings(options: EngineOptions) -> dict[str, Any]:
+    """Return the arguments of vLLM that are the same on a CPU and a GPU."""
     settings: dict[str, Any] = {
         "model": str(options.model_dir),
         **HF_FORMAT,
@@ -357,7 +361,7 @@ def _engine_settings(options: EngineOptions) -> dict[str, Any]:
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",  # of a sampled token in the distribution it was drawn from; prompts stay raw
+        "logprobs_mode": "processed_logprobs",  # a sampled token's in the distribution that it was drawn from; those of prompts stay raw
         "generation_config": "vllm",  # sampling is decided by the pipeline alone, not by a file in the model directory
         "trust_remote_code": False,
         "disable_log_stats": True,
@@ -380,8 +384,9 @@ def stop_engine(llm: Any | None) -> None:
 
 
 def _read_output(output: Any) -> Generated:
+    """Return the tokens of an output of vLLM. Raises: RunError on NaN log-probs, and if vLLM gave up on the request."""
     logprobs = tuple(float(step[token].logprob) for token, step in zip(output.token_ids, output.logprobs, strict=True))
-    # NaN weights make vLLM emit token 0 for ever without an error; NaN is the one value unequal to itself.
+    # With NaN weights vLLM writes token 0 for ever, without an error. NaN is the one value that is unequal to itself.
     if any(value != value for value in logprobs):
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
     if output.finish_reason not in get_args(TurnStop):

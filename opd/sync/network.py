@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from opd.models.buckets import KeptHandles
-from opd.rollouts.worker import can_swap, model_shape
+from opd.rollouts.worker import can_swap, read_model_shape
 from opd.sync.files import stream_files
 from opd.sync.proof import ProvenSync
 
@@ -34,7 +34,7 @@ class NetworkSync(ProvenSync):
         self._spec.engine.receive(lambda: kept_stream)
 
     def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        shape = model_shape(shape_of)
+        shape = read_model_shape(shape_of)
         if can_swap(shape, shape):
             self._spec.engine.receive(partial(stream_files, model_dir, shape_of, self._spec.bucket))
         else:  # the whole model cannot be streamed into engines of this family, so they read the files

@@ -1,7 +1,7 @@
 """Conversion of scored rows to the tensors of one micro-batch.
 
-Shapes: B packed rows, T columns, N trained tokens of the micro-batch in row order. Prompts and tokens that are not trained
-are read by the student's forward pass, and are in no tensor beside it.
+Shapes: B lines of the packed layout, each of which holds one or more samples, T columns, N trained tokens of the micro-batch in the
+order of the samples. The student's forward pass also reads prompts and tokens that are not trained; they are in no other tensor.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
 
 DIVERGENCE, POLICY = "divergence", "policy"
-"""Components of the student's loss."""
+"""Names of the components of the student's loss."""
 ADVANTAGE, RETURN, OLD_VALUE = "advantage", "return", "old_value"
-"""Columns of the policy gradient and of a critic's loss."""
+"""Names of the values per token that the policy gradient and a critic's loss take; see `opd.train.components.Component.columns`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,69 +33,74 @@ class MicroBatch:
 
     packed: Packed
     predict_N: Tensor
-    """Flat index (row * T + column) of the position whose logits predict trained token n: the position before it."""
+    """Flat index (line * T + column) of the position whose logits predict trained token n: the position before it."""
     token_N: Tensor
-    """Sampled ids."""
+    """Ids of the trained tokens."""
     place_N: Tensor
     """Place of the token in its response, from 0."""
     turn_N: Tensor
-    """Number of the turn of its dialogue in which it was written, from 0: a segment after a summary goes on."""
-    own_N: Tensor
-    """True if the student sampled the token, False if an expert wrote it in its place."""
+    """Number of the turn of its dialogue in which the token was written, from 0: a segment after a summary goes on counting."""
+    sampled_N: Tensor
+    """True if the student sampled the token, False if an expert wrote it in the student's place."""
     behaviour_N: Tensor
-    """Log-prob under the rollout engine."""
+    """Log-prob of the token under the rollout engine that sampled it."""
     blocks: tuple[Block, ...]
-    """The teachers' answers about the trained tokens, in order; the loss adds output heads."""
-    row_lengths: tuple[int, ...]
-    """Trained tokens of each row, in the order of `domains`; 0 for a row without one."""
+    """The teachers' answers about the trained tokens, in their order. Products with the teachers' output heads are left to the loss."""
+    trained_lengths: tuple[int, ...]
+    """Number of trained tokens of each sample, 0 for a sample without one."""
     domains: tuple[str, ...]
+    """Domain of each sample."""
 
 
-Scored = tuple[TargetRow, ...]
-"""One sample as its teachers scored it: a row for each, in the order of their names."""
+ScoredSample = tuple[TargetRow, ...]
+"""One sample as its teachers scored it: a scored row from each teacher, in the order of their names."""
 
 
-def gather_samples(rows: Iterable[TargetRow]) -> dict[str, Scored]:
-    """Return sample id -> its rows. Raises: RunError unless each of a sample's teachers is there exactly once."""
+def gather_samples(rows: Iterable[TargetRow]) -> dict[str, ScoredSample]:
+    """Return sample id -> its scored rows. Raises: RunError if a sample has two rows of one teacher, or if the weights of its rows do
+    not add up to 1, because a teacher is missing."""
     by_sample: dict[str, list[TargetRow]] = defaultdict(list)
     for row in rows:
         by_sample[row.rollout.sample_id].append(row)
     for sample_id, sample_rows in by_sample.items():
         names = [row.teacher for row in sample_rows]
-        # The weights travelled as float32, so they add up to 1 only about.
+        # The weights travelled as float32, so they add up to 1 only approximately.
         if len(set(names)) != len(names) or abs(sum(row.weight for row in sample_rows) - 1) > 1e-4:
             parts = ", ".join(f"{row.teacher} {row.weight:.3g}" for row in sample_rows)
             raise RunError(f"sample {sample_id}: scored by {parts}; the weights of its teachers do not add up to 1")
     return {i: tuple(sorted(sample_rows, key=lambda row: row.teacher)) for i, sample_rows in by_sample.items()}
 
 
-def leave_one_out(samples: Mapping[str, Scored]) -> dict[str, float]:
+def leave_one_out_baselines(samples: Mapping[str, ScoredSample]) -> dict[str, float]:
     """Return sample id -> mean of log q(y) - log mu(y) over the trained tokens of its domain in the step's other episodes.
 
-    Other episodes, not other samples: an episode's later segments depend on its earlier ones. So a baseline does not depend on
-    the sample that it is subtracted from, and leaves the gradient's mean as it is. 0 if there is no other episode. mu is the
-    rollout engine's probability, which is there before the student's forward pass.
+    q is the teachers' mixed probability, which only the payload `sampled_logprobs` has; mu is the rollout engine's, which is there
+    before the student's forward pass. The mean is over other episodes, not other samples, because an episode's later segments depend
+    on its earlier ones. So a baseline does not depend on the sample that it is subtracted from, and does not change the mean of the
+    gradient. It is 0 if there is no other episode.
     """
-    sums: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    """Episode and domain -> sum and number."""
-    totals: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    episode_sums: dict[tuple[str, str], tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    """Episode and domain -> sum over its tokens, and their number."""
+    domain_sums: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     rollouts = {sample_id: scored[0].rollout for sample_id, scored in samples.items()}
     for sample_id, rollout in rollouts.items():
         pairs = zip(mixed_logprobs(samples[sample_id]), _trained_logprobs(rollout), strict=True)
         ratios = [q - mu for q, mu in pairs]
-        episode_sum, count = sums[rollout.episode, rollout.domain]
-        sums[rollout.episode, rollout.domain] = (episode_sum + sum(ratios), count + len(ratios))
-        total, count = totals[rollout.domain]
-        totals[rollout.domain] = (total + sum(ratios), count + len(ratios))
+        episode_sum, episode_tokens = episode_sums[rollout.episode, rollout.domain]
+        episode_sums[rollout.episode, rollout.domain] = (episode_sum + sum(ratios), episode_tokens + len(ratios))
+        domain_sum, domain_tokens = domain_sums[rollout.domain]
+        domain_sums[rollout.domain] = (domain_sum + sum(ratios), domain_tokens + len(ratios))
     baselines = {}
     for sample_id, rollout in rollouts.items():
-        (episode_sum, count), (total, number) = sums[rollout.episode, rollout.domain], totals[rollout.domain]
-        baselines[sample_id] = (total - episode_sum) / (number - count) if number > count else 0.0
+        episode_sum, episode_tokens = episode_sums[rollout.episode, rollout.domain]
+        domain_sum, domain_tokens = domain_sums[rollout.domain]
+        other_tokens = domain_tokens - episode_tokens
+        baselines[sample_id] = (domain_sum - episode_sum) / other_tokens if other_tokens else 0.0
     return baselines
 
 
-def micro_batch(
-    samples: Sequence[Scored],
+def build_micro_batch(
+    samples: Sequence[ScoredSample],
     dtype: torch.dtype,
     baselines: Mapping[str, float] | None = None,
     layout: str = "packed",
@@ -117,18 +122,19 @@ def micro_batch(
         turn_N=torch.tensor(
             [firsts.get(r.sample_id, 0) + turn for r in rollouts for turn in r.turns], dtype=torch.long
         ),
-        own_N=torch.tensor([own for r in rollouts for own in r.sampled_mask], dtype=torch.bool),
+        sampled_N=torch.tensor([sampled for r in rollouts for sampled in r.sampled_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
+        # All samples of a micro-batch have one payload, whose class makes the blocks.
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
-        row_lengths=tuple(r.num_trained for r in rollouts),
+        trained_lengths=tuple(r.num_trained for r in rollouts),
         domains=tuple(r.domain for r in rollouts),
     )
 
 
-def unscored_batch(rollouts: Sequence[Rollout], layout: str) -> MicroBatch:
-    """Build the tensors of rollouts of which no teacher says anything."""
+def build_unscored_batch(rollouts: Sequence[Rollout], layout: str) -> MicroBatch:
+    """Build the tensors of rollouts that no teacher has scored."""
     rows = [TargetRow(rollout=rollout, teacher="", answer=Unscored()) for rollout in rollouts]
-    return micro_batch([(row,) for row in rows], torch.float32, layout=layout)
+    return build_micro_batch([(row,) for row in rows], torch.float32, layout=layout)
 
 
 def _trained_logprobs(rollout: Rollout) -> list[float]:

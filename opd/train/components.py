@@ -41,7 +41,7 @@ class Component:
 
     def token_columns(self, batch: MicroBatch, sample_ids: Sequence[str]) -> dict[str, Tensor]:
         """Return name -> [N] that column for a micro-batch that has these samples; 0 for samples that take no part."""
-        return {name: _join_rows(column, batch.row_lengths, sample_ids) for name, column in self.columns.items()}
+        return {name: _join_rows(column, batch.trained_lengths, sample_ids) for name, column in self.columns.items()}
 
 
 def _join_rows(column: Mapping[str, Floats], lengths: Sequence[int], sample_ids: Sequence[str]) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from opd.machine.devices import to_device
 from opd.records.types import Rollout
-from opd.train.batch import unscored_batch
+from opd.train.batch import build_unscored_batch
 from opd.train.components import Component
 from opd.train.load import load_share
 from opd.train.value import Critic, find_state_indices
@@ -71,7 +71,7 @@ class CriticRank(ZeroEngine):
         self._micro_batches = micro_batches
         values_by_sample: dict[str, Floats] = {}
         for rollouts in micro_batches:
-            packed = unscored_batch(rollouts, self._layout).packed
+            packed = build_unscored_batch(rollouts, self._layout).packed
             state_N = find_state_indices(packed, rollouts)
             with torch.no_grad():
                 moved = to_device(packed, self._device), state_N.to(self._device)
@@ -89,7 +89,7 @@ class CriticRank(ZeroEngine):
         """Take an optimiser step on all micro-batches. Raises: RunError on a non-finite gradient."""
         total = 0.0
         for index, rollouts in enumerate(self._micro_batches):
-            batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+            batch, ids = build_unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
             weight_N, columns = work.component.token_weights(batch, ids), work.component.token_columns(batch, ids)
             loss = self.model(*to_device((batch, weight_N, columns), self._device))
             # The weights contain the number of ranks, because DeepSpeed averages gradients; the reported loss must not.

@@ -22,7 +22,7 @@ from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.traces.choose import watched_samples
-from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out
+from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
 from opd.train.feed import Feed
 from opd.train.policy import make_policy_component
@@ -235,7 +235,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
 
 def compute_baselines(targets: TargetStream) -> dict[str, float]:
-    """Wait for all parts, and return sample id -> `leave_one_out` baseline.
+    """Wait for all parts, and return sample id -> `leave_one_out_baselines` baseline.
 
     The driver computes it over the samples of all ranks, so that it does not depend on the number of ranks. Quarantined samples
     have none. Raises: what `TargetStream.take_part` raises.
@@ -244,7 +244,9 @@ def compute_baselines(targets: TargetStream) -> dict[str, float]:
     rows = (
         row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch_object(part.handle))).rows
     )
-    return leave_one_out(gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined))
+    return leave_one_out_baselines(
+        gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined)
+    )
 
 
 def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], left_out: Collection[str]) -> float:

@@ -23,7 +23,7 @@ from opd.models.heads import OWN_HEAD, Head, HeadSource
 from opd.models.lora import tensor_name
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.schema import TargetRow, read_stream
-from opd.train.batch import DIVERGENCE, MicroBatch, gather_samples, micro_batch, unscored_batch
+from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.export import WeightSender, gather_parameters
@@ -50,7 +50,7 @@ class RankWork:
     compare: bool = False
     """True: compute the divergence's gradients and those of the other components in two passes, so that they can be compared."""
     baselines: Mapping[str, float] | None = None
-    """Sample id -> number that the objective subtracts from the sample's advantages, as `opd.train.batch.leave_one_out`
+    """Sample id -> number that the objective subtracts from the sample's advantages, as `opd.train.batch.leave_one_out_baselines`
     computes it over the whole step; None without a baseline."""
     stale: frozenset[str] = frozenset()
     """Samples with tokens that were written by older weights than the trainer holds."""
@@ -192,7 +192,7 @@ class TrainerRank(ZeroEngine):
         `DeepSpeedTrainer._rescale` gives the reason.
         """
         work, rollouts = self._step.work, self._step.other_rollouts[index]
-        batch, ids = unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+        batch, ids = build_unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
         weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
         with self._note_added_gradients(weights):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
@@ -405,7 +405,7 @@ class _StepInput:
         work = self.work
         others = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
         self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
-        return micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
+        return build_micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:
         missing = sorted(set(ids) - set(self._rows))

@@ -141,7 +141,7 @@ def refuse_gap(step: int, domains: Mapping[str, DomainStats], tolerance: float) 
 
 def token_weights(batch: MicroBatch, weights: Sequence[float]) -> Tensor:
     """Return [N] the weight of each token; `weights` has one number for each row of the batch, which all of its tokens get."""
-    lengths = torch.tensor(batch.row_lengths, dtype=torch.long)
+    lengths = torch.tensor(batch.trained_lengths, dtype=torch.long)
     return torch.repeat_interleave(torch.tensor(weights), lengths).float()
 
 
@@ -164,7 +164,7 @@ class RankPolicy:
         value_N = torch.where(rewarded_N, stats.policy_N.float(), 0.0)
         self.loss += float((value_N * weight_N).sum())
         self.weight += float(weight_N.sum())
-        lengths = list(batch.row_lengths)
+        lengths = list(batch.trained_lengths)
         masked_N = (stats.masked_N != 0) & rewarded_N
         parts = zip(value_N.split(lengths), masked_N.split(lengths), rewarded_N.split(lengths), strict=True)
         for domain, (value, masked, rewarded) in zip(batch.domains, parts, strict=True):
@@ -203,7 +203,7 @@ class Totals:
         self.weight += float(weight_N.double().sum())
         columns = {
             "kl_sum": stats.kl_N,
-            "gap_sum": torch.where(batch.own_N, (stats.logprob_N - batch.behaviour_N).abs(), 0.0),
+            "gap_sum": torch.where(batch.sampled_N, (stats.logprob_N - batch.behaviour_N).abs(), 0.0),
             "entropy_sum": stats.entropy_N,
             "teacher_entropy_sum": stats.teacher_entropy_N,
             "agree_sum": stats.agree_N,
@@ -212,20 +212,20 @@ class Totals:
             "student_mass_sum": stats.student_mass_N,
             "teacher_mass_sum": stats.teacher_mass_N,
         }
-        lengths_B = torch.tensor(batch.row_lengths, dtype=torch.long)
+        lengths_B = torch.tensor(batch.trained_lengths, dtype=torch.long)
         fresh_B = torch.tensor([row not in stale for row in range(len(lengths_B))], dtype=torch.bool)
         fresh_N = torch.repeat_interleave(fresh_B, lengths_B)
         columns["drift_sum"] = torch.where(fresh_N, 0.0, columns["gap_sum"])
         columns["gap_sum"] = torch.where(fresh_N, columns["gap_sum"], 0.0)
-        columns |= {"taught_tokens": ~batch.own_N, "stale_tokens": ~fresh_N & batch.own_N}
+        columns |= {"taught_tokens": ~batch.sampled_N, "stale_tokens": ~fresh_N & batch.sampled_N}
         self._add_domains(batch, lengths_B, columns)
         self._add_positions(batch, stats.kl_N)
-        self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.own_N)
+        self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.sampled_N)
 
     def keep_token_losses(self, batch: MicroBatch, stats: TokenStats, samples: Mapping[int, str]) -> None:
         """Keep the losses of single tokens; `samples`: index of a row in the batch -> its sample id."""
         if samples:
-            rows = stats.kl_N.split(list(batch.row_lengths))
+            rows = stats.kl_N.split(list(batch.trained_lengths))
             self.token_losses |= {sample_id: tuple(rows[row].tolist()) for row, sample_id in samples.items()}
 
     def _add_domains(self, batch: MicroBatch, lengths_B: Tensor, columns: Mapping[str, Tensor]) -> None:
@@ -262,7 +262,8 @@ class Totals:
         domains_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         most = int(batch.turn_N.max()) + 1 if len(batch.turn_N) else 1
         key_N = (
-            torch.repeat_interleave(domains_B, torch.tensor(batch.row_lengths, dtype=torch.long)) * most + batch.turn_N
+            torch.repeat_interleave(domains_B, torch.tensor(batch.trained_lengths, dtype=torch.long)) * most
+            + batch.turn_N
         )
         columns = (kl_N, torch.where(fresh_N, gap_N, 0.0), ~fresh_N)
         kls, gaps, stale = (torch.bincount(key_N, weights=column.double()).tolist() for column in columns)

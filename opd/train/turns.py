@@ -66,7 +66,7 @@ def compute_turn_factors(batch: MicroBatch, weights: Mapping[str, TurnWeights], 
 
     `value_N`: the objective's value at each token; None if no domain's weights depend on it.
     """
-    lengths = list(batch.row_lengths)
+    lengths = list(batch.trained_lengths)
     values = torch.zeros(len(batch.turn_N)) if value_N is None else value_N
     rows = zip(batch.domains, batch.turn_N.split(lengths), values.split(lengths), strict=True)
     parts = [

@@ -25,7 +25,7 @@ from opd.models.weights import load_causal_lm
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
-from opd.train.batch import micro_batch
+from opd.train.batch import build_micro_batch
 from opd.train.student import Student
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
@@ -111,7 +111,7 @@ class Comparer:
         agree: list[float] = []
         heads = {self._scorer.head_key(teacher): Head(self._scorer.head(teacher), self._scorer.head_rule(teacher))}
         for rows in self._score_rows(teacher, responses):
-            batch = micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
+            batch = build_micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
             tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
             blocks = [block.with_heads(heads) for block in batch.blocks]
             _, stats = self._loss_head(self._student_hidden(rows), tokens, blocks)

@@ -11,7 +11,7 @@ from pipelines.commands.shell import end_command, help_examples, print_line, pri
 
 if TYPE_CHECKING:
     from opd.guard.guard import Guard
-    from opd.guard.measure import Measured
+    from opd.guard.measure import GuardMeasurement
 
 app = typer.Typer(no_args_is_help=True, help="The guard against reward hacking: measure it, or ask it about a command.")
 ConfigOption = Annotated[
@@ -36,15 +36,18 @@ def test(
     """Recall and precision of each stage; exit code 1 below what is asked for."""
     from opd.errors import OpdError
     from opd.guard.labelled import read_cases, shipped_cases
-    from opd.guard.measure import STAGES, measure_guard
+    from opd.guard.measure import AFTER_JUDGE, ALL_RULES, measure_guard
 
     if half not in ("development", "held_out", "both") or (half != "both" and file != "shipped"):
         fix = "name `shipped`, or leave --half out"
         raise OpdError.at("--half", found=half, wanted="development, held_out or both, of the shipped set", fix=fix)
     cases = shipped_cases(half) if file == "shipped" else read_cases(Path(file), form)  # type: ignore[arg-type]
     measurement = measure_guard(_build_guard(config), cases)
-    _print_json(measurement) if as_json else _print_measurement(measurement, len(cases))
-    recall, precision = measurement.scores[STAGES[1]].recall, measurement.scores[STAGES[2]].precision
+    if as_json:
+        _print_json(measurement)
+    else:
+        _print_measurement(measurement, len(cases))
+    recall, precision = measurement.scores[ALL_RULES].recall, measurement.scores[AFTER_JUDGE].precision
     if recall < min_recall or precision < min_precision:
         end_command(
             f"recall of all rules {recall:.3f} (wanted {min_recall:g}), precision {precision:.3f} (wanted {min_precision:g})",
@@ -68,9 +71,8 @@ def check(
     from opd.records.environments import ToolCall
 
     guard = _build_guard(config)
-    session = guard.session()
-    session.cwd = session.begins_at = workdir or session.cwd
-    verdict = guard.check(ToolCall(name="bash", arguments={"command": " ".join(command)}), session)
+    call = ToolCall(name="bash", arguments={"command": " ".join(command)})
+    verdict = guard.check(call, guard.session(workdir))
     print_line(json.dumps(asdict(verdict), indent=2, ensure_ascii=False), err=False)
     if not verdict.allowed:
         raise typer.Exit(1)
@@ -87,7 +89,7 @@ def _build_guard(config: Path | None) -> Guard:
     return shared_guard(spec)
 
 
-def _print_measurement(measurement: Measured, num_cases: int) -> None:
+def _print_measurement(measurement: GuardMeasurement, num_cases: int) -> None:
     rows = [
         (
             stage,
@@ -112,7 +114,7 @@ def _print_measurement(measurement: Measured, num_cases: int) -> None:
         print_line(f"{kind}: {mistake.id}", err=False)
 
 
-def _print_json(measurement: Measured) -> None:
+def _print_json(measurement: GuardMeasurement) -> None:
     import json
     from dataclasses import asdict
 

@@ -24,7 +24,7 @@ from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
-from opd.rollouts.episodes.tools import problem_with_tools
+from opd.rollouts.episodes.tools import explain_bad_tools
 from pipelines.inputs.guards import check_guards, guard_of_domain
 from pipelines.inputs.sub_agents import check_sub_agents, sub_agents_options
 
@@ -185,14 +185,14 @@ async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, pr
     except (CallFailed, CallOverdue) as error:
         return str(error)
     finally:
-        thread.end_after()
+        thread.end_when_idle()
     return ""
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:
     """Return True if a domain's episodes go through the student's chat template."""
     if isinstance(options, AgentOptions):
-        return options.through_template(tokenizer)
+        return options.uses_template(tokenizer)
     return not isinstance(prompts[0].text, str)
 
 
@@ -251,7 +251,7 @@ async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
     try:
         environment = await thread.call("the class", lambda: make(**options.options))
         tools = await thread.call("tools", lambda: environment.tools)
-        wrong = await thread.call("the class", lambda: problem_with_tools(tools) or _missing_method(environment))
+        wrong = await thread.call("the class", lambda: explain_bad_tools(tools) or _missing_method(environment))
         if not wrong:
             await thread.call("close", environment.close)
     except (CallFailed, CallOverdue) as error:
@@ -262,7 +262,7 @@ async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
             fix="correct the options; if making it takes long, raise step_timeout_s",
         ) from None
     finally:
-        thread.end_after()
+        thread.end_when_idle()
     if wrong:
         raise ConfigError.at(
             f"domains.{domain}.environment.name",

@@ -13,7 +13,7 @@ from opd.evaluation.evaluator import BEFORE, EXPERT, measure_experts, measure_st
 from opd.live.interfaces import Display
 from opd.records.scores import Evaluation, combine_evaluations
 from opd.records.types import Teacher
-from opd.rollouts.worker import can_swap, model_shape
+from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known import KnownExams
 from pipelines.inputs.read import Inputs, as_teacher
@@ -103,7 +103,7 @@ class StartingExams:
         """Have the engines hold an expert's model. They need to reach its files only if they cannot take its weights in place of the
         student's."""
         student = self.config.student.model
-        if can_swap(model_shape(student), model_shape(directory)):
+        if can_swap(read_model_shape(student), read_model_shape(directory)):
             self.parts.sync.hold(directory, shape_of=student)
         else:
             self.parts.engine.load(directory)

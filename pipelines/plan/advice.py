@@ -12,7 +12,7 @@ from opd.errors import OpdError
 from opd.settings.yaml_files import apply_overrides, validate_section
 from pipelines.plan.plan import fits_cluster
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs
-from pipelines.propose.text import on_one_line
+from pipelines.propose.text import render_on_one_line
 from pipelines.sizing.shrink import shrinking_steps
 
 
@@ -38,7 +38,7 @@ def _list_changes(config: PipelineConfig, *, gpus: bool) -> Iterator[str]:
             for key, value in keys.items():
                 # The rate that goes with adapters frees no memory, so it would make nothing fit.
                 if key != "lr" and needs_less_memory(value, getattr(getattr(config, section), key, None)):
-                    yield f"{section}.{key}={on_one_line(value)}"
+                    yield f"{section}.{key}={render_on_one_line(value)}"
 
 
 def needs_less_memory(value: Any, current: Any) -> bool:

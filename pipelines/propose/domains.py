@@ -18,32 +18,32 @@ from opd.prompts import Messages, PromptLine, PromptTable, load_prompts, render_
 from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.verifiers.numeric import NUMBER
 from opd.verifiers.reasoning_gym import ReasoningGym
-from pipelines.propose.columns import Columns, look_at_columns
+from pipelines.propose.columns import Columns, find_columns
 from pipelines.propose.given import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
-from pipelines.propose.text import on_one_line
+from pipelines.propose.text import render_on_one_line
 
-LOOKED_AT = 500
-"""Rows of a file whose answers are looked at, spread over the whole file."""
-QUESTIONS = 100
-"""Questions that an exam should have: `evaluate.samples`."""
-SHARES = (0.2, 0.3, 0.4, 0.5)
-"""Shares that are tried where fewer prompts leave one of the two sides empty."""
-JUDGES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
-LONGEST = 100
-"""Characters of an answer that a model may be expected to write letter by letter."""
-MARK = "####"
-"""Marker before the number in data sets that show their working."""
+MAX_SAMPLED_ROWS = 500
+"""About how many rows of a file are sampled, evenly over the whole file, to see what its answers look like."""
+EXAM_QUESTIONS = 100
+"""Questions that an exam should have: what a proposal writes as `evaluate.samples`."""
+HOLDOUT_SHARES = (0.2, 0.3, 0.4, 0.5)
+"""Shares of the prompts to hold out, tried in turn until both sides of every split have a prompt."""
+VERIFIER_CHOICES = "numeric, exact_match, last_line, multiple_choice, or none for no exam"
+MAX_EXACT_CHARACTERS = 100
+"""Longest answer, in characters, that a model may be expected to write exactly; a longer one counts as free text."""
+WORKING_MARK = "####"
+"""Text before the final number in data sets whose answers show their working, such as GSM8K."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Files of a domain's prompts, and the names of their columns."""
+    """The files of a domain's prompts, and the names of their columns."""
 
     training: PromptsConfig
     exam: PromptsConfig | None
     """Prompts that are held out already; None: they have to be held out of the training prompts."""
     settled: bool
-    """True if nothing is left to find out about `chat`: the prompts are messages, or the user said so."""
+    """True if `chat` is certain: the prompts are messages, or the user gave it. False if it was guessed from the template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,59 +58,64 @@ class DomainFacts:
     reason: str
     """Reason for this verifier, or for none."""
     answer_tokens: int
-    """Tokens of the longest answer that was looked at."""
+    """Tokens of the longest answer among the sampled rows; 0 if none has an answer."""
     completion_tokens: int
-    """The same for completions: 0 if the prompts have none."""
+    """Tokens of the longest completion among the sampled rows; 0 if none has a completion."""
 
 
 def find_sources(answers: InitAnswers, student: ModelInfo, chat: bool | None) -> dict[str, Sources]:
-    """Every domain's files and columns. `chat`: whether texts are what a user says; None: it follows from the chat template.
-
-    This imports nothing large. Raises: PromptError, ConfigError.
+    """Return domain -> its files and columns. `chat` says whether a text is what a user says; None: it is if the student has a chat
+    template. This imports nothing large. Raises: PromptError, ConfigError.
     """
-    templated = student.chat_template_hash is not None
-    return {name: _prompt_sources(expert, chat, templated) for name, expert in answers.experts.items()}
+    has_template = student.chat_template_hash is not None
+    return {name: _find_domain_sources(expert, chat, has_template) for name, expert in answers.experts.items()}
 
 
-def _prompt_sources(expert: ExpertAnswer, chat: bool | None, templated: bool) -> Sources:
-    as_chat = templated if chat is None else chat
-    _parse_verifier(expert.verifier)
-    columns = look_at_columns(expert.prompts, expert.columns)
-    held_out = None if expert.exam is None else look_at_columns(expert.exam, expert.columns)
+def _find_domain_sources(expert: ExpertAnswer, chat: bool | None, has_template: bool) -> Sources:
+    as_chat = has_template if chat is None else chat
+    _parse_verifier(expert.verifier)  # only to refuse a wrong one now, before anything slow
+    columns = find_columns(expert.prompts, expert.columns)
+    held_out = None if expert.exam is None else find_columns(expert.exam, expert.columns)
     return Sources(
-        training=_prompts_config(expert.prompts, columns, as_chat),
-        exam=None if expert.exam is None or held_out is None else _prompts_config(expert.exam, held_out, as_chat),
+        training=_make_prompts_config(expert.prompts, columns, as_chat),
+        exam=None if expert.exam is None or held_out is None else _make_prompts_config(expert.exam, held_out, as_chat),
         settled=columns.messages or chat is not None,
     )
 
 
-def _prompts_config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
+def _make_prompts_config(path: Path, columns: Columns, as_chat: bool) -> PromptsConfig:
     return PromptsConfig(path=path, columns=dict(columns.renamed), chat=columns.messages or as_chat)
 
 
-def look_at_domains(
+def read_domains(
     answers: InitAnswers, sources: Mapping[str, Sources], tokenizer: Any, ask: Ask | None, tell: Tell
 ) -> dict[str, DomainFacts]:
-    """Read and tokenise every prompt, and propose how answers are judged. Raises: PromptError, ConfigError."""
+    """Read and tokenise every prompt, and propose how answers are judged. `ask` is None if nobody can be asked. Raises: PromptError,
+    ConfigError."""
 
     def choose_verifier(name: str, proposal: str) -> str:
         verifier = answers.experts[name].verifier
         if verifier or ask is None:
             return verifier
-        answer = ask_until_valid(ask, tell, f"How are answers of {name} judged ({JUDGES})", _parse_verifier, proposal)
+        answer = ask_until_valid(
+            ask, tell, f"How are answers of {name} judged ({VERIFIER_CHOICES})", _parse_verifier, proposal
+        )
         return "" if answer == proposal else answer
 
-    return {name: _look_at_domain(name, source, tokenizer, choose_verifier) for name, source in sources.items()}
+    return {name: _read_domain(name, source, tokenizer, choose_verifier) for name, source in sources.items()}
 
 
-def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callable[[str, str], str]) -> DomainFacts:
-    """`chosen`: (domain, the verifier that is proposed) -> the verifier that the user wants; empty: the proposed one."""
-    sources = _without_chat(sources, tokenizer)
+def _read_domain(
+    name: str, sources: Sources, tokenizer: Any, choose_verifier: Callable[[str, str], str]
+) -> DomainFacts:
+    """Read one domain. `choose_verifier` takes the domain and the proposed verifier, and returns the verifier that the user wants,
+    empty for the proposed one. Raises: as `read_domains`."""
+    sources = _drop_needless_chat(sources, tokenizer)
     table = load_prompts(sources.training, name, tokenizer)
     lines = _sample_prompts(table)
-    judged = lines if sources.exam is None else _sample_prompts(load_prompts(sources.exam, name, tokenizer))
-    verifier, reason = propose_verifier(judged)
-    if wish := chosen(name, "none" if verifier is None else on_one_line(verifier)):
+    exam_lines = lines if sources.exam is None else _sample_prompts(load_prompts(sources.exam, name, tokenizer))
+    verifier, reason = propose_verifier(exam_lines)
+    if wish := choose_verifier(name, "none" if verifier is None else render_on_one_line(verifier)):
         verifier, reason = _parse_verifier(wish), "as you said"
     if verifier is None and sources.exam is not None:
         raise ConfigError.at(
@@ -124,52 +129,56 @@ def _look_at_domain(name: str, sources: Sources, tokenizer: Any, chosen: Callabl
         table=table,
         verifier=verifier,
         reason=reason,
-        answer_tokens=_longest_text(tokenizer, [line.answer for line in lines]),
-        completion_tokens=_longest_text(tokenizer, [_text_of(line.completion) for line in lines]),
+        answer_tokens=_count_longest(tokenizer, [line.answer for line in lines]),
+        completion_tokens=_count_longest(tokenizer, [_text_of(line.completion) for line in lines]),
     )
 
 
-def _without_chat(sources: Sources, tokenizer: Any) -> Sources:
-    """The sources without `chat` where the template puts no words around a text: a model with such a template never chatted."""
+def _drop_needless_chat(sources: Sources, tokenizer: Any) -> Sources:
+    """Return the sources with `chat` off if it was guessed and the chat template puts no words around a text: a model with such a
+    template was never trained to chat. Else return them as they are."""
     from jinja2 import TemplateError
 
     if sources.settled or not sources.training.chat:
         return sources
     try:
-        around = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
+        rendered = render_prompt(tokenizer, [{"role": "user", "content": "?"}])
     except (TemplateError, ValueError, TypeError):
-        return sources  # whoever reads the prompts refuses the first one, by name
-    if any(letter.isalpha() for letter in around):
+        return sources  # `load_prompts` meets the same error, and names the prompt in it
+    if any(letter.isalpha() for letter in rendered):
         return sources
     exam = sources.exam and sources.exam.model_copy(update={"chat": False})
     return replace(sources, training=sources.training.model_copy(update={"chat": False}), exam=exam)
 
 
 def _parse_verifier(text: str) -> Any:
-    """A verifier that the user names. Raises: ConfigError."""
+    """Return the verifier that a user gave as a name or as YAML; None for none. Raises: ConfigError."""
     try:
         verifier = parse_yaml(text)
     except (ValueError, yaml.YAMLError):
         verifier = text
     if verifier in (None, "", "none"):
         return None
+    # The section needs some share to be valid; only the verifier is checked here.
     validate_section(DomainEvalConfig, {"holdout": 0.5, "verifier": verifier}, "--verifier")
     return verifier
 
 
 def _sample_prompts(table: PromptTable) -> list[PromptLine]:
-    return table.rows[:: max(1, len(table) // LOOKED_AT)]
+    """Return about `MAX_SAMPLED_ROWS` rows, evenly over the table, or all if there are fewer."""
+    return table.rows[:: max(1, len(table) // MAX_SAMPLED_ROWS)]
 
 
-def _longest_text(tokenizer: Any, texts: Sequence[str]) -> int:
+def _count_longest(tokenizer: Any, texts: Sequence[str]) -> int:
+    """Return the number of tokens of the longest text; 0 if all are empty."""
     filled = [text for text in texts if text]
-    return (
-        max((len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"]), default=0) if filled else 0
-    )
+    if not filled:
+        return 0
+    return max(len(ids) for ids in tokenizer(filled, add_special_tokens=False)["input_ids"])
 
 
 def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
-    """A verifier as a pipeline spells it, and why; None if no verifier can judge such answers."""
+    """Return a verifier as a pipeline spells it, and the reason for it; None if no verifier can judge such answers."""
     answers = [line.answer.strip() for line in lines]
     if not any(answers):
         return None, "the prompts have no answers"
@@ -183,7 +192,7 @@ def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
     letters = [match[1] if (match := re.fullmatch(r"\(?([A-J])[).]?", answer)) else "" for answer in answers]
     if all(letters) and len(set(letters)) > 1:
         return _choice_verifier(max(letters)), "the letter that the response settles on"
-    if any("\n" in answer or len(answer) > LONGEST for answer in answers):
+    if any("\n" in answer or len(answer) > MAX_EXACT_CHARACTERS for answer in answers):
         return None, "the answers are free text, which nothing here can judge"
     if any(_shows_working(line) for line in lines):
         return "last_line", "the last line of the response is the answer"
@@ -191,45 +200,50 @@ def propose_verifier(lines: Sequence[PromptLine]) -> tuple[Any, str]:
 
 
 def _is_number(answer: str) -> bool:
-    return bool(NUMBER.fullmatch(answer.rpartition(MARK)[2].strip().strip("$€£%")))
+    """Return True for a number, with a sign of money or percent or without, and for shown working that ends with one."""
+    return bool(NUMBER.fullmatch(answer.rpartition(WORKING_MARK)[2].strip().strip("$€£%")))
 
 
 def _choice_verifier(last: str) -> Any:
-    """The verifier for letters from A to the last one."""
-    if last <= "D":
+    """Return the verifier for answers from A to the letter `last`."""
+    if last <= "D":  # the verifier's default is ABCD
         return "multiple_choice"
     return {"kind": "multiple_choice", "choices": "".join(chr(c) for c in range(ord("A"), ord(last) + 1))}
 
 
 def _shows_working(line: PromptLine) -> bool:
-    """True if the completion has more lines than the answer, which is its last one."""
+    """Return True if the completion has several lines, the last of which is the answer."""
     lines = _text_of(line.completion).strip().splitlines()
     return len(lines) > 1 and lines[-1].strip() == line.answer.strip()
 
 
-def _text_of(said: str | Messages | None) -> str:
-    """The text of a completion."""
-    return said or "" if isinstance(said, str | None) else "".join(message["content"] for message in said)
+def _text_of(completion: str | Messages | None) -> str:
+    """Return the text of a completion; empty if there is none."""
+    if isinstance(completion, str | None):
+        return completion or ""
+    return "".join(message["content"] for message in completion)
 
 
 def choose_share(domains: Mapping[str, DomainFacts]) -> float:
-    """The share of prompts to hold out: one for all domains, so that a prompt of two files is on the same side in both.
+    """Return the share of prompts to hold out: one for all domains, so that a prompt of two files is on the same side in both.
 
-    As small as gives every exam enough questions, and as large as leaves none without.
+    It is the smallest share, from 2 % up, that gives the exam of the smallest file `EXAM_QUESTIONS` questions, but at most the first
+    of `HOLDOUT_SHARES`. If that leaves a file without exam or training prompts, larger shares are tried, the last one whatever comes.
     """
-    tables = [facts.table for facts in domains.values() if wants_share(facts)]
-    fewest = min((len(table) for table in tables), default=QUESTIONS)
-    smallest = round(min(SHARES[0], max(0.02, QUESTIONS / fewest)), 2)
-    return next(
-        (share for share in (smallest, *SHARES) if all(can_split(table, share) for table in tables)), SHARES[-1]
-    )
+    tables = [facts.table for facts in domains.values() if wants_holdout(facts)]
+    fewest = min((len(table) for table in tables), default=EXAM_QUESTIONS)
+    smallest = round(min(HOLDOUT_SHARES[0], max(0.02, EXAM_QUESTIONS / fewest)), 2)
+    for share in (smallest, *HOLDOUT_SHARES):
+        if all(can_split(table, share) for table in tables):
+            return share
+    return HOLDOUT_SHARES[-1]
 
 
-def wants_share(facts: DomainFacts) -> bool:
-    """True if the domain's exam is held out of its training prompts."""
+def wants_holdout(facts: DomainFacts) -> bool:
+    """Return True if the domain's exam is held out of its training prompts."""
     return facts.verifier is not None and facts.sources.exam is None
 
 
 def can_split(table: PromptTable, share: float) -> bool:
-    """True if the share leaves prompts on both sides."""
+    """Return True if the share leaves prompts on both sides."""
     return 0 < int(table.held_out(share).sum()) < len(table)

@@ -1,4 +1,4 @@
-"""Answers of a person to `opd init`: flags, or answers to questions where a flag is missing."""
+"""What a person gives to `opd init`: flags, and answers to questions where a flag is missing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from opd.settings.strict import NAME_PATTERN
 from opd.text import expand_home
 
 Ask = Callable[[str, str], str]
-"""(question, proposal) -> the answer. An empty proposal: there is none, and an empty answer is one."""
+"""Takes a question and a proposed answer, and returns the answer. With an empty proposal an empty answer is allowed."""
 Tell = Callable[[str], None]
+"""Shows the user a line."""
 
 EXAMPLE = "opd init --student models/base --expert math=models/math --prompts math=math.csv"
 VAGUE = re.compile(r"model|final|best|last|merged|output|adapter|checkpoint|checkpoint-\d+|snapshot", re.IGNORECASE)
-"""Names of directories that say nothing about what an expert knows; the directory above does."""
+"""Names of directories that say nothing about what an expert knows; the name of a directory above is taken instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """The options as they were typed."""
+    """The options as they were typed. `student` to `bases` are those of the command line, each still as `NAME=VALUE` or `VALUE`."""
 
     student: Path | None = None
     experts: tuple[str, ...] = ()
@@ -38,7 +39,7 @@ class Flags:
     lora: bool = False
     """Train adapters in place of all weights."""
     probe: bool = False
-    """Let the models write a little, to choose the objective."""
+    """Have the experts answer a few prompts, to choose the objective."""
 
     @property
     def incomplete(self) -> bool:
@@ -54,10 +55,11 @@ class ExpertAnswer:
     prompts: Path
     exam: Path | None = None
     columns: tuple[str, ...] = ()
-    """What the prompts' file calls the prompt, and the answer; empty: to be found out."""
+    """Columns of the prompts' file with the prompt and the answer; what is not given is guessed."""
     verifier: str = ""
-    """Its name, or a mapping as YAML; empty: to be proposed."""
+    """The verifier's name, or a mapping as YAML; empty: one is proposed."""
     base: Path | None = None
+    """The base of an adapter; None: not given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +71,15 @@ class InitAnswers:
 
 
 def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
-    """Read the flags, and ask for what is missing. Raises: ConfigError for what is missing if nobody can be asked."""
+    """Parse the flags, and ask for the values that are missing. `ask` is None if nobody can be asked. Raises: ConfigError for a wrong
+    value, and for a missing one that nobody can be asked for."""
     if ask is None:
         _refuse_missing(flags)
     else:
         flags = _ask_for_models(flags, ask, tell)
     assert flags.student is not None
-    models = experts_of(flags.experts)
-    prompts = by_expert("--prompts", flags.prompts, models)
+    models = parse_experts(flags.experts)
+    prompts = assign_to_experts("--prompts", flags.prompts, models)
     missing = [name for name in models if name not in prompts]
     if missing and ask is None:
         raise ConfigError.at(
@@ -88,16 +91,16 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
     for name in missing:
         assert ask is not None
         prompts[name] = ask_until_valid(
-            ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _existing_file
+            ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _check_file
         )
-    columns = by_expert("--columns", flags.columns, models, files=False)
-    verifiers = by_expert("--verifier", flags.verifiers, models, files=False)
-    exams, bases = by_expert("--eval", flags.exams, models), _parse_bases(flags.bases, models)
+    columns = assign_to_experts("--columns", flags.columns, models, files=False)
+    verifiers = assign_to_experts("--verifier", flags.verifiers, models, files=False)
+    exams, bases = assign_to_experts("--eval", flags.exams, models), _parse_bases(flags.bases, models)
     experts = {
         name: ExpertAnswer(
             model=model,
-            prompts=_existing_file(prompts[name]),
-            exam=_existing_file(exams[name]) if name in exams else None,
+            prompts=_check_file(prompts[name]),
+            exam=_check_file(exams[name]) if name in exams else None,
             columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
             verifier=verifiers.get(name, ""),
             base=Path(expand_home(bases[name])) if name in bases else None,
@@ -108,6 +111,7 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
 
 
 def _refuse_missing(flags: Flags) -> None:
+    """Raises: ConfigError if one of the three flags is missing that every proposal needs."""
     named = {"--student": flags.student, "--expert": flags.experts, "--prompts": flags.prompts}
     missing = [name for name, value in named.items() if not value]
     if missing:
@@ -120,10 +124,10 @@ def _refuse_missing(flags: Flags) -> None:
 
 
 def _ask_for_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
-    """The flags with a student and at least one expert."""
+    """Return the flags with a student and at least one expert, asked for if they are missing."""
     if flags.student is None:
         question = "Student, the model that learns (a directory; usually what the experts were trained from)"
-        flags = replace(flags, student=Path(ask_until_valid(ask, tell, question, _existing_directory)))
+        flags = replace(flags, student=Path(ask_until_valid(ask, tell, question, _check_directory)))
     experts = list(flags.experts)
     while not flags.experts:
         hint = "" if not experts else "; empty: no more"
@@ -140,16 +144,18 @@ def _ask_for_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
 
 
 def _make_expert_check(experts: list[str]) -> Callable[[str], str]:
+    """Return a check of the answer for a further expert. An empty answer ends the questions, but not before the first expert."""
+
     def check(text: str) -> str:
         if text or not experts:
-            experts_of([*experts, text])
+            parse_experts([*experts, text])
         return text
 
     return check
 
 
 def ask_until_valid(ask: Ask, tell: Tell, question: str, check: Callable[[str], object], proposal: str = "") -> str:
-    """The first answer that passes the check, which raises an OpdError for a wrong one."""
+    """Ask until an answer passes, and return it. `check` raises an OpdError for a wrong answer, which the user is told."""
     while True:
         text = ask(question, proposal).strip()
         try:
@@ -160,7 +166,8 @@ def ask_until_valid(ask: Ask, tell: Tell, question: str, check: Callable[[str], 
             return text
 
 
-def _existing_directory(text: str) -> Path:
+def _check_directory(text: str) -> Path:
+    """Return the path of a directory. Raises: ConfigError if there is none."""
     text = expand_home(text)  # a shell leaves the `~` of NAME=~/DIR
     if not text or not Path(text).is_dir():
         raise ConfigError.at(
@@ -172,7 +179,8 @@ def _existing_directory(text: str) -> Path:
     return Path(text)
 
 
-def _existing_file(text: str | Path) -> Path:
+def _check_file(text: str | Path) -> Path:
+    """Return the path of a file or a directory with prompts. Raises: ConfigError if there is none."""
     text = expand_home(str(text))
     if not text or not Path(text).exists():
         raise ConfigError.at(
@@ -184,10 +192,11 @@ def _existing_file(text: str | Path) -> Path:
     return Path(text)
 
 
-def experts_of(texts: Iterable[str]) -> dict[str, Path]:
-    """Name -> directory, of `NAME=DIR` or `DIR`. Raises: ConfigError for a missing directory, or a name that comes twice."""
+def parse_experts(texts: Iterable[str]) -> dict[str, Path]:
+    """Return name -> directory for texts that are `NAME=DIR` or `DIR`. Raises: ConfigError for a missing directory, or a name that comes
+    twice."""
     pairs = [_parse_name_value(text, path=True) for text in texts]
-    named = [(name or name_of(Path(value)), _existing_directory(value)) for name, value in pairs]
+    named = [(name or make_expert_name(Path(value)), _check_directory(value)) for name, value in pairs]
     twice = [name for name, count in Counter(name for name, _ in named).items() if count > 1]
     if twice:
         paths = [str(path) for name, path in named if name == twice[0]]
@@ -200,26 +209,30 @@ def experts_of(texts: Iterable[str]) -> dict[str, Path]:
     return dict(named)
 
 
-def name_of(path: Path) -> str:
-    """A name for the expert in this directory, and for its domain."""
-    parts = [part for part in (*path.absolute().parts[1:],) if part not in (".", "..")]
+def make_expert_name(path: Path) -> str:
+    """Make a name for the expert in this directory, and for its domain: the directory's own, or if that is vague, the nearest name above
+    that is not."""
+    parts = [part for part in path.absolute().parts[1:] if part not in (".", "..")]
     telling = next((part for part in reversed(parts) if not VAGUE.fullmatch(part)), "expert")
     return re.sub(r"[^A-Za-z0-9._-]+", "-", telling).strip("-._")[:64] or "expert"
 
 
 def _parse_name_value(text: str, *, path: bool) -> tuple[str, str]:
-    """Name and value of `NAME=VALUE`; the name is empty where there is none, or where the whole is a path that exists."""
+    """Return name and value of `NAME=VALUE`. The name is empty if there is none; also, with `path`, if the whole text is a path that
+    exists."""
     name, equals, value = text.partition("=")
     if equals and re.fullmatch(NAME_PATTERN, name) and not (path and Path(text).exists()):
         return name, value
     return "", text
 
 
-def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *, files: bool = True) -> dict[str, str]:
-    """Expert -> value of an option that is `[EXPERT=]VALUE`.
+def assign_to_experts(
+    option: str, texts: Iterable[str], experts: Mapping[str, Path], *, files: bool = True
+) -> dict[str, str]:
+    """Return expert -> value of an option that is `[EXPERT=]VALUE`.
 
-    A file without a name goes to the expert that its own name, or its directory's, has in it. Any other value goes to all
-    experts that have none of their own. Raises: ConfigError.
+    With `files` the values are files, and one without an expert's name goes to the expert that `_find_expert_of_file` finds. Otherwise
+    a value without a name goes to all experts that have none of their own; the last such value counts. Raises: ConfigError.
     """
     values: dict[str, str] = {}
     for_all: list[str] = []
@@ -228,7 +241,7 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
         if not name and not files:
             for_all.append(value)
             continue
-        name = name or _expert_of_file(option, value, list(experts))
+        name = name or _find_expert_of_file(option, value, list(experts))
         if name not in experts or name in values:
             raise ConfigError.at(
                 f"{option} {text}",
@@ -241,15 +254,17 @@ def by_expert(option: str, texts: Iterable[str], experts: Mapping[str, Path], *,
 
 
 def _parse_bases(texts: tuple[str, ...], experts: Mapping[str, Path]) -> dict[str, str]:
-    """Expert -> base. One without a name is meant for adapters alone."""
+    """Return expert -> base. A base without an expert's name is meant for the adapters alone, not for full models. Raises:
+    ConfigError."""
     named = {_parse_name_value(text, path=False)[0] for text in texts}
-    bases = by_expert("--base", texts, experts, files=False)
+    bases = assign_to_experts("--base", texts, experts, files=False)
     return {name: base for name, base in bases.items() if name in named or is_adapter(experts[name])}
 
 
-def _expert_of_file(option: str, file: str, experts: list[str]) -> str:
-    """The expert whose name is in a file's name or in its directory's, or has the file's name in it, as `math-lora` has that
-    of math.csv. Raises: ConfigError if none is, or several are."""
+def _find_expert_of_file(option: str, file: str, experts: list[str]) -> str:
+    """Return the expert to which a file belongs by its name: the only expert there is; else the expert whose name is a part of the
+    file's name or of its directory's (of `math` and `math-hard` the longer one that fits); else the expert whose name has the file's name
+    in it, as `math-lora` has that of math.csv. Raises: ConfigError if no expert fits, or several do."""
     if len(experts) == 1:
         return experts[0]
     for part in (Path(file).stem, Path(file).absolute().parent.name):
@@ -257,9 +272,9 @@ def _expert_of_file(option: str, file: str, experts: list[str]) -> str:
         longest = max(fitting, key=len, default="")
         if longest and all(name in longest for name in fitting):
             return longest
-    around = [name for name in experts if _is_word_of(Path(file).stem, name)]
-    if len(around) == 1:
-        return around[0]
+    containing = [name for name in experts if _is_word_of(Path(file).stem, name)]
+    if len(containing) == 1:
+        return containing[0]
     raise ConfigError.at(
         f"{option} {file}",
         found="a file whose name tells no expert",
@@ -269,5 +284,5 @@ def _expert_of_file(option: str, file: str, experts: list[str]) -> str:
 
 
 def _is_word_of(word: str, text: str) -> bool:
-    """True if the word is in the text, and no part of a longer one."""
+    """Return True if the text has the word in it, in whatever case, with no letter or digit beside it."""
     return re.search(rf"(?<![a-z0-9]){re.escape(word)}(?![a-z0-9])", text, re.IGNORECASE) is not None

@@ -1,4 +1,4 @@
-"""Look at the directories of student and experts: headers and JSON, no weights."""
+"""Inspect the directories of student and experts: headers and JSON, no weights."""
 
 from __future__ import annotations
 
@@ -16,36 +16,39 @@ class ExpertFacts:
     """An expert as its files describe it."""
 
     model: Path
-    """Directory as it was given."""
+    """Directory as the user gave it."""
     base: Path | None
     """The base to name in the pipeline; None for a full model, and for an adapter that names its base itself."""
     info: ModelInfo
-    """The model; for an adapter, its base."""
+    """What the files of the model say; for an adapter, those of its base."""
     adapter: AdapterInfo | None
+    """None for a full model."""
 
 
-def look_at_student(path: Path) -> ModelInfo:
-    """The student's facts. Raises: ModelError."""
+def inspect_student(path: Path) -> ModelInfo:
+    """Inspect the student, without hashing its weights. Raises: ModelError."""
     return inspect_model(path, hash_weights=False)
 
 
-def look_at_experts(answers: InitAnswers, student: ModelInfo, tell: Tell) -> dict[str, ExpertFacts]:
-    """Every expert's facts. Raises: ModelError, also for one that cannot score the student's tokens."""
-    facts = {name: _look_at_expert(expert, answers.student) for name, expert in answers.experts.items()}
+def inspect_experts(answers: InitAnswers, student: ModelInfo, tell: Tell) -> dict[str, ExpertFacts]:
+    """Inspect every expert, and tell the user of what may be wrong with it. Raises: ModelError, also for an expert that cannot score the
+    student's tokens."""
+    facts = {name: _inspect_one(expert, answers.student) for name, expert in answers.experts.items()}
     for name, expert in facts.items():
         for warning in check_fits(student, expert.info, name):
             tell(f"warning: {warning}")
     return facts
 
 
-def _look_at_expert(expert: ExpertAnswer, student: Path) -> ExpertFacts:
+def _inspect_one(expert: ExpertAnswer, student: Path) -> ExpertFacts:
     if not is_adapter(expert.model):
         if expert.base is not None:
-            inspect_expert(expert.model, expert.base)  # refuses a full model that is given a base
+            inspect_expert(expert.model, expert.base)  # raises, because a full model has no base
         return ExpertFacts(
             model=expert.model, base=None, info=inspect_model(expert.model, hash_weights=False), adapter=None
         )
-    # Most adapters name their base as a hub does, and it is mostly what the student is.
+    # `named_base` is None if the adapter names no directory of this machine: most name their base as a hub does. The student is mostly
+    # that base.
     base = expert.base or (None if named_base(expert.model) else student)
     adapter = inspect_adapter(expert.model, base, hash_files=False)
     info = inspect_model(Path(adapter.base), hash_weights=False)

@@ -1,4 +1,4 @@
-"""Put a proposal together: the pipeline's keys and values, and what each of them is for."""
+"""Put a proposal together: the pipeline's keys and values, and a note on what each of them is for."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
-from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_share
+from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_holdout
 from pipelines.propose.models import ExpertFacts
-from pipelines.propose.sizes import choose_lengths, choose_sizes, has_room, longest_prompt, merge_models
-from pipelines.propose.text import Flow, on_one_line
+from pipelines.propose.sizes import build_merge_models, choose_lengths, choose_sizes, fits_memory, max_prompt_tokens
+from pipelines.propose.text import Flow, render_on_one_line
 from pipelines.sizing.cache import cache_gib
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.shrink import ADAPTERS, Data, apply_change, shrink_to_fit
@@ -23,7 +23,7 @@ from pipelines.sizing.shrink import ADAPTERS, Data, apply_change, shrink_to_fit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeFacts:
-    """Everything that was looked at."""
+    """Everything that was read and inspected before a pipeline is proposed."""
 
     student_dir: Path
     student: ModelInfo
@@ -38,20 +38,21 @@ class Proposal:
 
     data: Data
     notes: Mapping[str, str]
-    """Dotted path of a key -> what it is for."""
+    """Dotted path of a key -> what the key is for, as a comment beside it says."""
     warnings: tuple[str, ...]
+    """What a user should know before merging."""
 
 
 def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Proposal:
-    """Return a pipeline for what was seen; with `lora` its student trains adapters, however much memory there is."""
+    """Propose a pipeline for these facts. If `lora` is true, its student trains adapters, however much memory there is."""
     rollout = choose_lengths(facts.domains, facts.student.context, gpu=bool(facts.machine.gpus))
-    share, room = choose_share(facts.domains), longest_prompt(rollout)
+    share, max_prompt = choose_share(facts.domains), max_prompt_tokens(rollout)
     data: Data = {
         "name": name,
         "seed": 0,
         "student": {"model": facts.student_dir},
         "experts": {domain: _expert_section(domain, part) for domain, part in facts.experts.items()},
-        "domains": {domain: _domain_section(part, share, room) for domain, part in facts.domains.items()},
+        "domains": {domain: _domain_section(part, share, max_prompt) for domain, part in facts.domains.items()},
         "rollout": rollout,
     }
     data = apply_change(data, choose_sizes(facts.student.parameters, len(facts.domains), facts.machine))
@@ -59,14 +60,16 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
         data = apply_change(data, ADAPTERS)
     if not facts.machine.gpus:
         data["rollout"]["kv_cache_gib"] = cache_gib(facts.student_dir, data["rollout"])
-    models = merge_models(facts.student, facts.experts, facts.domains)
-    data, smaller, enough = shrink_to_fit(
-        data, lambda changed: has_room(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
+    models = build_merge_models(facts.student, facts.experts, facts.domains)
+    data, smaller, fits = shrink_to_fit(
+        data, lambda changed: fits_memory(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
     )
     warnings = [
-        _no_exam(domain, part) for domain, part in facts.domains.items() if "eval" not in data["domains"][domain]
+        _warn_of_no_exam(domain, part)
+        for domain, part in facts.domains.items()
+        if "eval" not in data["domains"][domain]
     ]
-    if not enough:
+    if not fits:
         warnings.append(
             "the merge may not fit into this machine's memory: `opd check` shows the sum, and what to lower"
         )
@@ -78,30 +81,31 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
     return Proposal(data=data, notes=notes, warnings=tuple(warnings))
 
 
-def with_objective(proposal: Proposal, kind: str, reason: str) -> Proposal:
-    """The same proposal with another objective."""
+def replace_objective(proposal: Proposal, kind: str, reason: str) -> Proposal:
+    """Return the proposal with an objective of this kind, and with the reason as its note."""
     data = apply_change(proposal.data, {"objective": {"kind": kind}})
     return replace(proposal, data=data, notes={**proposal.notes, "objective.kind": reason})
 
 
 def summarise_proposal(proposal: Proposal, facts: MergeFacts) -> Iterator[str]:
-    """Findings and choices, for whoever does not read the file: a line for each domain, and one for the training."""
+    """Yield what was found and chosen, for users who do not read the file: a line for each domain, and one for the training."""
     for name, domain in facts.domains.items():
         columns = domain.sources.training.columns
-        asks, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"
+        prompt_column, answers = columns.get("prompt", "prompt"), f"`{columns.get('answer', 'answer')}`"
+        # The rows are conversations, each of which brings its answer as its last turn.
         if domain.table.rows.num_answered == len(domain.table.rows):
             answers = "the assistant's last turn"
         exam = proposal.data["domains"][name].get("eval", {})
         held = f", {_count_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
-        judged = f"; {on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
+        judged = f"; {render_on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
         kind = "an adapter" if facts.experts[name].adapter else "a model"
-        yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{asks}`{held}{judged}"
+        yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{prompt_column}`{held}{judged}"
     trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]
     yield f"{kind}, {trainer['steps']} steps of {trainer['samples_per_step']} answers, learning rate {trainer['lr']:g}"
 
 
 def _count_held_out(facts: DomainFacts, exam: Data) -> int:
-    """Prompts that the share of an exam takes."""
+    """Return how many prompts an exam's section holds out; 0 if it has prompts of its own."""
     return int(facts.table.held_out(exam["holdout"]).sum()) if "holdout" in exam else 0
 
 
@@ -110,27 +114,29 @@ def _expert_section(domain: str, facts: ExpertFacts) -> Flow:
     return Flow({"model": facts.model, **base, "domain": domain})
 
 
-def _domain_section(facts: DomainFacts, share: float, room: int) -> Data:
-    domain: Data = {"prompts": _prompts_section(facts.sources.training, facts, room)}
+def _domain_section(facts: DomainFacts, share: float, max_prompt: int) -> Data:
+    """Return the section of a domain. It has no exam if nothing can judge the answers, or if there are too few prompts to divide."""
+    domain: Data = {"prompts": _prompts_section(facts.sources.training, facts, max_prompt)}
     if facts.sources.exam is not None:
         domain["eval"] = {
-            "prompts": _prompts_section(facts.sources.exam, None, room),
+            "prompts": _prompts_section(facts.sources.exam, None, max_prompt),
             "verifier": _flow_style(facts.verifier),
         }
-    elif wants_share(facts) and can_split(facts.table, share):
+    elif wants_holdout(facts) and can_split(facts.table, share):
         domain["eval"] = {"holdout": share, "verifier": _flow_style(facts.verifier)}
     return domain | {"weight": 1.0}
 
 
-def _prompts_section(source: PromptsConfig, facts: DomainFacts | None, room: int) -> Data:
-    """The keys that differ from their defaults; `facts` are the prompts themselves, where too long ones are to be left out."""
+def _prompts_section(source: PromptsConfig, facts: DomainFacts | None, max_prompt: int) -> Data:
+    """Return the keys that differ from their defaults. `facts` are those of the training prompts, of which the ones longer than
+    `max_prompt` tokens are left out; None for an exam, of which none is."""
     prompts: Data = {"path": source.path}
     if source.columns:
         prompts["columns"] = Flow(**source.columns)
     if source.chat:
         prompts["chat"] = True
-    if facts is not None and bool((facts.table.lengths > room).any()):
-        prompts["max_prompt_tokens"] = room
+    if facts is not None and bool((facts.table.lengths > max_prompt).any()):
+        prompts["max_prompt_tokens"] = max_prompt
     return prompts
 
 
@@ -138,13 +144,14 @@ def _flow_style(value: Any) -> Any:
     return Flow(value) if isinstance(value, Mapping) else value
 
 
-def _no_exam(domain: str, facts: DomainFacts) -> str:
+def _warn_of_no_exam(domain: str, facts: DomainFacts) -> str:
+    """Return the warning for a domain without an exam."""
     reason = facts.reason if facts.verifier is None else f"its {len(facts.table)} prompts are too few to hold any out"
     return f"{domain} is trained but not measured: {reason} (docs/evaluation.md names the verifiers)"
 
 
 def _pipeline_notes(facts: MergeFacts, data: Data) -> dict[str, str]:
-    """Notes that tell what was found."""
+    """Return key -> note for the keys whose notes tell what was found."""
     notes = {"student.model": _describe_model(facts.student)}
     for name, expert in facts.experts.items():
         kind = (
@@ -222,4 +229,4 @@ NOTES = {
     "evaluate.samples": "questions of an exam",
     "cluster": "GPUs for each worker of a role; docs/gpu.md",
 }
-"""Dotted path of a key -> what it is for, whatever was seen."""
+"""Dotted path of a key -> what the key is for, whatever was found."""

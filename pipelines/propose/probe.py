@@ -21,60 +21,64 @@ from pipelines.propose.models import ExpertFacts
 if TYPE_CHECKING:
     import torch
 
-PROMPTS, TOKENS = 8, 64
-"""Prompts of a domain, and tokens of an answer."""
-NEVER = 0.01
-"""Probability below which a token does not come up in a hundred samples, so that reverse KL does not lift it."""
+PROMPTS, MAX_TOKENS = 8, 64
+"""Number of prompts of each domain, and longest answer in tokens."""
+MIN_REACHABLE = 0.01
+"""Probability below which the student hardly writes a token in a hundred samples. Reverse KL is measured on samples, so it does not
+raise such a token's probability."""
 Answer = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt, and of the expert's answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """Result of a short look at one domain."""
+    """The result of the probe in one domain."""
 
     answers: int
-    """Answers of the expert that were looked at."""
+    """Number of the expert's answers that the student scored."""
     unreachable: int
-    """Answers with a token that the student hardly ever writes at that place."""
+    """Number of answers with a token to whose place the student gives it less than `MIN_REACHABLE`."""
 
 
 def choose_objective(probed: Mapping[str, ProbeResult]) -> tuple[str, str]:
-    """The objective's kind, and why: forward KL if the student cannot get to most of what the experts would write."""
-    answers, unreachable = sum(p.answers for p in probed.values()), sum(p.unreachable for p in probed.values())
+    """Choose the kind of the objective, and return it with the reason: forward KL if most of the experts' answers are unreachable."""
+    answers = sum(result.answers for result in probed.values())
+    unreachable = sum(result.unreachable for result in probed.values())
     kind = "forward_kl" if 2 * unreachable > answers else DEFAULT_KIND
-    reason = (
-        f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {NEVER:g}"
-    )
+    reason = f"{unreachable} of the experts' {answers} answers have a token to which the student gives less than {MIN_REACHABLE:g}"
     return kind, f"the probe: {reason}; forward_kl where that is most of them, {DEFAULT_KIND} where it is not"
 
 
 def probe_experts(
     student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts], tell: Tell
 ) -> dict[str, ProbeResult]:
-    """Domain -> what was found. Raises: OSError or ValueError of transformers for a model that it cannot load."""
+    """Return domain -> result of its probe. Raises: OSError or ValueError of transformers for a model that it cannot load."""
     answers_by_expert: dict[str, list[Answer]] = {}
     for name, expert in experts.items():
         tell(f"probe: {name} answers {PROMPTS} prompts")
-        with _load_expert(expert) as lm:
-            answers_by_expert[name] = [_greedy_answer(lm, ids, expert.info) for ids in _probe_prompts(domains[name])]
+        with _load_model(expert) as lm:
+            answers_by_expert[name] = [_greedy_answer(lm, ids, expert.info) for ids in _choose_prompts(domains[name])]
     results = {}
-    with _load_expert(ExpertFacts(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
+    with _load_model(ExpertFacts(model=Path(student.path), base=None, info=student, adapter=None)) as lm:
         for name, answers in answers_by_expert.items():
-            least = [_least_likely(lm, answer) for answer in answers if answer[1]]
-            results[name] = ProbeResult(answers=len(least), unreachable=sum(p < NEVER for p in least))
-            tell(f"probe: {results[name].unreachable} of {len(least)} answers of {name} are out of the student's reach")
+            # An expert may end at once: such an answer has no token to score.
+            lowest = [_lowest_probability(lm, answer) for answer in answers if answer[1]]
+            results[name] = ProbeResult(answers=len(lowest), unreachable=sum(p < MIN_REACHABLE for p in lowest))
+            tell(
+                f"probe: {results[name].unreachable} of {len(lowest)} answers of {name} are out of the student's reach"
+            )
     return results
 
 
-def _probe_prompts(domain: DomainFacts) -> list[tuple[int, ...]]:
-    asking = domain.table.select_prompts(domain.table.lengths > 0)
-    return [prompt.token_ids for prompt in asking[:: max(1, len(asking) // PROMPTS)][:PROMPTS]]
+def _choose_prompts(domain: DomainFacts) -> list[tuple[int, ...]]:
+    """Return the token ids of at most `PROMPTS` prompts, evenly over the domain."""
+    filled = domain.table.select_prompts(domain.table.lengths > 0)
+    return [prompt.token_ids for prompt in filled[:: max(1, len(filled) // PROMPTS)][:PROMPTS]]
 
 
 @contextmanager
-def _load_expert(expert: ExpertFacts) -> Iterator[Any]:
-    """The model in memory, with its adapter."""
+def _load_model(expert: ExpertFacts) -> Iterator[Any]:
+    """Yield the model, loaded with its adapter if it has one, in inference mode."""
     import torch
     from safetensors.torch import load_file
     from transformers.utils import logging
@@ -96,7 +100,7 @@ def _load_expert(expert: ExpertFacts) -> Iterator[Any]:
 
 
 def _greedy_answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
-    """Return the expert's greedy response, its end token included."""
+    """Return a prompt and the expert's greedy answer to it, its end token included."""
     import torch
 
     ids = torch.tensor([prompt], device=lm.device)
@@ -104,20 +108,20 @@ def _greedy_answer(lm: Any, prompt: Sequence[int], info: ModelInfo) -> Answer:
     written = lm.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
+        max_new_tokens=MAX_TOKENS,
         do_sample=False,
         eos_token_id=ends,
-        pad_token_id=info.pad_token_id or (ends or [0])[0],
+        pad_token_id=info.pad_token_id or (ends or [0])[0],  # transformers wants one, though one prompt is never padded
     )
     return tuple(prompt), tuple(written[0, len(prompt) :].tolist())
 
 
-def _least_likely(lm: Any, answer: Answer) -> float:
-    """The student's probability of the token of an answer that it finds least likely."""
+def _lowest_probability(lm: Any, answer: Answer) -> float:
+    """Return the probability that the student gives to the token of an answer that it finds least likely."""
     import torch
 
     prompt, response = answer
     ids = torch.tensor([[*prompt, *response]], device=lm.device)
     logits_R_V: torch.Tensor = lm(ids).logits[0, len(prompt) - 1 : -1].float()
-    taken_R = logits_R_V.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
-    return float(taken_R.min().exp())
+    logprob_R = logits_R_V.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+    return float(logprob_R.min().exp())

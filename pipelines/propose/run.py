@@ -1,4 +1,4 @@
-"""`opd init` from the first look to the written files."""
+"""`opd init`, from the flags to the written files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from opd.files import atomic_write_text, raise_storage_errors
 from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.text import quote_for_shell
 from pipelines.propose.given import Ask, Flags, Tell, complete_flags
-from pipelines.propose.shipped import RECIPES, commands_of, files_of
-from pipelines.propose.text import render_pipeline, schema_line
+from pipelines.propose.shipped import RECIPES, list_commands, read_files
+from pipelines.propose.text import make_schema_line, render_pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,8 @@ class OutputFile:
         return self.path.with_suffix(".schema.json")
 
     def refuse_existing(self, files: Mapping[Path, str] | None = None) -> None:
-        """Raises: ConfigError for a file that would be replaced, or a directory that is not there."""
+        """Raises: ConfigError for one of these files (None: the pipeline alone) or the schema that would be replaced without `force`, and
+        for a directory that is not there."""
         for path in (*(files or {self.path: ""}), self.schema):
             if path.is_dir():
                 raise ConfigError.at(path, found="a directory", wanted="a file to write", fix="name a file in it")
@@ -51,7 +52,7 @@ class OutputFile:
                 )
 
     def write_pipeline(self, text: str) -> None:
-        """Write a pipeline that loads as it stands. Raises: StorageError."""
+        """Write the text of a pipeline, after it has been validated as `opd merge` will. Raises: ConfigError, StorageError."""
         validate_section(PipelineConfig, parse_yaml(text), self.path)
         self.write({self.path: text})
 
@@ -64,48 +65,50 @@ class OutputFile:
 
 
 def _is_schema(path: Path) -> bool:
-    """Whether an earlier call wrote it: it is the same for every pipeline."""
+    """Return True if an earlier call wrote this file. It may be replaced then, since the schema is the same for every pipeline."""
     return f'"title": "{PipelineConfig.__name__}"' in path.read_text(encoding="utf-8", errors="replace")
 
 
 def copy_shipped(name: str, target: OutputFile) -> list[str]:
-    """Write a shipped pipeline and what belongs to it; returns the commands that come next. Raises: ConfigError."""
+    """Write a shipped pipeline and the training spec of its experts, and return the commands that come next. Raises: ConfigError,
+    StorageError."""
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=1)
         fix = f"did you mean `{near[0]}`?" if near else "choose one of them; `opd pipelines list` says what they are"
         raise ConfigError.at("--from", found=name, wanted=f"one of: {', '.join(RECIPES)}", fix=fix)
-    files = files_of(name, target.path)
+    files = read_files(name, target.path)
     target.refuse_existing(files)
-    files[target.path] = f"{schema_line(target.schema)}\n{files[target.path]}"
+    files[target.path] = f"{make_schema_line(target.schema)}\n{files[target.path]}"
     target.write(files)
-    return commands_of(name, target.path)
+    return list_commands(name, target.path)
 
 
 def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell) -> list[str]:
-    """Look at what the flags name, write a pipeline for it, and return the commands that come next.
+    """Read the models and prompts that the flags name, write a pipeline for them, and return the commands that come next. `ask` is None
+    if nobody can be asked.
 
-    Raises: OpdError for what is missing, broken or does not fit, before anything is written.
+    Raises: OpdError for anything that is missing, broken or does not fit, before anything is written.
     """
     target.refuse_existing()
     ask = ask if flags.incomplete else None
     answers = complete_flags(flags, ask, tell)
     from pipelines.propose.domains import find_sources
-    from pipelines.propose.models import look_at_experts, look_at_student
+    from pipelines.propose.models import inspect_experts, inspect_student
 
-    student = look_at_student(answers.student)
-    experts = look_at_experts(answers, student, tell)
+    student = inspect_student(answers.student)
+    experts = inspect_experts(answers, student, tell)
     sources = find_sources(answers, student, flags.chat)
-    # What can be refused without them has been: these take seconds to import.
+    # These take seconds to import, so everything that can be refused without them has been refused by now.
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
-    from pipelines.propose.domains import look_at_domains
-    from pipelines.propose.plan import MergeFacts, propose_pipeline, summarise_proposal, with_objective
+    from pipelines.propose.domains import read_domains
+    from pipelines.propose.plan import MergeFacts, propose_pipeline, replace_objective, summarise_proposal
     from pipelines.sizing.machine import read_machine
 
     tokenizer, machine = load_tokenizer(answers.student), read_machine()
-    domains = look_at_domains(answers, sources, tokenizer, ask, tell)
+    domains = read_domains(answers, sources, tokenizer, ask, tell)
     facts = MergeFacts(student_dir=answers.student, student=student, experts=experts, domains=domains, machine=machine)
-    proposal = propose_pipeline(_pipeline_name(target.path), facts, lora=flags.lora)
+    proposal = propose_pipeline(_make_pipeline_name(target.path), facts, lora=flags.lora)
     config = validate_section(PipelineConfig, proposal.data, target.path)
     prompts = {name: domain.prompts for name, domain in config.domains.items() if domain.prompts}
     notes: list[str] = []
@@ -114,8 +117,8 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     if flags.probe:
         from pipelines.propose.probe import choose_objective, probe_experts
 
-        proposal = with_objective(proposal, *choose_objective(probe_experts(student, experts, domains, tell)))
-    target.write_pipeline(render_pipeline(_file_header(target, str(machine)), proposal.data, proposal.notes))
+        proposal = replace_objective(proposal, *choose_objective(probe_experts(student, experts, domains, tell)))
+    target.write_pipeline(render_pipeline(_make_file_header(target, str(machine)), proposal.data, proposal.notes))
     for line in (*(f"note: {note}" for note in notes), *summarise_proposal(proposal, facts)):
         tell(line)
     for warning in proposal.warnings:
@@ -123,16 +126,18 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     return [f"opd check {quote_for_shell(target.path)}", f"opd merge {quote_for_shell(target.path)}"]
 
 
-def _pipeline_name(path: Path) -> str:
+def _make_pipeline_name(path: Path) -> str:
+    """Make a valid name, of at most 64 characters, of a file's name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._")[:64] or "pipeline"
 
 
-def _file_header(target: OutputFile, machine: str) -> list[str]:
+def _make_file_header(target: OutputFile, machine: str) -> list[str]:
+    """Make the lines of comment that the file begins with."""
     return [
-        schema_line(target.schema),
+        make_schema_line(target.schema),
         f"Written by `opd init` of opd-merge {__version__} for a machine with {machine}.",
         "Paths are relative to the directory that `opd` is started in; all keys are in docs/pipelines.md.",
         "",
         f"    opd check {quote_for_shell(target.path)}      can these experts teach this student anything?",
-        f"    opd merge {quote_for_shell(target.path)}      writes runs/{_pipeline_name(target.path)}",
+        f"    opd merge {quote_for_shell(target.path)}      writes runs/{_make_pipeline_name(target.path)}",
     ]

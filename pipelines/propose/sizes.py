@@ -1,7 +1,11 @@
-"""Choose lengths, steps and sizes that the prompts ask for and the machine can hold."""
+"""Choose lengths, steps and sizes that suit the prompts and that the machine can hold.
+
+The numbers below are first guesses; the notes in the written file tell users when to change them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,46 +21,54 @@ from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.models import MergeModels, unhashed_expert
 from pipelines.sizing.shrink import Data, apply_change
 
-TINY = 20_000_000
-"""Parameters up to which float32 costs nothing, and a merge may have many steps and samples."""
-RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
-"""Parameters up to which a peak learning rate is a fair start; what is larger gets the last resort."""
-LAST_RATE = 5e-6
-ROOM = {False: 4096, True: 16384}
-"""Tokens of context that a proposal has at most, without and with a GPU: longer prompts are left out."""
-TALK = 256
-"""Tokens of a response of which nothing is known but that it is a chat's."""
+TINY_PARAMETERS = 20_000_000
+"""Largest model for which float32 costs next to nothing, so that a merge may have many steps and samples even on a CPU."""
+LEARNING_RATES = ((5e6, 2e-3), (5e7, 1e-3), (5e8, 2e-4), (3e9, 2e-5))
+"""Pairs of a number of parameters, and the peak learning rate for models up to it."""
+LARGEST_MODELS_RATE = 5e-6
+"""Peak learning rate for larger models than these."""
+CPU_CONTEXT, GPU_CONTEXT = 4096, 16384
+"""Longest context of a proposal in tokens, without and with a GPU: prompts that leave no room in it are left out."""
+CHAT_TOKENS = 256
+"""Tokens of a response of which nothing is known but that it is one of a chat."""
 
 
 def choose_lengths(domains: Mapping[str, DomainFacts], context: int | None, *, gpu: bool) -> Data:
-    """`max_new_tokens` and `max_model_len`, from the prompts' and answers' tokens."""
-    room = min(ROOM[gpu], context or ROOM[gpu])
-    new = min(_round_up(max(_response_tokens(facts) for facts in domains.values()), 8), max(1, room // 2))
+    """Choose `max_new_tokens` and `max_model_len` by the tokens of prompts and answers. `context` is the student's own limit, None if
+    it has none."""
+    limit = GPU_CONTEXT if gpu else CPU_CONTEXT
+    max_len = min(limit, context or limit)
+    longest_response = max(_estimate_response_tokens(facts) for facts in domains.values())
+    # A response gets at most half of the context.
+    max_new = min(_round_up(longest_response, 8), max(1, max_len // 2))
     longest = max(int(facts.table.lengths.max()) for facts in domains.values())
-    return {"max_new_tokens": new, "max_model_len": max(8, min(room, _round_up(longest + new, 16)))}
+    return {"max_new_tokens": max_new, "max_model_len": max(8, min(max_len, _round_up(longest + max_new, 16)))}
 
 
-def longest_prompt(rollout: Data) -> int:
-    """Tokens of a prompt that leave room for a whole response."""
+def max_prompt_tokens(rollout: Data) -> int:
+    """Return the length in tokens of the longest prompt that leaves room for a whole response."""
     return int(rollout["max_model_len"] - rollout["max_new_tokens"])
 
 
-def _response_tokens(facts: DomainFacts) -> int:
-    """Tokens that a response may need."""
+def _estimate_response_tokens(facts: DomainFacts) -> int:
+    """Return how many tokens a response may need: a quarter more than the longest completion; without completions, several times the
+    longest answer, because an answer comes with some text around it."""
     if facts.completion_tokens:
-        return -(-5 * facts.completion_tokens // 4)
+        return math.ceil(1.25 * facts.completion_tokens)
     if facts.sources.training.chat:
-        return max(TALK, 2 * facts.answer_tokens)
+        return max(CHAT_TOKENS, 2 * facts.answer_tokens)
     return max(32, 4 * facts.answer_tokens) if facts.answer_tokens else 128
 
 
 def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+    """Return the smallest multiple of `step` that is not less than `value`."""
+    return math.ceil(value / step) * step
 
 
 def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
-    """The sections about sizes as they are where memory is no concern."""
-    gpu, tiny = bool(machine.gpus), parameters <= TINY
+    """Choose the settings about sizes as if memory were no concern. `parameters` is the student's number of them, `domains` the number
+    of domains."""
+    gpu, tiny = bool(machine.gpus), parameters <= TINY_PARAMETERS
     samples_per_domain = 32 if gpu or tiny else 8
     samples = max(domains, min(256, samples_per_domain * domains))
     steps = 300 if gpu or tiny else 200
@@ -72,7 +84,7 @@ def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
             "steps": steps,
             "samples_per_step": samples,
             "micro_batch_tokens": 8192 if gpu else 4096,
-            "lr": next((rate for limit, rate in RATES if parameters <= limit), LAST_RATE),
+            "lr": next((rate for limit, rate in LEARNING_RATES if parameters <= limit), LARGEST_MODELS_RATE),
             "warmup_steps": 10,
             "lr_scheduler_type": "cosine",
             "min_lr_ratio": 0.05,
@@ -84,8 +96,9 @@ def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
 
 
 def _divide_gpus(num: int, domains: int) -> Data:
-    """Which role gets which GPU. Every rollout engine and scoring worker gets one, and the trainer those that are left. To divide a
-    model that is larger than a GPU is for a person to decide: `rollout.tensor_parallel_size`, `teachers.device_map`."""
+    """Divide `num` GPUs among the roles. From four on, every rollout engine and scoring worker gets a GPU of its own, and the trainer
+    those that are left. Fewer are shared: the fractions of `cluster` let Ray put several roles on one. A model that is larger than a GPU
+    is not divided here; that is for a person to decide (`rollout.tensor_parallel_size`, `teachers.device_map`)."""
     if num == 1:
         return {
             "rollout": {"gpu_memory_utilization": 0.4, "sleep": True},
@@ -109,21 +122,21 @@ def _divide_gpus(num: int, domains: int) -> Data:
     }
 
 
-def merge_models(
+def build_merge_models(
     student: ModelInfo, experts: Mapping[str, ExpertFacts], domains: Mapping[str, DomainFacts]
 ) -> MergeModels:
-    """Return the models of a merge in which every domain has the expert of its name."""
-    scorers = {name: unhashed_expert(name, name, seen.info, seen.adapter) for name, seen in experts.items()}
+    """Build the models of a merge in which every domain has the expert of its name."""
+    scorers = {name: unhashed_expert(name, name, facts.info, facts.adapter) for name, facts in experts.items()}
     return MergeModels(
         student=student,
         scorers=scorers,
-        scoring={name: (WeightedTeacher(teacher=one.teacher, weight=1.0),) for name, one in scorers.items()},
-        prompts={name: seen.table for name, seen in domains.items()},
+        scoring={name: (WeightedTeacher(teacher=scorer.teacher, weight=1.0),) for name, scorer in scorers.items()},
+        prompts={name: facts.table for name, facts in domains.items()},
     )
 
 
-def has_room(data: Data, models: MergeModels, machine: MachineFacts) -> bool:
-    """Return True if a machine has room for a pipeline's merge."""
+def fits_memory(data: Data, models: MergeModels, machine: MachineFacts) -> bool:
+    """Return True if the merge of a pipeline fits into the memory of a machine."""
     config = PipelineConfig.model_validate(data)
     lora = size_of_lora(config, models.student) if config.student.lora else None  # imports torch
     return fits_machine(config, replace(models, lora=lora), machine)

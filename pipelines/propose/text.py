@@ -1,4 +1,4 @@
-"""Write a pipeline as YAML in which every setting says what it is for."""
+"""Render a pipeline as YAML in which a comment beside each setting says what it is for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class Flow(dict[str, Any]):
 
 
 def render_pipeline(head: list[str], data: Mapping[str, Any], notes: Mapping[str, str]) -> str:
-    """The file: lines of comment, then the keys, each with the note that `notes` has for its dotted path."""
-    shown = [escape_control_characters(line).replace("\n", "\\n") for line in head]  # a path may hold anything
+    """Return the text of the file: the lines of `head` as comments, then the keys of `data`. `notes` has the comment of each key, by its
+    dotted path."""
+    # A path in these lines may hold any character, even one that would end the comment.
+    shown = [escape_control_characters(line).replace("\n", "\\n") for line in head]
     comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in shown]
     return "\n".join([*comments, *_render_lines(data, notes, "", 0)]) + "\n"
 
@@ -32,9 +34,9 @@ def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, 
         key_path = f"{path}{key}"
         note = to_one_line(notes.get(key_path, ""), 400)
         nested = isinstance(value, Mapping) and bool(value) and not isinstance(value, Flow)
-        if nested and not path:
+        if nested and not path:  # a blank line before each section
             yield ""
-        line = f"{pad}{on_one_line(key)}:" + ("" if nested else f" {on_one_line(value)}")
+        line = f"{pad}{render_on_one_line(key)}:" + ("" if nested else f" {render_on_one_line(value)}")
         if not note:
             yield line
         elif len(line) + len(note) + 4 <= WIDTH:
@@ -46,9 +48,9 @@ def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, 
             yield from _render_lines(value, notes, f"{key_path}.", depth + 1)
 
 
-def on_one_line(value: Any) -> str:
-    """A value on one line, quoted where YAML would take it for something else."""
-    plain = _plain_scalar(value)
+def render_on_one_line(value: Any) -> str:
+    """Return a value as YAML on one line, quoted where YAML would take it for something else."""
+    plain = _with_paths_as_text(value)
     return (
         yaml.safe_dump(plain, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
         .removesuffix("...\n")
@@ -56,12 +58,13 @@ def on_one_line(value: Any) -> str:
     )
 
 
-def _plain_scalar(value: Any) -> Any:
+def _with_paths_as_text(value: Any) -> Any:
+    """Return the value with paths as text and mappings as plain dictionaries, at any depth: `yaml.safe_dump` knows no others."""
     if isinstance(value, Mapping):
-        return {key: _plain_scalar(part) for key, part in value.items()}
+        return {key: _with_paths_as_text(part) for key, part in value.items()}
     return str(value) if isinstance(value, Path) else value
 
 
-def schema_line(schema: Path) -> str:
-    """The comment by which editors find the schema, which lies beside the pipeline."""
+def make_schema_line(schema: Path) -> str:
+    """Make the comment by which editors find the schema, which lies beside the pipeline."""
     return f"{SCHEMA_LINE}{schema.name}"

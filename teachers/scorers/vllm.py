@@ -26,7 +26,7 @@ from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Teacher
 from opd.rollouts.swap import swap_weights, wipe_cache
-from opd.rollouts.worker import EngineOptions, can_swap, model_shape, start_engine, stop_engine
+from opd.rollouts.worker import EngineOptions, can_swap, read_model_shape, start_engine, stop_engine
 from opd.stream.schema import TargetRow
 from teachers.scorers import ScorerOptions
 from teachers.scorers.rows import build_logprob_answer, split_batches
@@ -156,7 +156,7 @@ class VLLMScorer:
         if teacher.adapter_dir is not None:
             raise RunError(f"teacher {teacher.name}: teachers.engine vllm does not load adapters; transformers does")
         self._loaded_key = ""  # half-loaded weights must not pass for a teacher if loading fails
-        shape = model_shape(teacher.model_dir)
+        shape = read_model_shape(teacher.model_dir)
         if self._llm is not None and can_swap(self._shape, shape):
             swap_weights(self._llm, teacher.model_dir.absolute())
         else:

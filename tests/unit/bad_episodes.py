@@ -19,7 +19,7 @@ from opd.errors import RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult, EpisodesRecord
 from opd.records.types import Prompt, RolloutBatch
-from opd.rollouts.endpoint.episode import play_episodes
+from opd.rollouts.endpoint.episode import play_all_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.compaction import CompactionOptions
 from opd.rollouts.episodes.runner import Dialogues
@@ -103,7 +103,7 @@ def played(b: Any, options: Any, tasks: Sequence[Any], policy: Policy = counts, 
 
         def episodes(self, requests: Sequence[EpisodeRequest], temperature: float, version: int) -> Any:
             dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-            found = asyncio.run(play_episodes(requests, Speaker(policy, tokenizer), dialogues, CONTEXT, version))
+            found = asyncio.run(play_all_episodes(requests, Speaker(policy, tokenizer), dialogues, CONTEXT, version))
             results.extend(found)
             return found
 

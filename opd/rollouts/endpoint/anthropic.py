@@ -24,7 +24,7 @@ from opd.rollouts.endpoint.messages import (
 READ = (
     "model", "messages", "system", "tools", "tool_choice", "stop_sequences", "max_tokens", "stream", "metadata", "service_tier",
 )  # fmt: skip
-"""Settings that are followed, or that change no reply. The training decides all others, whatever the client gives."""
+"""Settings that are followed, or that do not change a reply. All other settings are decided by the training, whatever the client gives."""
 KINDS: dict[Problem, str] = {
     "invalid": "invalid_request_error",
     "context": "invalid_request_error",

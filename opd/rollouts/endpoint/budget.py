@@ -1,6 +1,6 @@
-"""The tokens that may be sampled for one session. A turn sets its limit aside before it runs, because others run beside it.
+"""The tokens that may be sampled for one session. Turns run side by side, so each sets tokens aside before it runs.
 
-most   ── sampled ──┤── set aside by running turns ──┤── free ──
+limit   ── sampled ──┤── set aside by running turns ──┤── free ──
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Tokens that are left of a limit, shared by turns that run at once."""
+    """The tokens of a limit, shared by turns that run at once."""
 
-    def __init__(self, most: int | None, sampled: Callable[[], int]) -> None:
-        """`most` tokens, None for as many as there are; `sampled` says how many have been taken."""
-        self._most, self._sampled = most, sampled
+    def __init__(self, limit: int | None, count_sampled: Callable[[], int]) -> None:
+        """`limit` is in tokens, None for no limit; `count_sampled` returns how many tokens have been sampled so far."""
+        self._limit, self._count_sampled = limit, count_sampled
         self._reserved = 0
+        """Tokens that running turns have set aside."""
         self._freed = asyncio.Event()
+        """Set when a turn gives its tokens back."""
 
     @property
     def spent(self) -> bool:
-        """True if nothing is left, even if all running turns sample nothing more."""
-        return self._most is not None and self._sampled() >= self._most
+        """True if nothing is left, even if the running turns sample nothing at all."""
+        return self._limit is not None and self._count_sampled() >= self._limit
 
     async def reserve_tokens(self, requested: int) -> int:
-        """Set tokens aside for a turn: as many as wanted, or all that are left once no other turn can give any back.
+        """Set tokens aside for a turn, and return how many: as many as requested, or if the limit leaves fewer, all of those; 0 if
+        nothing is left. Wait while other turns have set aside tokens of these, since they may give some back.
 
-        0 if nothing is left. Call `give_back` once the tokens that were sampled are among those that have been taken.
+        Call `give_back` once the sampled tokens of the turn are among those that `count_sampled` counts.
         """
         share = requested
-        while self._most is not None:
-            remaining = max(0, self._most - self._sampled())
+        while self._limit is not None:
+            remaining = max(0, self._limit - self._count_sampled())
             share = min(requested, remaining)
             if self._reserved + share <= remaining:
                 break
@@ -39,8 +42,8 @@ class Budget:
         return share
 
     def give_back(self, share: int) -> None:
-        """Free the tokens that were set aside for a turn which has ended."""
+        """Free the tokens that were set aside for a turn that has ended."""
         self._reserved -= share
         self._freed.set()
-        # A new one for those who wait from now on; all who wait on the old one wake up and look again.
+        # All who wait on the old event wake up and look again; those who wait from now on get a new one.
         self._freed = asyncio.Event()

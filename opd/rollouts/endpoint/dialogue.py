@@ -1,4 +1,4 @@
-"""Messages of a client as the student reads and writes them: through its chat template, or as plain text without one."""
+"""Convert a client's messages to the student's tokens and back: through its chat template, or as plain text if it has none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import CALL_ID, ChatAppender, make_call_id, without_tool_role
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.tools import plain_calls
+from opd.rollouts.episodes.tools import read_plain_calls
 from opd.rollouts.episodes.turns import History
 
 
@@ -25,21 +25,20 @@ class UnreadableMessages(Exception):
 
 
 class ClientDialogue(Protocol):
-    """The student's language, as far as a session needs it."""
+    """Conversion between messages and the student's tokens, as far as a session needs it."""
 
     def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation, up to where the policy begins its turn. Raises:
-        UnreadableMessages."""
+        """Return the tokens of a whole conversation, up to the place where the policy writes. Raises: UnreadableMessages."""
         ...
 
     def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of the messages that come after a turn of the policy, up to where its next one begins. Raises:
+        """Return the tokens of the messages after a turn of the policy, up to the place where it writes the next one. Raises:
         UnreadableMessages."""
         ...
 
     def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of what was written so far, as the policy reads them when these messages follow. Raises:
-        UnreadableMessages."""
+        """Return the tokens of the history as the policy reads it once these messages follow: a chat template may then leave out earlier
+        thoughts. Raises: UnreadableMessages."""
         ...
 
     def text(self, turn: Sequence[int]) -> str:
@@ -52,7 +51,7 @@ class ClientDialogue(Protocol):
 
 
 class ChatMessages:
-    """Through the student's chat template."""
+    """Messages that are rendered by the student's chat template."""
 
     def __init__(self, appender: ChatAppender, stops: frozenset[int]) -> None:
         self._appender, self._stops = appender, stops
@@ -96,7 +95,7 @@ class ChatMessages:
         return turn.text, _assign_call_ids(turn.calls)
 
     def _make_template_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """Return a whole conversation as the template takes it: some know no tools, some one call in a turn."""
+        """Return a whole conversation as the template takes it: some templates have no tools, some take one call in a turn only."""
         template_messages = [
             self._appender.make_message_safe(message.for_template())
             for message in renumber_calls(messages, self._appender.call_ids)
@@ -107,7 +106,7 @@ class ChatMessages:
         return [message for are_results, run in runs for message in (without_tool_role([*run]) if are_results else run)]
 
     def _with_calls_in_text(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the message with its calls as the policy writes them."""
+        """Return the message with its calls in its text, as the policy writes them."""
         functions = [call["function"] for call in message.get("tool_calls", ())]
         if not functions:
             return message
@@ -116,12 +115,12 @@ class ChatMessages:
 
 
 class PlainMessages:
-    """For a student without a chat template: the texts of all messages one after the other, as the agent words them, and an end
-    token after each of the policy, which it writes itself where its turn is not rendered anew."""
+    """Messages for a student without a chat template: their texts one after the other as they are, with an end token after each message of
+    the policy. Only turns that are rendered again get that token here; in the others the policy has written it itself."""
 
     def __init__(self, tokenizer: TurnTokenizer, stop_token_ids: Iterable[int] = (), prompt: str = "") -> None:
-        """`stop_token_ids` end a turn, beside the tokenizer's own end token. `prompt` is the episode's, which may have special tokens:
-        where a conversation begins with it, they stay."""
+        """`stop_token_ids` and the tokenizer's own end token end a turn. `prompt` is the episode's: where a conversation begins with it, its
+        special tokens are not broken up."""
         self._tokenizer = tokenizer
         self._ends = end_ids(tokenizer, stop_token_ids)
         self._special = special_texts(tokenizer)
@@ -149,11 +148,12 @@ class PlainMessages:
         return self._encode_text(escape_specials(_join_messages(messages), self._special), at_start=False)
 
     def _encode_text(self, text: str, *, at_start: bool) -> list[int]:
-        """Return the ids of a text; the `at_start` one has in front what the tokenizer puts there."""
+        """Return the ids of a text; `at_start`: with the special tokens that the tokenizer puts before a prompt. Raises:
+        UnreadableMessages."""
         encode = encode_prompt if at_start else encode_text
         try:
             return list(encode(self._tokenizer, text)) if text else []
-        except (ValueError, TypeError) as error:  # a lone surrogate is no text
+        except (ValueError, TypeError) as error:  # a lone surrogate cannot be encoded
             raise UnreadableMessages(str(error)) from None
 
     def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
@@ -163,12 +163,12 @@ class PlainMessages:
         return written_text(self._tokenizer, turn, self._ends)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        tool_calls = plain_calls(text, tools)
+        tool_calls = read_plain_calls(text, tools)
         return ("" if tool_calls else text), _assign_call_ids(tool_calls)
 
 
 def _join_messages(messages: Sequence[Message]) -> str:
-    """Return the texts of messages with their calls, one after the other."""
+    """Return one text with the texts and calls of all messages, one after the other."""
     calls = ((f"{call.name} {json.dumps(call.arguments, default=dict)}" for call in m.calls) for m in messages)
     return "".join(m.text + "".join(call_texts) for m, call_texts in zip(messages, calls, strict=True))
 
@@ -179,8 +179,8 @@ def _assign_call_ids(calls: Sequence[ToolCall]) -> tuple[Call, ...]:
 
 
 def renumber_calls(messages: Sequence[Message], form: str = CALL_ID) -> list[Message]:
-    """Return the conversation with calls numbered in each turn, and results with the numbers of their calls, whatever ids a
-    client gave."""
+    """Return the conversation with new ids: each turn's calls get numbered ids, and each result the id of its call, whatever ids the client
+    gave."""
     conversation: list[Message] = []
     ids: dict[str, str] = {}
     for message in messages:
@@ -195,7 +195,7 @@ def renumber_calls(messages: Sequence[Message], form: str = CALL_ID) -> list[Mes
 
 
 def _split_parallel_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split turns with several calls into turns with one call, each followed by its result."""
+    """Split turns with several calls into turns with one call each, and put each result after its call."""
     conversation: list[dict[str, Any]] = []
     later_calls: list[dict[str, Any]] = []
     for message in messages:

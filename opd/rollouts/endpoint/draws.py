@@ -1,4 +1,4 @@
-"""Numbers that tell like turns of an episode apart, so that each is sampled with a seed of its own."""
+"""Numbers that tell apart the turns of an episode that have the same number, so that each is sampled with a seed of its own."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import Counter
 
 
 class Draws:
-    """The turns of one session, counted by their number in a conversation: parallel conversations have the same numbers.
+    """The draws of one session. In parallel conversations turns have the same numbers, so the turns of each number are counted.
 
-    A request that comes again, because its client did not wait for the turn, gets the draw that it had, and so the same seed. No
-    other request gets that draw: two equal requests with one seed would be sampled alike.
+    A client may give up a request before its turn is there and send it again: then the request gets the draw that it had, and so the
+    same seed. No other request gets that draw, since two equal requests with one seed would be sampled alike.
     """
 
     def __init__(self) -> None:
         self._drawn: Counter[int] = Counter()
-        """Number of a turn -> turns that were asked for."""
+        """Number of a turn -> how many turns of that number were asked for."""
         self._lost: dict[tuple[int, str], list[int]] = {}
-        """Number of a turn and identity of its request -> draws that nobody waited for."""
+        """Number of a turn and identity of its request -> draws of turns that nobody waited for."""
 
     def draw_for_turn(self, number: int, identity: str) -> int:
         """Return the number of a turn's draw, from 1 on."""

@@ -1,9 +1,10 @@
-"""The black box: an agent's program runs each episode, and asks the policy over HTTP.
+"""The black box: an agent's program runs each episode, and asks the policy over HTTP. (The white box, an environment of ours, is
+`opd.rollouts.episodes.runner`.)
 
     task ─→ program ── requests ─→ endpoint ─→ session ─→ engine
                └─ result ─→ reward                └─ trace ─→ rollouts
 
-Whatever a program does ends its own episode at most.
+Whatever a program does ends its own episode at most. `play_all_episodes` is the entrance for both kinds of episodes.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import ProgramResult, program_environment, run_program
 from opd.rollouts.endpoint.server import EndpointServer
 from opd.rollouts.endpoint.session import EndpointSession, SessionLimits
-from opd.rollouts.episodes.runner import Dialogues, run_episodes, watch_of
+from opd.rollouts.episodes.runner import Dialogues, open_guard_watch, run_episodes
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeRequest, is_reward
 from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
 from opd.rollouts.episodes.trace import Trace
 from opd.text import to_one_line
 from opd.verifiers import build_verifier
 
-SHOWN = 200
-"""Characters of what a program said that are shown."""
+MAX_SHOWN = 200
+"""Longest part of a program's or verifier's error that is shown, in characters."""
 
 
-async def play_episodes(
+async def play_all_episodes(
     requests: Sequence[EpisodeRequest],
     engine: TokenEngine,
     dialogues: Dialogues,
@@ -42,23 +43,26 @@ async def play_episodes(
     version: int,
     expert: TokenEngine | None = None,
 ) -> list[EpisodeResult]:
-    """Run all episodes at once, those of agents' programs and those of environments.
+    """Run all episodes at once, those of agents' programs and those of environments, and return results in the requests' order.
 
-    `context` is the engine's, `version` the policy's; `expert` writes some turns. Raises: RunError, ModelError.
+    `context` is the longest sequence of the engine in tokens, `version` the policy's; `expert` writes some turns of environments'
+    episodes, and none of a program's. Raises: RunError, ModelError.
     """
     agent_requests = [request for request in requests if isinstance(request.options, AgentOptions)]
     if not agent_requests:
         return await run_episodes(requests, engine, dialogues, context, version, expert)
     environment_requests = [request for request in requests if not isinstance(request.options, AgentOptions)]
+    # See `opd.rollouts.episodes.threads.hand_over`. Environments' episodes have another one, which `run_episodes` makes.
     handover = asyncio.Lock()
     agents = [_ProgramEpisode(request, engine, dialogues, context, version, handover) for request in agent_requests]
-    slots = {agent.domain: asyncio.Semaphore(agent.parallel) for agent in agents}
+    # Domain -> as many slots as programs of it may run side by side.
+    program_slots = {agent.domain: asyncio.Semaphore(agent.max_parallel) for agent in agents}
     try:
         async with EndpointServer() as endpoint, asyncio.TaskGroup() as group:
             environment_task = group.create_task(
                 run_episodes(environment_requests, engine, dialogues, context, version, expert)
             )
-            agent_tasks = [group.create_task(agent.run(endpoint, slots[agent.domain])) for agent in agents]
+            agent_tasks = [group.create_task(agent.run(endpoint, program_slots[agent.domain])) for agent in agents]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     pairs = zip(
@@ -84,31 +88,31 @@ class _ProgramEpisode:
     ) -> None:
         assert isinstance(request.options, AgentOptions)
         self._request, self._options = request, request.options
-        self.domain, self.parallel = request.prompt.domain, request.options.parallel
+        self.domain, self.max_parallel = request.prompt.domain, request.options.parallel
         self._trace = Trace(version, request.masked)
-        terms = SessionLimits(
+        limits = SessionLimits(
             max_new_tokens=self._options.max_turn_tokens,
             max_model_len=context,
             max_calls=self._options.max_calls,
             max_tokens=self._options.max_tokens,
             seed=f"{request.seed}/{request.sample.sample_id}",
         )
-        self._watch = watch_of(request)
+        self._watch = open_guard_watch(request)
         self._session = EndpointSession(
-            self._trace, engine, _open_dialogue(dialogues, request), terms, self._watch, handover
+            self._trace, engine, _open_dialogue(dialogues, request), limits, self._watch, handover
         )
 
-    async def run(self, endpoint: EndpointServer, slots: asyncio.Semaphore) -> EpisodeResult:
-        """Run the program to its end. Raises: RunError if the engine fails."""
+    async def run(self, endpoint: EndpointServer, program_slots: asyncio.Semaphore) -> EpisodeResult:
+        """Run the program to its end, once one of the slots is free. Raises: RunError if the engine fails."""
         reward: float | None = None
         try:
-            async with slots:
-                ran = await self._run_program(endpoint)
-            end = self._stop_reason(ran)
+            async with program_slots:
+                program_result = await self._run_program(endpoint)
+            end = self._find_end(program_result)
             if end.reason not in BROKEN:
-                reward = await self._program_reward(ran)
-        except EpisodeEnd as wrong:
-            end = wrong
+                reward = await self._find_reward(program_result)
+        except EpisodeEnd as early_end:
+            end = early_end
         session = self._session
         return EpisodeResult(
             rollouts=tuple(self._trace.to_rollouts(self._request.sample, end.reason, reward)),
@@ -122,7 +126,8 @@ class _ProgramEpisode:
         )
 
     async def _run_program(self, endpoint: EndpointServer) -> ProgramResult:
-        """Run the agent's program. Raises: EpisodeEnd if it cannot be started, RunError if the engine fails meanwhile."""
+        """Run the agent's program. Raises: EpisodeEnd if its files cannot be written or it cannot be started, RunError if the engine
+        fails meanwhile."""
         options, session = self._options, self._session
         session_environ = endpoint.open_session(session)
         try:
@@ -132,7 +137,7 @@ class _ProgramEpisode:
                 folder = Path(name)
                 (folder / "task.json").write_text(json.dumps(self._task_for_program()), "utf-8")
                 environ = program_environment(folder, {**options.env, **session_environ}, options.inherit)
-                ran = await run_program(options.command, folder, environ, session.ended, options.timeout_s)
+                result = await run_program(options.command, folder, environ, session.ended, options.timeout_s)
         except OSError as error:
             raise EpisodeEnd("agent", f"the program cannot be started: {error}") from None
         finally:
@@ -140,10 +145,10 @@ class _ProgramEpisode:
         # No fault of the program: the step fails with its engine.
         if session.failure is not None:
             raise session.failure
-        return ran
+        return result
 
     def _task_for_program(self) -> dict[str, Any]:
-        """Return the task that the program gets. The prompt's answer is not in it."""
+        """Return the task that the program gets as JSON. The prompt's answer is not in it."""
         prompt = self._request.prompt
         return {
             "id": self._request.sample.sample_id,
@@ -151,36 +156,40 @@ class _ProgramEpisode:
             "metadata": {key: prompt.metadata[key] for key in self._options.metadata if key in prompt.metadata},
         }
 
-    def _stop_reason(self, ran: ProgramResult) -> EpisodeEnd:
-        """Return why the episode ended."""
-        session, last = self._session, ran.err.strip().splitlines()[-1:]
+    def _find_end(self, result: ProgramResult) -> EpisodeEnd:
+        """Return why the episode ended, as an `EpisodeEnd` that is not raised."""
+        session = self._session
         if session.end_reason == "foreign":
             return EpisodeEnd("foreign", "the program used its key for another episode's session")
         if session.end_reason == "turns" or session.end_reason == "tokens":
             return EpisodeEnd(session.end_reason)
-        if ran.code is None:
+        # The program had to be ended. Sessions that end their program have returned above, so this is the deadline.
+        if result.code is None:
             return EpisodeEnd("timeout", f"the program did not end within {self._options.timeout_s:g} s")
-        if ran.code and session.too_long:
+        if result.code and session.too_long:
             return EpisodeEnd("context")
-        if ran.code:
-            message = to_one_line(last[0], SHOWN) if last else "it said nothing"
-            return EpisodeEnd("agent", f"the program ended with exit status {ran.code}: {message}")
+        if result.code:
+            lines = result.err.strip().splitlines()
+            message = to_one_line(lines[-1], MAX_SHOWN) if lines else "it said nothing"
+            return EpisodeEnd("agent", f"the program ended with exit status {result.code}: {message}")
         if not session.audit.turns:
             return EpisodeEnd("silent", "the program ended without one reply of the policy")
         return EpisodeEnd("done")
 
-    async def _program_reward(self, ran: ProgramResult) -> float | None:
-        """Return the verifier's score, or the program's result. Raises: EpisodeEnd for a result that cannot be read."""
-        result = ran.result if isinstance(ran.result, Mapping) else {}
+    async def _find_reward(self, result: ProgramResult) -> float | None:
+        """Return the verifier's score of the answer; without a verifier the reward that the program itself reports, None if it
+        reports none. The answer is the one in the program's result, or else the policy's last turn. Raises: EpisodeEnd for a reward
+        that is no number, and for a verifier that fails."""
+        reported = result.result if isinstance(result.result, Mapping) else {}
         if self._options.verifier is not None:
-            return await self._verify_answer(result.get("answer", self._session.last_text))
-        reward = result.get("reward")
+            return await self._verify_answer(reported.get("answer", self._session.last_text))
+        reward = reported.get("reward")
         if reward is None or (is_reward(reward) and not isinstance(reward, bool)):
             return None if reward is None else float(reward)
         raise EpisodeEnd("agent", f"the program's result has the reward {reward!r:.40}, wanted a finite number or null")
 
     async def _verify_answer(self, answer: Any) -> float:
-        """Score the answer with the verifier. Raises: EpisodeEnd if it raises, or takes longer than a program may."""
+        """Score the answer with the verifier. Raises: EpisodeEnd if the verifier raises, or takes longer than `timeout_s`."""
         verifier, prompt = self._options.verifier, self._request.prompt
         assert verifier is not None
 
@@ -192,23 +201,24 @@ class _ProgramEpisode:
         try:
             return await thread.call("the verifier", judge)
         except CallFailed as error:
-            raise EpisodeEnd("raised", to_one_line(str(error), SHOWN)) from None
+            raise EpisodeEnd("raised", to_one_line(str(error), MAX_SHOWN)) from None
         except CallOverdue as error:
             raise EpisodeEnd("timeout", str(error)) from None
         finally:
-            thread.end_after()
+            thread.end_when_idle()
 
 
 def _open_dialogue(dialogues: Dialogues, request: EpisodeRequest) -> ClientDialogue:
     """Make the dialogue by which the student reads messages. Raises: ModelError if its chat template cannot append."""
     options, prompt = request.options, request.prompt.text
     assert isinstance(options, AgentOptions)
-    if not options.through_template(dialogues.tokenizer):
+    if not options.uses_template(dialogues.tokenizer):
+        # It gets the prompt, because special tokens of the prompt's own text are kept where a conversation begins with it.
         return PlainMessages(dialogues.tokenizer, dialogues.stops, prompt if isinstance(prompt, str) else "")
     return ChatMessages(dialogues.make_appender(options), dialogues.stops)
 
 
 def _describe_requests(session: EndpointSession) -> list[str]:
-    """Return notes for a reader of the episode about its requests."""
+    """Return lines about the requests of an episode, for people who read its dialogue."""
     settings = ", ".join(f"{name} ({count} requests)" for name, count in session.overridden.items())
     return [f"settings that the agent gave and the training decides: {settings}"] if settings else []

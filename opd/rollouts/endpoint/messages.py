@@ -1,4 +1,4 @@
-"""A chat request and its reply in one form. The wire formats are read into it and written from it; a session knows no other."""
+"""The one form of chat requests and replies in which sessions work. The wire formats convert requests to it, and replies from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Problem = Literal["invalid", "context", "authentication", "permission", "not_fou
 
 
 class ApiError(Exception):
-    """A request that gets no reply. Each wire format writes it in its API's own words."""
+    """The refusal of a request. Each wire format writes it in the form of its API."""
 
     def __init__(self, status: int, kind: Problem, message: str) -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class Call:
     """One call of a tool that the policy asks for."""
 
     id: str
-    """Made by the endpoint, so that the tool's result can name the call."""
+    """Id by which the tool's result names the call; made by the endpoint in a reply, and by the client in a request."""
     name: str
     arguments: Mapping[str, Any]
 
@@ -48,16 +48,16 @@ class Message:
     role: Role
     text: str = ""
     calls: tuple[Call, ...] = ()
-    """Only of the assistant."""
+    """Only in messages of the assistant."""
     answers: str = ""
-    """Only of a tool: the id of the call whose result this is."""
+    """Only in messages of a tool: the id of the call whose result this is."""
 
     @property
     def key(self) -> str:
-        """Text that two messages have in common if they count as the same one.
+        """A text that is equal for two messages if they count as the same.
 
-        A client sends back what it was sent in its own writing: white space around the text may be gone, the arguments of a
-        call may have their keys in another order, and some clients give calls ids of their own.
+        A client may change a message that it was sent before it sends it back: white space around the text may be gone, the arguments
+        of a call may have their keys in another order, and some clients give calls ids of their own.
         """
         calls = [[call.name, call.arguments] for call in self.calls]
         return canonical_json([self.role, self.text.strip(), calls])
@@ -80,23 +80,23 @@ class Request:
     """A client's request for one turn."""
 
     model: str
-    """Whatever name the client gave; the reply repeats it."""
+    """The model's name that the client gave, whatever it is; the reply repeats it."""
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     max_tokens: int | None = None
-    """The client's limit, which may only lower that of the training."""
+    """The client's limit of the reply, which may only lower the training's; None: it gave none."""
     stop: tuple[str, ...] = ()
     stream: bool = False
     stream_usage: bool = False
-    """Whether a stream of OpenAI's form ends with the numbers of tokens."""
+    """True if a stream in OpenAI's form is to end with the numbers of tokens."""
     overridden: tuple[str, ...] = ()
-    """Settings that the client gave and that the training decides."""
+    """Names of settings that the client gave although the training decides them."""
     identity: str
-    """Equal for two requests if they are the same but for `stream`: then the second is a retry."""
+    """Hash that is equal for two requests if they differ at most in the settings of a stream: then the second is a retry."""
 
     @property
     def context(self) -> str:
-        """Text that two requests have in common, beside the messages, if one can continue the other's conversation."""
+        """A text about the tools that is equal for two requests if one can continue the other's conversation."""
         return canonical_json([tool.schema() for tool in self.tools])
 
 
@@ -105,13 +105,13 @@ class Reply:
     """The policy's answer to a request."""
 
     id: str
-    """Unique in the session; a retry gets the same."""
+    """Unique in the session; the reply to a retry has the same."""
     text: str
-    """What the client reads: without special tokens, calls and what follows a stop string."""
+    """The text for the client: without calls and end tokens, and cut before a stop string."""
     calls: tuple[Call, ...] = ()
     finish: Finish
     stopped_by: str | None = None
-    """The stop string at which the reply was cut."""
+    """The stop string at which the reply was cut; None: it was not cut."""
     prompt_tokens: int
     completion_tokens: int
     created: int
@@ -119,7 +119,7 @@ class Reply:
 
     @property
     def message(self) -> Message:
-        """The reply as the client will send it back."""
+        """The reply as a message, as the client will send it back."""
         return Message(role="assistant", text=self.text, calls=self.calls)
 
 
@@ -129,13 +129,13 @@ def canonical_json(value: Any) -> str:
 
 
 def request_hash(body: Mapping[str, Any]) -> str:
-    """Return the hash of a request's body without the settings that decide only how the reply is sent."""
+    """Return the hash of a request's body, without the settings that only decide whether the reply is streamed."""
     settings = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     return sha256(canonical_json(settings).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[str]:
-    """Yield a digest of the conversation up to each message."""
+    """Yield, for each message, a digest of the conversation up to and with it."""
     digest = sha256(context.encode("utf-8", "surrogatepass")).hexdigest()
     for message in messages:
         digest = sha256(f"{digest}{message.key}".encode("utf-8", "surrogatepass")).hexdigest()
@@ -143,11 +143,12 @@ def conversation_digests(context: str, messages: Iterable[Message]) -> Iterator[
 
 
 def list_other_keys(body: Mapping[str, Any], names: Iterable[str]) -> tuple[str, ...]:
-    """Return the other keys to which the body gives a value: the first of them, and of each its first characters."""
+    """Return the keys of the body that have a value and are not in `names`: at most 40 of them, each cut to 40 characters."""
     return tuple(sorted(key[:40] for key, value in body.items() if key not in names and value is not None)[:40])
 
 
 def split_for_stream(text: str) -> Iterable[str]:
-    """Split the text into the parts in which a stream sends it, not too many: the loop waits for none of them."""
+    """Split a reply's text into the parts in which a stream sends it. There are at most about 64, since a loop that writes them may not get
+    to other work between."""
     size = max(64, len(text) // 64)
     return (text[start : start + size] for start in range(0, len(text), size))

@@ -26,7 +26,7 @@ READ = (
     "model", "messages", "tools", "tool_choice", "stop", "max_tokens", "max_completion_tokens", "stream", "stream_options",
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
-"""Settings that are followed, or that change no reply. The training decides all others, whatever the client gives."""
+"""Settings that are followed, or that do not change a reply. All other settings are decided by the training, whatever the client gives."""
 OLD = {"functions": "tools", "function_call": "tool_choice"}
 """Settings of OpenAI's first form of tools -> those of today's."""
 ROLES: dict[str, Role] = {

@@ -1,4 +1,4 @@
-"""Options by which an agent's program runs; plain values that cross process boundaries."""
+"""Options of a domain whose agent is a program; plain values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ class AgentOptions:
     """Options for the episodes of one domain whose agent is a program."""
 
     command: tuple[str, ...]
+    """The program and its arguments."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the program."""
+    """Environment variables that the pipeline sets for the program."""
     inherit: tuple[str, ...] = ()
-    """Names of variables that the program gets from the environment of `opd`."""
+    """Names of environment variables that the program gets from `opd`'s own environment."""
     render: Literal["template", "text"] | None = None
-    """How the student reads messages; None: through its chat template, if it has one."""
+    """How messages become the student's tokens; None: through its chat template if it has one, else as text."""
     metadata: tuple[str, ...] = ()
     """Keys of a prompt's metadata that the program may see."""
     verifier: VerifierConfig | None = None
-    """Judges the program's answer; None: its own result says the reward."""
+    """Judges the program's answer; None: the program's own result has the reward."""
     timeout_s: float
-    """Deadline of an episode."""
+    """Deadline of an episode, in seconds."""
     parallel: int
-    """Most programs at a time for one engine."""
+    """Largest number of programs that run side by side for one engine."""
     max_calls: int
-    """Requests of one program."""
+    """Largest number of requests of one program."""
     max_tokens: int | None = None
-    """Tokens that the policy may sample in an episode; None: as many as it is asked for."""
+    """Tokens that the policy may sample in an episode; None: no limit."""
     max_turn_tokens: int
     """Tokens that the policy may sample in a turn."""
     max_broken: float
@@ -48,8 +49,8 @@ class AgentOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     guard: GuardSpec | None = None
-    """What checks the policy's calls before the program gets them; None: nothing."""
+    """The guard that checks the policy's calls before the program gets them; None: nothing checks them."""
 
-    def through_template(self, tokenizer: Any) -> bool:
+    def uses_template(self, tokenizer: Any) -> bool:
         """Return True if the student reads messages through its chat template."""
         return self.render == "template" or (self.render is None and tokenizer.chat_template is not None)

@@ -1,4 +1,4 @@
-"""Runs an agent's program: a command of the user's, in a directory and a process group of its own, with a deadline."""
+"""Run an agent's program: a command of the user's, in a directory and a process group of its own, with a deadline."""
 
 from __future__ import annotations
 
@@ -17,34 +17,35 @@ from typing import Any
 from opd.machine import leftovers
 
 INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
-"""Variables that a program gets from us beside PATH and those that the pipeline names; no key of ours is among them."""
+"""Environment variables that a program gets from ours, besides PATH and those that the pipeline names; none of them holds a secret."""
 TASK, RESULT = "OPD_TASK", "OPD_RESULT"
-"""Variables with the paths of the file that has the task and of the file in which the program may leave its result."""
+"""Environment variables with the path of the task's file, and with that of the file in which the program may leave its result."""
 KEPT_BYTES = 64 << 10
-"""The end of what a program prints that is kept."""
+"""Bytes that are kept of the end of each of a program's outputs."""
 MAX_RESULT_BYTES = 1 << 20
+"""Largest file of a result that is read."""
 GRACE_S = 2.0
-"""Time between the request to end and the kill, and for the last output to arrive."""
+"""Seconds between the request to end and the kill, and for the last output to arrive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:
-    """The end of a program, and what it left."""
+    """The exit status of a program, and what it wrote."""
 
     code: int | None
     """Exit status, negative for a signal; None if it had to be ended."""
     err: str
-    """The end of what it said on standard error."""
+    """The end of its standard error."""
     result: Any = None
-    """The JSON of its result: of the file, else of the last line that it printed; None without either."""
+    """Parsed JSON of the result's file, or else of the last line that it printed; None if that is no JSON."""
 
 
 async def run_program(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], ended: asyncio.Event, timeout_s: float
 ) -> ProgramResult:
-    """Run a command in a folder that has its task until it exits, `ended` is set, or the time is over.
+    """Run a command in the folder that has its task, until it exits, `ended` is set, or `timeout_s` is over.
 
-    Whatever it started in its process group is gone afterwards. Raises: OSError if it cannot be started.
+    Every process in its process group has ended afterwards. Raises: OSError if the command cannot be started.
     """
     async with (
         _open_pipe() as (out, out_stream),
@@ -56,7 +57,7 @@ async def run_program(
         waits = [asyncio.ensure_future(wait) for wait in (process.wait(), ended.wait())]
         try:
             await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            # Read before the group is ended: a program that has to be ended has none yet.
+            # The status is read before the group is ended: a program that has to be ended has none yet.
             code = process.returncode
             await _end_process_group(process)
             await asyncio.wait(readers, timeout=GRACE_S)  # a process outside of the group may hold the pipes open
@@ -67,7 +68,7 @@ async def run_program(
 
 
 def program_environment(folder: Path, variables: Mapping[str, str], inherit: Sequence[str]) -> dict[str, str]:
-    """Return all environment variables of a program: few of ours, those that the pipeline names, the paths of its files."""
+    """Return all environment variables of a program: a few of ours, those that the pipeline names, and the paths of its files."""
     inherited = {name: os.environ[name] for name in (*INHERITED, *inherit) if name in os.environ}
     base = {"HOME": str(folder), "TMPDIR": str(folder), "PATH": search_path()}
     return (
@@ -76,22 +77,22 @@ def program_environment(folder: Path, variables: Mapping[str, str], inherit: Seq
         | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         | inherited
         | dict(variables)
-        # Behind the pipeline's, so that none of those hides whose program it is and where its files lie.
+        # These come after the pipeline's, which so cannot hide to whom the program belongs and where its files lie.
         | {leftovers.OWNER: leftovers.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )
 
 
 def search_path() -> str:
-    """Return our PATH, with the Python that runs us first, as for somebody who activated its environment."""
+    """Return our PATH with the directory of the running Python first, as if its virtual environment were activated."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 @asynccontextmanager
 async def _open_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
-    """Open a pipe: the end that a program writes to, for the program to have, and a reader of the other end.
+    """Open a pipe, and yield the file descriptor for the program to write to, and a reader of the other end.
 
-    With a pipe of asyncio's own, a wait for the program would be one for all that hold the pipe.
+    With asyncio's own pipes, a wait for the program would also wait for every other process that holds the pipe open.
     """
     reading, writing = os.pipe()
     reader = asyncio.StreamReader()
@@ -107,14 +108,15 @@ async def _open_pipe() -> AsyncIterator[tuple[int, asyncio.StreamReader]]:
 async def _start_process(
     command: Sequence[str], folder: Path, environ: Mapping[str, str], out: int, err: int
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Start a process whose standard input is the task; killed at the end, also if we are cancelled. Takes `out` and `err`."""
+    """Start a process whose standard input is the task's file. Its group is killed at the end of the context, also if that is cancelled. The
+    descriptors `out` and `err` are closed here."""
     try:
         with (folder / "task.json").open("rb") as task:
             process = await asyncio.create_subprocess_exec(
                 *command, cwd=folder, env=dict(environ), stdin=task, stdout=out, stderr=err, start_new_session=True
             )
     finally:
-        # The program has its own copies. As long as ours are open, too, the readers see no end.
+        # The program has its own copies of them. As long as ours are open, too, the readers would see no end.
         os.close(out)
         os.close(err)
     try:
@@ -125,7 +127,7 @@ async def _start_process(
 
 
 async def _end_process_group(process: asyncio.subprocess.Process) -> None:
-    """Ask the group to end, then kill it."""
+    """Ask the process group to end, and kill what is left of it after `GRACE_S`."""
     if process.returncode is None:
         _signal_group(process, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -139,13 +141,13 @@ def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -
 
 
 class _Tail:
-    """The last part of what a stream has brought so far."""
+    """The last bytes that a stream has brought so far."""
 
     def __init__(self, stream: asyncio.StreamReader) -> None:
         self._stream, self._data = stream, b""
 
     async def read(self) -> None:
-        """Read to the end."""
+        """Read the stream to its end."""
         while data := await self._stream.read(KEPT_BYTES):
             self._data = (self._data + data)[-KEPT_BYTES:]
 
@@ -155,13 +157,14 @@ class _Tail:
 
 
 def _read_result(file: Path, out: str) -> Any:
-    """Read the JSON of the result file; without one, of the last printed line."""
+    """Return the parsed JSON of the result's file; if there is none, of the last line in `out` that is not blank."""
     if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
         return _parse_json(file.read_text("utf-8", "replace"))
     return _parse_json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))
 
 
 def _parse_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Values out of a request's JSON, each checked for its type. Raises: ApiError with the value's place."""
+"""Read values out of a request's JSON, and check their types. Each function raises ApiError with the value's path for a wrong one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_mapping(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def read_list(value: Any, path: str) -> list[Any]:
-    """Return a value that must be a list; nothing at all counts as an empty one."""
+    """Return a value that must be a list; None counts as an empty one."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -34,7 +34,7 @@ def read_text(value: Any, path: str) -> str:
 
 
 def read_positive_integer(value: Any, path: str) -> int | None:
-    """Return a value that must be a whole number of at least 1, or nothing."""
+    """Return a value that must be a whole number of at least 1, or None."""
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -43,7 +43,7 @@ def read_positive_integer(value: Any, path: str) -> int | None:
 
 
 def read_content(value: Any, path: str) -> str:
-    """Return the text of a message's content: a text, nothing, or a list of parts that are all text."""
+    """Return the text of a message's content, which must be a text, None, or a list of parts of type text."""
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
@@ -59,7 +59,7 @@ def read_content(value: Any, path: str) -> str:
 
 
 def read_arguments(value: Any, path: str) -> Mapping[str, Any]:
-    """Return the arguments of a call, which OpenAI's form writes as JSON in a text."""
+    """Return the arguments of a call. OpenAI's form has them as a text that is the JSON of an object."""
     json_text = read_text(value, path)
     try:
         value_read = parse_strict_json(json_text or "{}")
@@ -69,7 +69,7 @@ def read_arguments(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def read_tool(data: Mapping[str, Any], schema: str, path: str) -> Tool:
-    """Read a tool whose arguments' JSON schema stands under the key `schema`."""
+    """Read a tool; the JSON schema of its arguments stands under the key `schema`, and may be missing."""
     parameters = data.get(schema)
     return Tool(
         name=read_text(data.get("name"), f"{path}.name"),
@@ -79,6 +79,7 @@ def read_tool(data: Mapping[str, Any], schema: str, path: str) -> Tool:
 
 
 def _type_name(value: Any) -> str:
+    """Return the type of a JSON value in words, for numbers and booleans the value itself."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)[:40]
     return {dict: "an object", list: "a list", str: "a text", type(None): "nothing"}.get(type(value), str(value)[:40])

@@ -1,4 +1,4 @@
-"""The HTTP server: finds the session of a request, checks its secret, and leaves the rest to session and wire format.
+"""The HTTP server: it finds the session of a request, checks the secret, and leaves the rest to the session and the wire format.
 
 agent ── POST /s/SESSION/v1/chat/completions ─→ openai    ┐
       ── POST /s/SESSION/v1/messages ─────────→ anthropic ┴─ Request → Session → Reply ─→ whole, or as events
@@ -24,10 +24,10 @@ from opd.text import to_one_line
 
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
-"""The one model that there is; requests may call it what they like."""
+"""Name of the only model in the list of models; requests may give any name."""
 MAX_BODY_BYTES = 16 << 20
 KEEP_ALIVE_S = 5.0
-"""How often a stream says that the policy is still writing."""
+"""Seconds after which a stream gets an event that says the policy is still writing."""
 SHUTDOWN_S = 5.0
 
 
@@ -127,12 +127,12 @@ class EndpointServer:
 
 
 def _equal_in_constant_time(key: str, secret: str) -> bool:
-    """Return True if two texts are equal, in a time that does not tell how much of them is."""
+    """Return True if both texts are equal. The time that this takes does not tell how many characters agree."""
     return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), secret.encode())
 
 
 def _codec_of_url(http: web.BaseRequest) -> Codec:
-    """Return the wire format of a URL; OpenAI's for one that has none."""
+    """Return the wire format of a URL; OpenAI's for a URL that belongs to none."""
     return next((codec for path, codec in CODECS.items() if http.path.endswith(f"/v1/{path}")), openai)
 
 
@@ -151,7 +151,7 @@ def _parse_request(codec: Codec, data: bytes) -> Request:
 async def _format_refusals(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Write every refusal in the form of the API that was asked."""
+    """Handle a request, and turn each refusal into a response in the form of the API that was asked."""
     try:
         return await handler(request)
     except ApiError as error:
@@ -163,13 +163,13 @@ async def _format_refusals(
     except web.HTTPException as error:  # no such URL, or another method
         problem = ApiError(error.status, "not_found", f"{request.method} {request.path:.100}: {error.reason}")
     answer = web.json_response(_codec_of_url(request).error(problem), status=problem.status)
-    if request.content.exception() is not None:  # where the next request on this connection would begin nobody knows
+    if request.content.exception() is not None:  # nobody knows where the next request on this connection would begin
         answer.force_close()
     return answer
 
 
 async def _stream_reply(http: web.Request, codec: Codec, request: Request, turn: Turn) -> web.StreamResponse:
-    """Send a reply as events. The first one goes out at once, so that the client sees that the policy is at work."""
+    """Send a reply as events, the first one before the policy has written anything, so that the client sees that it is at work."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     await response.write(codec.opening(turn.reply_id, request.model, turn.created))
@@ -179,7 +179,7 @@ async def _stream_reply(http: web.Request, codec: Codec, request: Request, turn:
             await response.write(codec.WAITING)
         for event in codec.remaining_events(await writing, request):
             await response.write(event)
-    except ApiError as problem:  # the status has been sent: what went wrong is an event
+    except ApiError as problem:  # the HTTP status has been sent already, so the refusal is sent as an event
         await response.write(codec.error_event(problem))
     finally:
         writing.cancel()

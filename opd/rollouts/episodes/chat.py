@@ -29,9 +29,9 @@ from opd.tool_formats.vllm_parsers import CALL_IDS, VllmFormat, find_family
 
 Message = Mapping[str, Any]
 REPLY = "I see 7."
-"""A turn of the assistant in probes; it must not occur in any template."""
+"""Text of the assistant's turn in probes; it must not occur in any chat template."""
 THOUGHT = "Is it 6, or 7?"
-"""A thought before it."""
+"""A thought before that turn, in probes for thoughts."""
 _USER, _SYSTEM = {"role": "user", "content": "What is it?"}, {"role": "system", "content": "Be short."}
 _GO_ON = {"role": "user", "content": "Go on."}
 _REPLIED = {"role": "assistant", "content": REPLY}
@@ -46,15 +46,16 @@ _PROBE = Tool(
     parameters={"type": "object", "properties": {"word": {"type": "string"}, "line": {"type": "integer"}}},
 )
 _ASKED: tuple[Mapping[str, Any], ...] = ({"word": "it"}, {"line": 7})
-"""Arguments of calls in probes. Some templates write texts without the quotes that their models write, and numbers right."""
+"""Arguments of the two calls in probes, one with a text and one with a number: some templates write numbers as their models do, but
+texts without the quotes that the models write."""
 CALL_ID = "call{place:05d}"
-"""Form of the ids of calls: nine letters and digits, as the strictest chat templates want them."""
+"""Format of the ids of calls: nine letters and digits, as the strictest chat templates want them."""
 CALLING = """You can call these functions:
 <tools>
 {tools}
 </tools>
 {told}"""
-"""What the system message says of tools, where the chat template does not."""
+"""Text about the tools in the system message, for a chat template that does not list them."""
 
 
 class ChatAppender:
@@ -68,8 +69,8 @@ class ChatAppender:
         parser: str = AUTO,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prove that the template can append. `day` is for a template that asks for a date; `parser` is the name of the format of
-        tool calls, `auto` that in which the template writes them; `variables` are the template's.
+        """Prove that the template can append. `day` is the date for a template that asks for one; `parser` names the format of tool
+        calls, `auto` for the one in which the template writes them; `variables` are further variables for the template.
 
         Raises: ModelError with what the template does instead.
         """
@@ -83,30 +84,32 @@ class ChatAppender:
         self._closer = ""
         """The end token that the template writes after a turn of the assistant."""
         self._histories = [history for history in _HISTORIES if self._accepts_history(history)]
-        # First: what is rendered below is cut at the end token that this finds.
+        # This comes first, because it finds the end token at which all renderings below are cut.
         self._prove_template()
         self.call_ids = CALL_ID
-        """Form of the ids of a turn's calls, as the template takes them."""
+        """Format of the ids of a turn's calls that the template takes."""
         self.parallel = self._renders_text(
             lambda: self._render([*_HISTORIES[0], self._turn_with_probe_calls(*_ASKED)], [_PROBE])
         )
-        """Whether the template takes more than one call in a turn."""
+        """True if the template takes more than one call in a turn."""
         self._tools_stay = self._renders_text(lambda: self._render_following(_HISTORIES[0], [_GO_ON], [_PROBE]))
-        """Whether the template leaves the tools where they are when a message follows; some move them to the last one."""
-        # Assumed until the last line below tries it: the trial itself renders such a message.
+        """True if the template leaves the list of tools where it is when a message follows; some move it to the last message."""
+        # This is assumed until the last line of this method tries it, because the trial itself renders such a message.
         self._note_apart = True
-        """Whether the template takes a message of the user after the results of tools; some want every user's turn answered."""
+        """True if the template takes a message of the user right after the results of tools; some want every message of the user
+        answered first."""
         self._unread = ""
-        """What the template does with calls, if no format reads them."""
+        """How the template writes calls, for the error if no format reads them."""
         self._call_closer = self._closer
         """The end token that the template writes after a turn with calls."""
         self._format, self.tools_in_template = self._find_format(parser)
-        """Whether the template tells of tools as the format has it; else they stand in the system message, and results in a
-        user's."""
+        """`tools_in_template` is True if the template lists tools and shows results in the way of the format. Otherwise the tools stand in
+        the system message, and results in a message of the user."""
         self._dropped = {
             role: [tag for tag in TAGS if self._probe_dropped_thoughts(tag, role)] for role in ("user", "tool")
         }
-        """Role of a message -> the tags of the thoughts of earlier turns that the template leaves out once one follows."""
+        """Role of a message -> tags of thoughts: between these tags, the template leaves out the thoughts of earlier turns once a message
+        of that role follows."""
         self._note_apart = self._renders_text(self._render_note_after_result)
 
     def end_id(self, *, calls: bool) -> int:
@@ -115,7 +118,7 @@ class ChatAppender:
         return self._stop_ids[self._stops.index(closer)]
 
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the token ids of the messages that come before the first turn, which `make_message_safe` has made harmless.
+        """Return the token ids of the messages before the first turn. The caller has made each harmless with `make_message_safe`.
         Raises: what the template raises."""
         opening_messages = [dict(message) for message in messages]
         if tools and not self.tools_in_template:
@@ -132,12 +135,12 @@ class ChatAppender:
     def encode_following(
         self, messages: Sequence[Message], *, ended: bool, tools: Sequence[Tool] = (), note: str = "", turn: str = ""
     ) -> list[int]:
-        """Return the token ids that follow a turn and bring these messages, up to where the policy writes again.
+        """Return the token ids of these messages after a turn, up to the place where the policy writes again.
 
-        `ended`: the turn ends with an end token; else the template's own comes first, which the policy did not sample.
-        Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's, last.
-        `turn` is the turn's text, for a template whose results name the calls as the policy did.
-        Special tokens in their texts are broken up: what an environment says is text. Raises: what the template raises.
+        If `ended` is true, the turn ends with an end token; else the ids begin with the template's own, which the policy did not sample.
+        Messages of the role `tool` come first among them, one for each call of the turn. `note` is a text of the user's that comes last.
+        `turn` is the turn's text, for a template whose results repeat the ids that the policy gave to its calls.
+        Special tokens in the texts are broken up, so that what an environment says stays text. Raises: what the template raises.
         """
         named = number_call_results(messages, self._name_calls(turn, tools))
         safe = [self.make_message_safe(dict(message) | {"content": str(message["content"])}) for message in named]
@@ -151,7 +154,7 @@ class ChatAppender:
         return encode_text(self._tokenizer, self._split_at_end(text)[2] if ended else text)
 
     def _name_calls(self, turn: str, tools: Sequence[Tool]) -> list[Mapping[str, str]]:
-        """Return what the results of a turn's calls repeat of them, where the policy writes ids of its own."""
+        """Return name and id of each call of a turn, which its result repeats, if the policy writes ids of its own; else nothing."""
         try:
             written = self.read(turn, tools) if self.call_ids != CALL_ID else WrittenCalls((), "")
         except BadCall:
@@ -161,8 +164,7 @@ class ChatAppender:
 
     @property
     def format(self) -> ToolFormat:
-        """Format in which the student writes calls. Raises: ModelError if its template writes them in a form that nobody
-        reads."""
+        """Format in which the student writes calls. Raises: ModelError if its template writes them in a way that no format reads."""
         if self._format is None:
             raise ModelError.at(
                 "the student's chat template",
@@ -174,7 +176,7 @@ class ChatAppender:
         return self._format
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
-        """Read the calls of a turn, whatever they ask for, but for those in thoughts; without tools all of it is text. Raises:
+        """Read the calls of a turn, of whatever tools. Calls in thoughts are no calls, and without tools the whole turn is text. Raises:
         BadCall, ModelError."""
         if not tools or not has_thoughts(text):
             return self.format.read(text, tools) if tools else WrittenCalls((), text)
@@ -188,19 +190,19 @@ class ChatAppender:
         )
 
     def drops_thoughts(self, *, calls: int, noted: bool) -> bool:
-        """Return True if the template leaves out the thoughts of earlier turns once a turn with so many calls is answered;
-        `noted`: with a text of the user's last."""
+        """Return True if the template leaves out the thoughts of earlier turns once a turn with so many calls is answered. `noted` says
+        that a text of the user's stands last in the answer."""
         as_user = not calls or (noted and self._note_apart)
         return bool(self._dropped["tool"] if calls else ()) or bool(self._dropped["user"] if as_user else ())
 
     def drops_thoughts_of(self, written: Sequence[int], roles: Iterable[str]) -> bool:
-        """Return True if the template leaves out thoughts that stand in these tokens once messages of these roles follow."""
+        """Return True if these tokens have thoughts that the template leaves out once messages of these roles follow."""
         dropped = [end for role in {*roles} for _, end in self._dropped.get(role, ())]
         return bool(dropped) and any(end in self.turn_text(written) for end in dropped)
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
-        """Return the token ids of a turn as the template writes it once a message of the user follows: without its thoughts, if
-        it has some.
+        """Return the token ids of a turn as the template writes it once a message of the user follows, which is without its thoughts. A
+        turn without thoughts keeps its tokens.
 
         Raises: what the template raises.
         """
@@ -219,12 +221,12 @@ class ChatAppender:
         return written_text(self._tokenizer, token_ids, self._ends)
 
     def break_special_tokens(self, text: str) -> str:
-        """Return the text with a blank inside of whatever would be read as a special token."""
+        """Return the text with a blank inside of each part that would be read as a special token."""
         return escape_specials(text, self._special)
 
     def make_message_safe(self, message: Message) -> dict[str, Any]:
-        """Return the message with all of its texts harmless, those of its calls too. The template knows the policy's thoughts
-        by their tags."""
+        """Return the message with special tokens broken up in all of its texts, those of its calls included. A message of the assistant
+        keeps the tags of thoughts, by which the template finds them."""
         thinks = message.get("role") == "assistant"
         specials = [special for special in self._special if not (thinks and has_thoughts(special))]
         safe_message: dict[str, Any] = escape_specials_inside(message, specials)
@@ -235,15 +237,14 @@ class ChatAppender:
         return render_messages(self._tokenizer, [dict(m) for m in messages], self._day, **variables)
 
     def _tool_schemas(self, tools: Sequence[Tool]) -> list[Any]:
-        """Return the schemas of tools as the policy reads them, without special tokens: what tools say of themselves is text,
-        too."""
+        """Return the schemas of tools with special tokens broken up, since descriptions of tools are text, too."""
         return [escape_specials_inside(tool.schema(), self._special) for tool in tools]
 
     def _accepts_history(self, history: Sequence[Message]) -> bool:
         return self._renders_text(lambda: self._render(history))
 
     def _renders_text(self, rendered: Callable[[], str]) -> bool:
-        """Return True if the template gives a text."""
+        """Return True if the template renders a text, and no error."""
         from jinja2 import TemplateError
 
         try:
@@ -252,9 +253,9 @@ class ChatAppender:
             return False
 
     def _render_following(self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
-        """Return what the template writes after a turn that follows `history`, from its end token on.
+        """Return the text that the template writes for new messages after a turn that follows `history`, from the turn's end token on.
 
-        Raises: ModelError if what came before the turn is not what the engine saw.
+        Raises: ModelError if the template then writes the history before the turn in another way than the engine saw it.
         """
         called = sum(message["role"] == "tool" for message in new)
         turn = self._turn_with_probe_calls(*_ASKED[:1] * (called if self.parallel else 1)) if called else _REPLIED
@@ -270,8 +271,8 @@ class ChatAppender:
         return closer + after
 
     def _split_at_end(self, text: str) -> tuple[str, str, str]:
-        """Return what stands before the first end token, the token, and what follows. Some templates end a turn by the mark of what
-        comes next, so that it is another one for the results of calls."""
+        """Return the text before the first end token, the token, and the text after it. Which end token it is may depend on what follows:
+        some templates end a turn by the mark of the next message, so that results of calls have another one."""
         places = [(text.find(stop), -len(stop), stop) for stop in self._stops if stop and stop in text]
         if not places:
             return text, "", ""
@@ -281,7 +282,7 @@ class ChatAppender:
     def _render_around_turn(
         self, history: Sequence[Message], turn: Message, new: Sequence[Message], tools: Sequence[Tool]
     ) -> tuple[str, str]:
-        """Return the text before a turn, and the text of the turn with what follows it. Raises: as `_render_following`."""
+        """Return the text before a turn, and the text of the turn and of the new messages. Raises: as `_render_following`."""
         start, full_text = self._render(history, tools), self._render([*history, turn, *new], tools)
         if not full_text.startswith(start):
             raise self._make_template_error(
@@ -290,7 +291,7 @@ class ChatAppender:
         return start, full_text[len(start) :]
 
     def _prove_template(self) -> None:
-        """Try the template with several histories and further messages. Raises: ModelError."""
+        """Prove that the template writes the same text for a message after several histories. Raises: ModelError."""
         if _HISTORIES[0] not in self._histories:
             raise self._make_template_error("refuses a message of a user", "", "")
         new = [_GO_ON]
@@ -315,7 +316,8 @@ class ChatAppender:
             raise self._make_template_error("gives other tokens if a message is tokenised alone", pieces[0], pieces[1])
 
     def _find_format(self, parser: str) -> tuple[ToolFormat | None, bool]:
-        """Return the format of calls, and whether the template tells of tools and results in it. None: nobody reads its calls."""
+        """Return the format of calls, and whether the template lists tools and shows results in that format. The format is None if none
+        reads the calls that the template writes."""
         turns = self._render_probe_calls() if self._renders_text(self._prove_tools_listed) else []
         if parser == AUTO:
             form = next((form for form in TOOL_FORMATS.values() if _count_turns_read(form, turns, alone=True)), None)
@@ -332,7 +334,8 @@ class ChatAppender:
         return (None if odd else tool_format(FALLBACK)), False
 
     def _make_vllm_format(self, parser: str, turns: list[str]) -> ToolFormat | None:
-        """Return the format that a parser of vLLM's reads; None if it does not read the calls that the template writes."""
+        """Return the format of one of vLLM's parsers; None, with the reason in `_unread`, if the parser does not read the calls that the
+        template writes."""
         if parser in CALL_IDS:
             self.call_ids = CALL_IDS[parser]
             turns = self._render_probe_calls() if turns else []
@@ -357,8 +360,8 @@ class ChatAppender:
         return texts[0]
 
     def _render_probe_calls(self) -> list[str]:
-        """Return a turn with each of the probe's calls, as the template writes it before a result; none if it takes no
-        results."""
+        """Return, for each of the probe's calls, the text of a turn with that call as the template writes it before a result; nothing if
+        the template takes no results."""
         from jinja2 import TemplateError
 
         result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
@@ -373,7 +376,7 @@ class ChatAppender:
         return [self._split_at_end(continuation)[0] for continuation in continuations]
 
     def _turn_with_probe_calls(self, *argument_sets: Mapping[str, Any]) -> Message:
-        """Return a turn of the assistant that calls the probe's tool, once for each of the arguments."""
+        """Return a turn of the assistant with one call of the probe's tool for each set of arguments."""
         calls = [
             {
                 "id": make_call_id(i, _PROBE.name, self.call_ids),
@@ -385,19 +388,18 @@ class ChatAppender:
         return {"role": "assistant", "content": "", "tool_calls": calls}
 
     def prove_note(self) -> None:
-        """Prove that a text of the user's can follow the results of tools. Raises: ModelError if it cannot, so that nobody
-        could ask for a summary."""
+        """Prove that a text of the user's can follow the results of tools, as the request for a summary does. Raises: ModelError."""
         if not self._renders_text(self._render_note_after_result):
             raise self._make_template_error("refuses a text of the user's after the results of tools", "", "")
 
     @property
     def _specials_to_escape(self) -> list[str]:
-        """Special tokens that a turn is not rendered again with: all but the marks of calls and thoughts."""
+        """Special tokens to break up where a turn is rendered again: all but the marks of calls and thoughts."""
         calls = () if self._format is None else self._format.marks
         return [special for special in self._special if special not in (*calls, *chain.from_iterable(TAGS))]
 
     def _probe_dropped_thoughts(self, tag: tuple[str, str], role: str) -> bool:
-        """Return True if a thought between these tags is gone once a message of the role follows its turn."""
+        """Return True if the template leaves out a thought between these tags once a message of the role follows its turn."""
         from jinja2 import TemplateError
 
         turn = _turn_with_thought(tag)
@@ -406,12 +408,10 @@ class ChatAppender:
                 _, continuation = self._render_around_turn(_HISTORIES[0], turn, [_GO_ON], ())
             else:
                 result = number_call_results([{"role": "tool", "name": _PROBE.name, "content": "result"}])
-                turn = (
-                    turn
-                    if not self.tools_in_template
-                    else {**self._turn_with_probe_calls(_ASKED[0]), "content": turn["content"]}
-                )
-                new = result if self.tools_in_template else without_tool_role([dict(m) for m in result])
+                new: Sequence[Message] = without_tool_role([dict(m) for m in result])
+                if self.tools_in_template:
+                    turn = {**self._turn_with_probe_calls(_ASKED[0]), "content": turn["content"]}
+                    new = result
                 tools = [_PROBE] if self.tools_in_template and self._tools_stay else []
                 _, continuation = self._render_around_turn(_HISTORIES[0], turn, new, tools)
         except (TemplateError, ValueError, TypeError, KeyError):  # no such turn is ever followed by such a message
@@ -419,20 +419,21 @@ class ChatAppender:
         return THOUGHT not in continuation
 
     def _with_note(self, messages: list[dict[str, Any]], note: str) -> list[dict[str, Any]]:
-        """Return the messages with a text of the user's after them, in a message of its own where the template takes that."""
+        """Return the messages with a text of the user's after them: in a message of its own if the template takes that, else at the end of
+        the last message."""
         if messages and not self._note_apart:
             return [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}\n\n{note}"}]
         return [*messages, {"role": "user", "content": note}]
 
     def _render_note_after_result(self) -> str:
-        """Render a text of the user's after a result, and return that text. Raises: what the template raises."""
+        """Try to render a text of the user's after a result, and return that text. Raises: what the template raises."""
         result = [{"role": "tool", "name": _PROBE.name, "content": "result 42"}]
         self.encode_following(result, ended=True, tools=[_PROBE], note="Sum up.")
         return "Sum up."
 
     def _render_two_results(self) -> str:
-        """Return what the template writes after a turn with two calls. Raises: ValueError if that is another text after
-        another history, or lacks the results."""
+        """Return the text that the template writes for the results of a turn with two calls. Raises: ValueError if the text depends on the
+        history, or lacks a result."""
         results = ("result 42", "result 43")
         new = number_call_results([{"role": "tool", "name": _PROBE.name, "content": text} for text in results])
         tools = [_PROBE] if self._tools_stay else []
@@ -457,27 +458,28 @@ def _turn_with_thought(tag: tuple[str, str]) -> Message:
 
 
 def number_call_results(messages: Sequence[Message], names: Sequence[Mapping[str, str]] = ()) -> list[Message]:
-    """Return the messages, with the results of a turn's calls numbered as `make_call_id` numbers the calls: templates may ask for
-    ids, and a client's own would give other tokens than an environment's. `names` go before these ids."""
+    """Return the messages, with ids on the results of a turn's calls as `make_call_id` gives them to the calls. Templates may ask for ids,
+    and a client's own would give other tokens than an environment's. The first results get the fields of `names` instead."""
     ids = ({"tool_call_id": make_call_id(place)} for place in count(len(names)))
     named = chain(names, ids)
     return [{**message, **next(named)} if message["role"] == "tool" else message for message in messages]
 
 
 def make_call_id(number: int, name: str = "", form: str = CALL_ID) -> str:
-    """Return the id of a turn's call of the tool `name`."""
+    """Return the id of the call with that number in a turn; `name` is its tool."""
     return form.format(place=number, name=name)
 
 
 def _is_blank(text: str) -> bool:
-    """Return True for white space and blocks for thoughts that are empty."""
+    """Return True if the text is only white space and empty blocks for thoughts."""
     for tag in chain.from_iterable(TAGS):
         text = text.replace(tag, "")
     return not text.strip()
 
 
 def _count_turns_read(form: ToolFormat, turns: Sequence[str], *, alone: bool = False) -> int:
-    """Return how many of the probe's turns a format reads; `alone`: with nothing around the call but a block for thoughts."""
+    """Return how many of the probe's turns a format reads. With `alone` only those count that have nothing around the call but an empty
+    block for thoughts."""
     number = 0
     for turn, asked in zip(turns, _ASKED, strict=False):
         try:
@@ -490,18 +492,19 @@ def _count_turns_read(form: ToolFormat, turns: Sequence[str], *, alone: bool = F
 
 
 def _with_preface(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Put the text before the first message's, for a template that refuses the role `system`."""
+    """Return the messages with the text before that of the first, for a template that refuses the role `system`."""
     return [messages[0] | {"content": f"{text}\n\n{messages[0]['content']}"}, *messages[1:]]
 
 
 def _with_system(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Return the messages with the text at the end of the system message, which is made if there is none."""
     if messages and messages[0]["role"] == "system":
         return [messages[0] | {"content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
 def without_tool_role(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with tool results in the role `user`, all of a turn in one message."""
+    """Return the messages with the results of tools in the role `user`: all of a turn in one message, which comes first."""
     results = [m["content"] for m in messages if m["role"] == "tool"]
     other_messages = [m for m in messages if m["role"] != "tool"]
     results_text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)

@@ -1,7 +1,7 @@
 """Compaction: near its limit the policy writes a summary, and the episode goes on from that and its last turns.
 
     segment 0   prompt  turn obs  turn obs  turn obs + request  SUMMARY          the summary is trained here, where it was sampled
-    segment 1   prompt + summary  turn obs  turn obs            turn obs ...     what was copied carries no loss
+    segment 1   prompt + summary  turn obs  turn obs            turn obs ...     copied turns carry no loss
 
 Kept turns are copied as tokens, so what the policy wrote is not encoded again. All segments of a step share one denominator:
 the loss is a mean over all trained tokens, however an episode was cut.
@@ -28,21 +28,21 @@ class CompactionOptions:
 
 @dataclass(slots=True)
 class Compactor:
-    """Decides when a segment is cut."""
+    """Decides when a segment is to be summarised, and counts the summaries."""
 
     options: CompactionOptions | None
-    """None: never."""
+    """None: nothing is ever summarised."""
     num_summaries: int = 0
-    """Summaries so far."""
+    """Number of summaries so far."""
 
     def options_if_due(self, tokens: int) -> CompactionOptions | None:
-        """Return the options if a segment of so many tokens is to be summarised; else None."""
+        """Return the options if a segment of so many tokens is to be summarised now; else None."""
         options = self.options
         if options is None or tokens <= options.compact_at or self.num_summaries >= options.max_compactions:
             return None
         return options
 
     def cut_history(self, history: History, keep_last: int, head: list[int]) -> History:
-        """Return the history that follows a summary: another beginning, and the last turns."""
+        """Count a summary, and return the history after it: `head`, which has the summary, and the last `keep_last` turns."""
         self.num_summaries += 1
         return History(head, history.turns[-keep_last:] if keep_last else [])

@@ -1,4 +1,4 @@
-"""Sub-agents: a tool call starts an episode of its own, and the last answer of that is what the call returns.
+"""Sub-agents: a tool call starts an episode of its own, and returns the last turn of that episode.
 
     caller      P P  s s s CALL ────────────── answer o o  s s s      the answer is masked here: it is only a copy
     sub-agent             └──▶ task  s s s  o o  s s s ──┘            trained where it was written, by its domain's experts
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from opd.prompts.conversation import Messages
 
 NO_MORE = "error: no more agents can be started"
-"""What the policy reads after a call beyond the number of sub-agents that an episode may start. Nobody reads it after one
-whose environment was over before it could begin."""
+"""Result of a call beyond the number of sub-agents that an episode may start. A call whose shared environment was over before its
+sub-agent could begin gets it too, but there the caller's episode ends, and nobody reads it."""
 NO_ANSWER = "error: {name} stopped before it had an answer"
-"""What it reads of a sub-agent that ran into a limit, or whose environment failed."""
+"""Result of a call whose sub-agent ran into a limit, or whose environment failed."""
 
 
 class Delegation:
     """The sub-agents that one agent of an episode starts."""
 
     def __init__(self, request: EpisodeRequest, options: EpisodeOptions, clean: Callable[[str], str]) -> None:
-        """`request` and `options` are the agent's; `clean` takes out of a text what is no text to a model."""
+        """`request` and `options` are those of the agent; `clean` returns a text without control characters and special tokens."""
         self._request = request
         self._options = options
         self._clean = clean
-        self._number = 0
+        self._num_started = 0
         self.ends: Counter[str] = Counter()
-        """Why sub-agents ended, those that they started included -> how many."""
+        """Reason -> number of sub-agents that ended for it, those that sub-agents started included; and `REFUSED` -> refused calls."""
         self.error = ""
-        """What broke the first that broke."""
+        """Error of the first sub-agent that broke; empty if none did."""
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -51,7 +51,7 @@ class Delegation:
         return self._options.sub_agents.tools if self._options.sub_agents else ()
 
     def starts_sub_agent(self, call: ToolCall) -> bool:
-        """Return True if the call is for a sub-agent, and not for the environment. Raises: BadCall if it gives no task."""
+        """Return True if the call is for a sub-agent, and not for the environment. Raises: BadCall if its task is empty."""
         if self._options.sub_agents is None or call.name not in self._options.sub_agents.kinds:
             return False
         if not self._task_of_call(call).strip():
@@ -59,31 +59,32 @@ class Delegation:
         return True
 
     def make_requests(self, calls: Sequence[ToolCall], tokens: int | None) -> list[EpisodeRequest | None]:
-        """Return the episode that each call of a turn starts; None for a call over the limit. `tokens`: what is left of the
-        agent's budget."""
+        """Return the request for the episode of each call of a turn; None for a call over the limit. `tokens` is the rest of the
+        agent's budget, None if it has no limit."""
         assert self._options.sub_agents is not None
-        # A call that was refused is among the ends too, but started nothing.
+        # Refused calls are among the ends too, but started nothing.
         num_allowed = self._options.sub_agents.at_most - sum(self.ends.values()) + self.ends[REFUSED]
         started = calls[:num_allowed]
         if not started:
             return [None] * len(calls)
-        # Equal shares, fixed before they run: who samples first must not decide what another one may still write.
+        # The tokens, and the sub-agents that may still be started, are divided equally before they run: which sub-agent samples first
+        # must not decide how much another one may write.
         share = None if tokens is None else tokens // len(started)
-        inner = (num_allowed - len(started)) // len(started)
-        requests = [self._make_request(call, share, inner) for call in started]
+        num_nested = (num_allowed - len(started)) // len(started)
+        requests = [self._make_request(call, share, num_nested) for call in started]
         return [*requests, *[None] * (len(calls) - len(started))]
 
-    def refusal_text(self) -> str:
-        """Count a call that started nothing, and return what the agent reads of it."""
+    def refuse_call(self) -> str:
+        """Count a call that started no sub-agent, and return its result."""
         self.ends[REFUSED] += 1
         return NO_MORE
 
-    def render_answer(self, call: ToolCall, end: EpisodeEnd, last_turn: str, inner: Delegation) -> str:
-        """Return what the agent reads of a sub-agent that ended so, with `last_turn` as its last turn and `inner` its own
-        sub-agents."""
-        self.ends += inner.ends
+    def render_answer(self, call: ToolCall, end: EpisodeEnd, last_turn: str, nested: Delegation) -> str:
+        """Count a sub-agent that has ended, and return the result of its call. `last_turn` is the text of its last turn, `nested` the
+        sub-agents that it started itself."""
+        self.ends += nested.ends
         self.ends[end.reason] += 1
-        self.error = self.error or inner.error or (end.error if end.reason in BROKEN else "")
+        self.error = self.error or nested.error or (end.error if end.reason in BROKEN else "")
         if end.reason != "done":
             return NO_ANSWER.format(name=call.name)
         return self._sub_agent_kind(call).result.replace(ANSWER, self._clean(last_turn))
@@ -99,12 +100,13 @@ class Delegation:
     def _task_of_call(self, call: ToolCall) -> str:
         return self._clean(str(call.arguments["task"]))
 
-    def _make_request(self, call: ToolCall, tokens: int | None, inner: int) -> EpisodeRequest:
-        """Return the episode that a call starts. Its ids, and so its seeds, follow from the order of calls alone."""
+    def _make_request(self, call: ToolCall, tokens: int | None, num_nested: int) -> EpisodeRequest:
+        """Make the request for the episode that a call starts. `tokens` is its share of the budget, `num_nested` the number of sub-agents
+        that it may start itself. Its ids, and so its seeds, follow from the order of calls alone."""
         assert self._options.sub_agents is not None
-        self._number += 1
+        self._num_started += 1
         caller, kind, task = self._request, self._sub_agent_kind(call), self._task_of_call(call)
-        id_suffix = f"/{call.name}-{self._number}"
+        id_suffix = f"/{call.name}-{self._num_started}"
         limits = [limit for limit in (kind.max_tokens, tokens) if limit is not None]
         domain, prompt = kind.domain or caller.sample.domain, caller.prompt
         return replace(
@@ -124,7 +126,7 @@ class Delegation:
                 step_timeout_s=kind.step_timeout_s,
                 max_turns=kind.max_turns,
                 max_tokens=min(limits, default=None),
-                sub_agents=self._options.sub_agents.nested_options(inner),
+                sub_agents=self._options.sub_agents.nested_options(num_nested),
             ),
             masked=caller.masked_by_domain.get(domain, frozenset()) if kind.domain else caller.masked,
             cut_after=None,
@@ -133,7 +135,7 @@ class Delegation:
 
 
 def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Messages:
-    """Return what the sub-agent reads before the first observation."""
+    """Return the prompt of a sub-agent; `plain`: as text, not as messages."""
     task_text = kind.prompt.replace(TASK, task)
     if plain:
         return task_text
@@ -141,12 +143,10 @@ def _first_message(kind: SubAgentOptions, task: str, *, plain: bool) -> str | Me
     return [*system, {"role": "user", "content": task_text}]
 
 
-def merge_answers(calls: Sequence[bool], answers: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
-    """Return one text for each call of a turn: `calls` says which started sub-agents, whose answers these are; the others are
-    the environment's."""
+def merge_answers(delegated: Sequence[bool], answers: Sequence[str], outcome: Outcome) -> tuple[str, ...]:
+    """Return one text for each call of a turn. `delegated` says of each call whether it started a sub-agent: then its text is the next of
+    `answers`, else the next observation of the environment, empty if that has fewer."""
     observation = outcome.observation
-    sub_agent_answers, observations = (
-        iter(answers),
-        iter((observation,) if isinstance(observation, str) else observation),
-    )
-    return tuple(next(sub_agent_answers) if delegated else next(observations, "") for delegated in calls)
+    sub_agent_answers = iter(answers)
+    observations = iter((observation,) if isinstance(observation, str) else observation)
+    return tuple(next(sub_agent_answers) if is_delegated else next(observations, "") for is_delegated in delegated)

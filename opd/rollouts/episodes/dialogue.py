@@ -1,6 +1,6 @@
 """Two ways to hold a dialogue in tokens: chat messages through the student's template, and plain text.
 
-Which one an episode has depends on its prompt: messages or text.
+An episode whose prompt is messages has the first, one whose prompt is text the second.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.tokenizer import TurnTokenizer
-from opd.rollouts.episodes.tools import checked_calls, plain_calls
+from opd.rollouts.episodes.tools import check_calls, read_plain_calls
 from opd.text import find_control_character
 
 Observation = str | tuple[str, ...]
 MAX_OBSERVATION = 1 << 18
-"""Characters of one observation. More would not fit any context and only cost the tokenizer's time."""
+"""Longest observation in characters. A longer one would not fit any context, and would only cost the tokenizer's time."""
 
 
 class BadObservation(Exception):
@@ -31,8 +31,8 @@ class Dialogue(Protocol):
     """Conversion of an episode's texts into tokens, and of its turns into calls."""
 
     def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
-        """Return the token ids of the prompt, the first observation and a note of ours, up to where the policy writes. Raises:
-        BadObservation, and what a chat template raises."""
+        """Return the token ids of the prompt, the first observation and last a note of ours, up to the place where the policy writes.
+        Raises: BadObservation, and what a chat template raises."""
         ...
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -46,13 +46,13 @@ class Dialogue(Protocol):
     def encode_following(
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
     ) -> list[int]:
-        """Return the token ids that follow a turn with so many calls, a note of ours last; `ended` and `turn` are explained at
-        `ChatAppender.encode_following`. Raises: as `first`."""
+        """Return the token ids that follow a turn with so many calls: the observation, and last a note of ours. `ended` and `turn` are
+        explained at `ChatAppender.encode_following`. Raises: as `encode_opening`."""
         ...
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
-        """Return True if the thoughts of all turns are left out of what the policy reads once a turn with so many calls is
-        answered; `noted`: a note of ours comes with the answer."""
+        """Return True if, once a turn with so many calls is answered, the policy reads all earlier turns without their thoughts. `noted`
+        says that a note of ours comes with the answer."""
         ...
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
@@ -61,10 +61,10 @@ class Dialogue(Protocol):
 
 
 class PlainDialogue:
-    """Texts one after the other, as the environment words them: prompt, observation, turn, observation, turn."""
+    """A dialogue whose texts stand one after the other as they are: prompt, observation, turn, observation, turn."""
 
     def __init__(self, tokenizer: TurnTokenizer, tools: Sequence[Tool], stop_token_ids: Iterable[int] = ()) -> None:
-        """`stop_token_ids` end a turn, beside the tokenizer's own end token."""
+        """`stop_token_ids` and the tokenizer's own end token end a turn."""
         self._tokenizer = tokenizer
         self._ends = end_ids(tokenizer, stop_token_ids)
         self._tools = tools
@@ -80,7 +80,7 @@ class PlainDialogue:
         return written_text(self._tokenizer, token_ids, self._ends)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        return plain_calls(text, self._tools)
+        return read_plain_calls(text, self._tools)
 
     def encode_following(
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
@@ -95,12 +95,12 @@ class PlainDialogue:
         return list(turn)
 
     def _join_safely(self, *texts: str) -> str:
-        """Join texts so that halves of a special token do not make a whole one."""
+        """Join the texts, and break up special tokens in the result: halves of one may come from two texts. Raises: BadObservation."""
         return escape_specials("".join(map(check_observation, texts)), self._special)
 
 
 class ChatDialogue:
-    """Messages through the student's chat template."""
+    """A dialogue of messages, rendered by the student's chat template."""
 
     def __init__(self, appender: ChatAppender, tools: Sequence[Tool]) -> None:
         self._appender = appender
@@ -119,11 +119,11 @@ class ChatDialogue:
         try:
             return self._appender.encode_opening(messages, self._tools)
         except (TypeError, ValueError) as error:
-            # Messages of `reset` may have any keys, which a template reads as it likes.
+            # The messages of an environment's `reset` may have any keys, and the template may read them in any way.
             raise BadObservation(f"the chat template cannot read the messages: {error}") from None
 
     def _add_user_text(self, messages: list[dict[str, Any]], text: str) -> None:
-        """Add a text of the user's. Some templates refuse two messages of a user in a row."""
+        """Add a text in the role `user`: to the last message if that is a user's, since some templates refuse two in a row."""
         if text and messages[-1]["role"] == "user":
             messages[-1]["content"] += f"\n\n{self._make_safe(text)}"
         elif text:
@@ -133,7 +133,7 @@ class ChatDialogue:
         return self._appender.turn_text(token_ids)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
-        return checked_calls(self._appender.read(text, self._tools).calls, self._tools)
+        return check_calls(self._appender.read(text, self._tools).calls, self._tools)
 
     def encode_following(
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
@@ -158,7 +158,7 @@ class ChatDialogue:
 
 
 def check_observation(text: str) -> str:
-    """Return an environment's text as it is. Raises: BadObservation if it is too long, or has characters that are no text."""
+    """Return an environment's text unchanged. Raises: BadObservation if it is too long, or has control characters."""
     if len(text) > MAX_OBSERVATION:
         raise BadObservation(f"{len(text):,} characters, at most {MAX_OBSERVATION:,} can be read")
     if (odd := find_control_character(text)) is not None:

@@ -1,4 +1,5 @@
-"""Cures of compounding drift in the episodes of a step. All are functions of the step alone, so a resume needs no cursor.
+"""Measures against compounding drift: small errors of the student's turns lead to states in which it errs more. All measures are
+functions of the step alone, so a resumed run needs no state of theirs.
 
 curriculum      step 1   P s o s |                  the episode ends early, with a reason of its own
 teacher turns            P s o T o s o T o s        the domain's expert writes some of the turns (T), fewer in each step
@@ -16,7 +17,9 @@ class Curriculum:
     """A limit of turns that rises in a straight line to `max_turns`."""
 
     first: int
+    """Limit in step 1."""
     over_steps: int
+    """Number of steps after which the limit is `max_turns`."""
 
     def turns_at_step(self, step: int, max_turns: int) -> int:
         """Return min(max_turns, first + floor((max_turns - first) (step - 1) / over_steps)), for steps from 1."""
@@ -25,14 +28,16 @@ class Curriculum:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherTurns:
-    """A probability that falls in a straight line to 0."""
+    """Turns that the domain's expert writes, with a probability that falls in a straight line to 0."""
 
     model_dir: Path
-    """The domain's expert, a whole model."""
+    """Directory of the domain's expert, a full model."""
     share: float
+    """Probability in step 1, 0..1."""
     over_steps: int
+    """Number of steps after which the probability is 0."""
     train: bool
-    """Whether the student is trained on the expert's turns."""
+    """True if the student is trained on the expert's turns."""
 
     def probability_at_step(self, step: int) -> float:
         """Return share max(0, 1 - (step - 1) / over_steps), for steps from 1."""
@@ -41,16 +46,18 @@ class TeacherTurns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """The expert that writes some turns of an episode of one step."""
+    """The expert that writes some turns of the episodes of one step."""
 
     model_dir: Path
     probability: float
+    """Probability, for each turn, that the expert writes it."""
     train: bool
+    """True if the student is trained on the expert's turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftOptions:
-    """Measures against drift in one domain's training; exams know nothing of them."""
+    """Measures against drift in one domain's training. They do not apply in exams."""
 
     curriculum: Curriculum | None = None
     teacher_turns: TeacherTurns | None = None
@@ -58,11 +65,11 @@ class DriftOptions:
     """The domain's prompts are prefixes of episodes, after which the student writes one turn."""
 
     def turn_limit(self, step: int, max_turns: int) -> int:
-        """Return how many turns an episode of this step may have."""
+        """Return how many turns an episode of this step may have at most."""
         return max_turns if self.curriculum is None else self.curriculum.turns_at_step(step, max_turns)
 
     def guide_at_step(self, step: int) -> Guide | None:
-        """Return the guide that writes some of the turns beside the student; None from the step on where none does."""
+        """Return the guide that writes some of the turns of this step; None if the student writes all."""
         turns = self.teacher_turns
         probability = 0.0 if turns is None else turns.probability_at_step(step)
         if turns is None or not probability:

@@ -4,9 +4,9 @@
                                            ▼                      ▼
     calling thread     ── step ── step ── add ── step ── step ── add ── step ──▶   (the only one that touches the engine)
 
-A request that comes while the engine runs joins the batch at the next step; nobody waits for the slowest episode. But where a step
-has ended most turns of the batch, their next ones are waited for a moment: a step costs nearly the same for one turn as for all,
-and the two threads would take the interpreter from each other.
+A request that comes while the engine runs joins the batch at the next step, so nobody waits for the slowest episode. But if a step
+has ended most turns of the batch, the engine waits a moment for the next turns of these episodes: a step costs nearly the same for one
+turn as for all, and meanwhile the two threads would take the interpreter from each other.
 """
 
 from __future__ import annotations
@@ -33,63 +33,66 @@ if TYPE_CHECKING:  # that module starts engines, and uses this one
 
 T = TypeVar("T")
 FIRST_WAIT_S, NEXT_WAIT_S, MAX_WAIT_S = 0.02, 0.005, 0.2
-"""How long the engine waits for the first of the turns that may be about to come, after each one for the next, and for all."""
+"""Longest waits of the engine for turns that may be about to come, in seconds: for the first, after each for the next, and for all."""
 END_S = 10.0
-"""Deadline for the loop's thread to end after an engine failed: every turn that it waits for raises by then."""
+"""Deadline in seconds for the loop's thread to end after an engine failed; every turn that it waits for has raised by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Settings by which one engine samples; the same for all turns but for their length and seed."""
+    """Settings by which the engines sample. Turns differ only in length and seed."""
 
     params: Callable[[int, int], Any]
-    """The engine's parameters for a longest length and a seed."""
+    """Takes the longest length of a turn and its seed, and returns the engine's sampling parameters."""
     read: Callable[[Any], Generated]
-    """What the engine wrote, checked. Raises: RunError."""
+    """Takes an output of the engine, and returns the tokens in it after checking them. Raises: RunError."""
     context: int
-    """Tokens that the engine can hold of one sequence."""
+    """Longest sequence of the engine in tokens."""
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TurnRequest:
-    """One turn that somebody waits for."""
+    """A turn that an episode waits for."""
 
     token_ids: list[int]
     params: Any
     future: asyncio.Future[SampledTurn]
     loop: asyncio.AbstractEventLoop
     engine: int
-    """Place of the engine that takes the turn."""
+    """Index of the engine that samples the turn."""
 
 
 Settle = Callable[[asyncio.Future[SampledTurn]], None]
-"""Ends somebody's wait for a turn."""
+"""Sets the result or the error of a turn's future, which ends the wait for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TurnCancelled:
-    """Nobody waits for this turn any more."""
+    """Notice that nobody waits for a turn any more."""
 
-    ask: _TurnRequest
+    request: _TurnRequest
 
 
 class BatchEngine:
     """Implements `opd.interfaces.TokenEngine` while `drive` runs."""
 
     def __init__(self, engine: Any, sampling: Sampling) -> None:
-        """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or what has its methods, that nobody else uses meanwhile."""
+        """`engine` is a `vllm.v1.engine.llm_engine.LLMEngine`, or an object with its methods. Nobody else may use it meanwhile."""
         self._engines = [engine]
         self._sampling = sampling
         self._inbox: queue.SimpleQueue[_TurnRequest | _TurnCancelled | None] = queue.SimpleQueue()
+        """Requests and notices from the loop's thread; None at the end."""
         self._waiting: dict[str, _TurnRequest] = {}
+        """Name of a request in the engine -> the request: the batch."""
         self._num_requests = 0
         self._expected_turns = math.inf
-        """Turns that ended lately, each of which may bring another; at the beginning nobody knows how many."""
+        """Number of turns that ended lately, each of which may bring another; infinite at the beginning, when nobody knows."""
         self._failed = ""
+        """Why an engine failed; empty as long as none has."""
 
     def add_engine(self, engine: Any) -> TokenEngine:
-        """Add another engine, such as an expert's, which is stepped by the same thread and samples alike."""
+        """Add another engine, such as an expert's. It is stepped by the same thread, and has the same sampling settings."""
         self._engines.append(engine)
         return _AddedEngine(self, len(self._engines) - 1)
 
@@ -97,40 +100,42 @@ class BatchEngine:
         return await self.sample_turn(token_ids, max_tokens, seed, engine=0)
 
     async def sample_turn(self, token_ids: Sequence[int], max_tokens: int, seed: int, *, engine: int) -> SampledTurn:
-        """Sample a turn by one of the engines: see `generate`."""
+        """Sample a turn by the engine of that index. Raises: RunError if there is no room for a token, or an engine fails."""
         room = min(max_tokens, self._sampling.context - len(token_ids))
         if self._failed or room < 1 or not token_ids:
             raise RunError(
                 self._failed or f"no room for a turn: {len(token_ids)} tokens before it, {max_tokens} asked for"
             )
         loop = asyncio.get_running_loop()
-        ask = _TurnRequest(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
-        self._inbox.put(ask)
-        if self._failed:  # after the inbox was emptied for the last time, perhaps
+        request = _TurnRequest(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
+        self._inbox.put(request)
+        if (
+            self._failed
+        ):  # if the engine's thread has failed meanwhile, it may have emptied the inbox for the last time already
             raise RunError(self._failed)
         try:
-            return await ask.future
+            return await request.future
         except asyncio.CancelledError:
-            self._inbox.put(_TurnCancelled(ask))
+            self._inbox.put(_TurnCancelled(request))
             raise
 
     def drive(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run `work()` in an event loop in another thread, and step the engine in this one until it is done.
+        """Run `work()` in an event loop in another thread, step the engines in this one until it is done, and return its result.
 
-        Raises: what `work` raises, or the engine; a turn that is left then leaves the engine.
+        Raises: the error of `work`, or of an engine. Turns that are unfinished then are taken out of the engines.
         """
         done: Future[T] = Future()
 
-        def talk() -> None:
+        def run_loop() -> None:
             try:
                 done.set_result(asyncio.run(work()))
-            except BaseException as error:  # noqa: BLE001 it is raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 `done.result()` raises it in the calling thread
                 done.set_exception(error)
             finally:
-                # Wakes the engine's thread, which waits without a limit while its batch is empty.
+                # This wakes the engine's thread, which waits without a limit while its batch is empty.
                 self._inbox.put(None)
 
-        thread = threading.Thread(target=talk, name="episodes", daemon=True)
+        thread = threading.Thread(target=run_loop, name="episodes", daemon=True)
         thread.start()
         try:
             while self._admit_requests():
@@ -141,65 +146,67 @@ class BatchEngine:
             thread.join(END_S)
             raise
         finally:
-            for place, engine in enumerate(self._engines):
-                # The engines go on to live: what is left here would be computed with their next batch.
-                engine.abort_request([name for name, ask in self._waiting.items() if ask.engine == place])
+            for index, engine in enumerate(self._engines):
+                # The engines outlive this call, and would compute unfinished turns with their next batch.
+                engine.abort_request([name for name, request in self._waiting.items() if request.engine == index])
             self._waiting.clear()
 
     def _admit_requests(self) -> bool:
-        """Bring the inbox into the batch; wait for it while the batch is empty, and a moment while most turns are about to
-        come. Return False at the end."""
-        # More turns may be about to come than are in the batch: a step for the few that are left would cost nearly as much.
+        """Put the requests of the inbox into the batch. Wait for one while the batch is empty; wait a moment if more turns are expected
+        than the batch has. Return False once the work is done, True if the engines are to be stepped."""
+        # A step for the few turns of the batch would cost nearly as much as one with the expected turns, too.
         patient = self._expected_turns > len(self._waiting)
         began = time.monotonic()
         until, latest = began + FIRST_WAIT_S, began + MAX_WAIT_S
         while True:
-            moment = max(0.0, min(until, latest) - time.monotonic()) if patient and self._expected_turns else 0.0
+            wait_s = max(0.0, min(until, latest) - time.monotonic()) if patient and self._expected_turns else 0.0
             try:
                 # Without a turn in the batch there is nothing to step, so the wait has no limit.
-                item = self._inbox.get(timeout=moment if self._waiting else None)
+                item = self._inbox.get(timeout=wait_s if self._waiting else None)
             except queue.Empty:
-                # They did not come in time, and are not waited for a second time.
+                # The expected turns did not come in time, and are not waited for a second time.
                 self._expected_turns = 0 if patient else self._expected_turns
                 return True
             if item is None:
                 return False
             if isinstance(item, _TurnCancelled):
-                self._remove_request(item.ask)
+                self._remove_request(item.request)
                 continue
             now = time.monotonic()
             until, latest = now + NEXT_WAIT_S, latest if self._waiting else now + MAX_WAIT_S
             self._add_request(item)
             self._expected_turns = max(0, self._expected_turns - 1)
 
-    def _add_request(self, ask: _TurnRequest) -> None:
+    def _add_request(self, request: _TurnRequest) -> None:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._waiting[name] = ask
-        self._engines[ask.engine].add_request(name, {"type": "token", "prompt_token_ids": ask.token_ids}, ask.params)
+        self._waiting[name] = request
+        prompt = {"type": "token", "prompt_token_ids": request.token_ids}
+        self._engines[request.engine].add_request(name, prompt, request.params)
 
-    def _remove_request(self, ask: _TurnRequest) -> None:
-        for name in [name for name, waiting in self._waiting.items() if waiting is ask]:
-            self._engines[ask.engine].abort_request([name])
+    def _remove_request(self, request: _TurnRequest) -> None:
+        for name in [name for name, waiting in self._waiting.items() if waiting is request]:
+            self._engines[request.engine].abort_request([name])
             del self._waiting[name]
 
     def _step(self) -> None:
-        """Step every engine that has something to do. One thread steps all: vLLM's state of a forward pass is the process's."""
-        at_work = {ask.engine for ask in self._waiting.values()}
+        """Step every engine that has a request, and settle the turns that end. One thread steps all engines, because vLLM keeps the state
+        of a forward pass for the whole process."""
+        at_work = {request.engine for request in self._waiting.values()}
         ended: list[tuple[_TurnRequest, Settle]] = []
         try:
             for output in chain.from_iterable(self._engines[index].step() for index in sorted(at_work)):
                 if output.finished and output.request_id in self._waiting:
-                    turn = self._finish_turn(
-                        output.outputs[0]
-                    )  # may raise, and then the ask still waits for `_fail_requests`
+                    # If this raises, the request is still in `_waiting`, so `_fail_requests` settles it.
+                    turn = self._finish_turn(output.outputs[0])
                     ended.append((self._waiting.pop(output.request_id), methodcaller("set_result", turn)))
         finally:
-            # Also where a later output raised: these turns are whole, and their episodes wait for them.
+            # Also if a later output raised: these turns are whole, and their episodes wait for them.
             self._expected_turns += len(ended)
             _settle_turns(ended)
 
     def _finish_turn(self, output: Any) -> SampledTurn:
+        """Return the turn of a finished output. Raises: RunError."""
         generated = self._sampling.read(output)
         return SampledTurn(
             token_ids=generated.token_ids,
@@ -209,20 +216,20 @@ class BatchEngine:
         )
 
     def _fail_requests(self, error: BaseException) -> None:
-        """Fail all turns that are waited for or still in the inbox, so that nobody waits for ever."""
-        # First of all: a turn that is put into the inbox from now on sees it in `sample_turn`.
+        """Fail all turns of the batch and the inbox, so that nobody waits for ever."""
+        # This comes first: a `sample_turn` that puts its request into the inbox from now on sees it, and raises.
         self._failed = f"the engine failed: {error}"
-        asks = list(self._waiting.values())
+        requests = list(self._waiting.values())
         with suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()
-                asks += [item] if isinstance(item, _TurnRequest) else []
-        _settle_turns([(ask, lambda future: future.set_exception(RunError(self._failed))) for ask in asks])
+                requests += [item] if isinstance(item, _TurnRequest) else []
+        _settle_turns([(request, lambda future: future.set_exception(RunError(self._failed))) for request in requests])
 
 
 @dataclass(frozen=True, slots=True)
 class _AddedEngine:
-    """Implements `opd.interfaces.TokenEngine` for one of the other engines of a batch."""
+    """Implements `opd.interfaces.TokenEngine` for an engine that was added to a batch."""
 
     batch: BatchEngine
     engine: int
@@ -232,13 +239,13 @@ class _AddedEngine:
 
 
 def _settle_turns(ended: Sequence[tuple[_TurnRequest, Settle]]) -> None:
-    """Settle turns in the one loop that waits for them: in one call, because each call wakes its thread."""
+    """Settle turns in the loop that waits for them: all in one call, because each call wakes the loop's thread."""
 
-    def settled() -> None:
-        for ask, settle in ended:
-            if not ask.future.done():
-                settle(ask.future)
+    def settle_all() -> None:
+        for request, settle in ended:
+            if not request.future.done():
+                settle(request.future)
 
     if ended:
         with suppress(RuntimeError):  # the loop has ended, so nobody waits
-            ended[0][0].loop.call_soon_threadsafe(settled)
+            ended[0][0].loop.call_soon_threadsafe(settle_all)

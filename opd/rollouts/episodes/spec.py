@@ -1,4 +1,4 @@
-"""Input and result of an episode; plain values that cross process boundaries."""
+"""Options, request and end of an episode; plain values that cross process boundaries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LIMITS = frozenset({"turns", "curriculum", "tokens", "context"})
 """Stop reasons of an episode that did not end by itself."""
 
 MAX_REWARD = 1e30
-"""More is a mistake, and a sum of such rewards could overflow."""
+"""Largest reward. A larger one is a mistake, and a sum of such rewards could overflow."""
 
 
 class EpisodeEnd(Exception):
-    """The episode is over."""
+    """The episode is over, for a reason that may be an error or not."""
 
     def __init__(self, reason: StopReason, error: str = "") -> None:
         super().__init__(reason, error)
@@ -41,16 +41,16 @@ class EpisodeOptions:
     """Options for the episodes of one domain."""
 
     environment: str
-    """Its class, as `module:Class`. Empty for a sub-agent without an environment of its own."""
+    """Class of the environment, as `module:Class`. Empty for a sub-agent without an environment of its own."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     max_turns: int
     max_tokens: int | None = None
-    """Tokens that the policy may sample in an episode; None: as many as the context holds."""
+    """Tokens that the policy may sample in an episode, sub-agents included; None: as many as the context holds."""
     max_turn_tokens: int
     """Tokens that the policy may sample in a turn."""
     step_timeout_s: float
-    """Deadline of each call of the environment."""
+    """Deadline of each call of the environment, in seconds."""
     max_broken: float
     """Largest share of a step's episodes that may break; one always may."""
     template_date: date | None = None
@@ -60,9 +60,9 @@ class EpisodeOptions:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     compaction: CompactionOptions | None = None
-    """What is done about an episode that grows too long; None: it ends where the context does."""
+    """When and how an episode that grows long is summarised; None: it ends when the context is full."""
     guard: GuardSpec | None = None
-    """What checks the policy's calls before the environment gets them; None: nothing."""
+    """The guard that checks the policy's calls before the environment gets them; None: nothing checks them."""
     sub_agents: SubAgentsOptions | None = None
     """Tools that start an episode of their own; None: there are none."""
 
@@ -75,27 +75,26 @@ class EpisodeRequest:
     sample: EpisodeKey
     options: EpisodeOptions | AgentOptions
     seed: int
-    """The run's seed: with the sample and the number of a turn it decides what is sampled, with the prompt what the
-    environment does."""
+    """The run's seed. With the sample's id and the number of a turn it gives the turn's seed, with the prompt's id the environment's."""
     masked: frozenset[int] = frozenset()
     """Token ids that carry no loss where the policy writes them."""
     cut_after: int | None = None
-    """Turns after which the curriculum ends the episode; None: `max_turns` alone does."""
+    """Number of turns after which the curriculum ends the episode; None: only `max_turns` limits it."""
     guide: Guide | None = None
     """The expert that writes some of the turns; None: the policy writes all."""
     masked_by_domain: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """The same for what sub-agents write and the experts of another domain score."""
+    """Domain -> the same for sub-agents that the experts of that domain score."""
 
 
 def is_reward(value: Any) -> bool:
     """Return True if this is a number that can be a reward."""
-    # NaN is not, and an int may be too large for a float.
+    # NaN fails the comparison, and so does an int that is too large for a float.
     return isinstance(value, int | float) and abs(value) <= MAX_REWARD
 
 
 def refuse_many_broken(domain: str, stats: EpisodeStats, max_share: float) -> None:
-    """Refuse a step of which too much broke. Raises: RunError if more than `max_share` of a domain's episodes broke, or of
-    their sub-agents; one always may."""
+    """Refuse a step in which too many episodes broke. Raises: RunError if more than the share `max_share` of a domain's episodes broke,
+    or of their sub-agents; one may always break."""
     started = {reason: num for reason, num in stats.sub_agents.items() if reason != REFUSED}
     for unit, ends, error in (
         ("episodes", stats.stop_reasons, stats.error),

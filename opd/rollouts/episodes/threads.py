@@ -1,5 +1,5 @@
-"""Calls of an environment, in a thread of its own for each episode and with a deadline for each call; and one thread that reads
-turns and requests for all of them."""
+"""The threads beside the loop of all episodes: one for each episode, which makes the calls of its environment with a deadline each;
+and a single one that reads turns and requests for all episodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 PAUSE_S = 0.0002
-"""Longer than a thread takes to wake up, shorter than it takes to read a long turn."""
+"""Pause of the reader's thread after each job, in seconds: longer than a thread takes to wake up, shorter than reading a long turn
+takes."""
 _READER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reader")
-"""One thread, not several: they would take the interpreter from each other and from the loop, and share one tokenizer."""
+"""A single thread: several would take the interpreter from each other and from the loop, and would share one tokenizer."""
 
 
 async def run_in_reader(function: Callable[..., T], *arguments: Any) -> T:
@@ -28,10 +29,11 @@ async def run_in_reader(function: Callable[..., T], *arguments: Any) -> T:
 
 
 def _read_and_yield(function: Callable[..., T], *arguments: Any) -> T:
-    """Run a function in the reader's thread, and let the loop's thread compute after it.
+    """Run a function in the reader's thread, and pause after it so that the loop's thread can compute.
 
-    A tokenizer lets go of the interpreter for a moment in each call and takes it back before the loop's thread has woken up, which also
-    begins Python's wait for a forced switch anew: without a pause the loop would stand still until all that waits has been read.
+    In each call a tokenizer releases the interpreter's lock for a moment and takes it back before the loop's thread has woken up. That
+    also restarts Python's timer for a forced switch of threads. Without the pause the loop would stand still until the reader has no
+    more jobs.
     """
     try:
         return function(*arguments)
@@ -40,8 +42,8 @@ def _read_and_yield(function: Callable[..., T], *arguments: Any) -> T:
 
 
 async def hand_over(lock: asyncio.Lock) -> None:
-    """Wait until no other turn is taken up in this round of the loop: where many end together, it gets to other work between them.
-    `lock` is that of all of them."""
+    """Let only one turn go on in each round of the loop. Where many turns end together, the loop gets to other work between them.
+    All turns that may end together pass the same `lock`."""
     async with lock:
         await asyncio.sleep(0)
 
@@ -51,31 +53,35 @@ class CallFailed(Exception):
 
 
 class CallOverdue(Exception):
-    """The call was not back in time."""
+    """The call had not returned at its deadline."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ThreadJob:
+    """One call that waits for its thread."""
+
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
     future: asyncio.Future[tuple[Any, str]]
+    """Gets the call's value and error; the error is empty if the call did not raise."""
     loop: asyncio.AbstractEventLoop
 
 
 class OwnThread:
-    """Runs functions one after the other in one thread, so that what they make is used in the thread that made it.
+    """Runs functions one after the other in one thread, because an environment may have to be used in the thread that made it.
 
     Python cannot end a thread: one that hangs stays behind when its episode ends, and ends with the process.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        """`timeout_s` is the deadline of each call."""
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_ThreadJob | None] = queue.SimpleQueue()
         self._last: Callable[[], object] = lambda: None
         threading.Thread(target=self._run_calls, name="environment", daemon=True).start()
 
     async def call(self, label: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Run `function(*arguments)` in the thread; `label` names it in errors. Raises: Failed, Overdue."""
+        """Run `function(*arguments)` in the thread; `label` names it in errors. Raises: CallFailed, CallOverdue."""
         loop = asyncio.get_running_loop()
         job = _ThreadJob(function, arguments, loop.create_future(), loop)
         self._jobs.put(job)
@@ -88,8 +94,8 @@ class OwnThread:
         result: T = value
         return result
 
-    def end_after(self, last: Callable[[], object] = lambda: None) -> None:
-        """Let the thread end once it has done what it was given, and `last` after it, for which nobody waits."""
+    def end_when_idle(self, last: Callable[[], object] = lambda: None) -> None:
+        """Have the thread end once it has run all calls that it was given, and after them `last`, for which nobody waits."""
         self._last = last
         self._jobs.put(None)
 
@@ -98,11 +104,11 @@ class OwnThread:
             value, error = None, ""
             try:
                 value = job.function(*job.arguments)
-            except BaseException as problem:  # noqa: BLE001 anybody's code, and signals go to another thread
+            except BaseException as problem:  # noqa: BLE001 this is a user's code; and signals go to the main thread
                 error = traceback.format_exception_only(problem)[-1].strip()
             with suppress(RuntimeError):  # the loop has ended, so nobody waits
                 job.loop.call_soon_threadsafe(_settle_future, job.future, (value, error))
-        with suppress(BaseException):  # the episode broke and was counted before this
+        with suppress(BaseException):  # whatever broke the episode was counted before this
             self._last()
 
 

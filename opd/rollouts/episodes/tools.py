@@ -1,4 +1,4 @@
-"""Checks of tool calls against the tools of an environment, and the calls of a model without a chat template."""
+"""Checks tool calls against the tools of an environment, and reads the calls of a model without a chat template."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from opd.tool_formats.records import BadCall
 from opd.tool_formats.schema import problem_with, schema_properties
 
 
-def checked_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """Return the calls as they are. Raises: BadCall for one that names no tool or does not fit the tool's schema."""
+def check_calls(calls: Sequence[ToolCall], tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """Return the calls unchanged. Raises: BadCall for a call that names no tool, or does not fit the tool's schema."""
     return tuple(_check_call(call.name, call.arguments, tools) for call in calls)
 
 
-def problem_with_tools(tools: Any) -> str:
-    """Return why these are no tools of an environment; empty if they are."""
+def explain_bad_tools(tools: Any) -> str:
+    """Return why an environment cannot have these tools; empty if it can."""
     if not isinstance(tools, tuple | list) or not all(isinstance(tool, Tool) for tool in tools):
         return f"tools = {tools!r:.60}, which is no tuple of opd.records.environments.Tool"
     for tool in tools:
@@ -29,11 +29,11 @@ def problem_with_tools(tools: Any) -> str:
     return ""
 
 
-def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """Read the call of a turn of a model without a chat template: a tool's name, then its arguments.
+def read_plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
+    """Return the call in a turn of a model without a chat template, which is a tool's name and its arguments; empty if there is none.
 
-    The arguments are JSON (`add {"a": 1}`), or the text for the tool's only parameter (`calculate 3*4`). Text that begins
-    with no tool's name has no call. Raises: BadCall for arguments that do not fit the tool's schema.
+    The arguments are JSON (`add {"a": 1}`), or the text for the tool's only parameter (`calculate 3*4`). A turn that does not begin
+    with a tool's name has no call. Raises: BadCall for arguments that do not fit the tool's schema.
     """
     name, _, arguments_text = text.strip().partition(" ")
     tool = next((tool for tool in tools if tool.name == name), None)
@@ -48,6 +48,7 @@ def plain_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
     if not isinstance(arguments, dict):
         if len(parameters) != 1:
             raise BadCall(f"{name} takes JSON with {', '.join(parameters) or 'nothing in it'}")
+        # Text that is JSON may be a number, say; a parameter that is a string gets the text as it was written.
         ((parameter, schema),) = parameters.items()
         arguments = {parameter: arguments_text.strip() if schema.get("type") == "string" else arguments}
     return (_check_call(name, arguments, tools),)
@@ -57,7 +58,7 @@ def _check_call(name: str, arguments: Any, tools: Sequence[Tool]) -> ToolCall:
     tool = next((tool for tool in tools if tool.name == name), None)
     if tool is None:
         raise BadCall(f"no tool {name!r:.60}; there are {', '.join(tool.name for tool in tools)}")
-    wrong = problem_with(arguments, {"type": "object", **tool.parameters}, "arguments")
-    if wrong:
-        raise BadCall(f"{name}: {wrong}")
+    problem = problem_with(arguments, {"type": "object", **tool.parameters}, "arguments")
+    if problem:
+        raise BadCall(f"{name}: {problem}")
     return ToolCall(name=name, arguments=arguments)

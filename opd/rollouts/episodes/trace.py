@@ -3,8 +3,11 @@
     segment   P P P P  s s s s  o o o  s s s  o o  s s        P prompt, s sampled by the policy, o observation
     loss                1 1 1 1  0 0 0  1 1 1  0 0  1 1
 
-What the policy sampled is never decoded and encoded again: observations are appended as tokens after it. A history that
-does not continue the tokens of any segment begins a new one, and that fork is counted.
+What the policy sampled is never decoded and encoded again: observations are appended as tokens after it.
+
+The white box (`continue_segment`) knows which segment a history belongs to. It begins another one only where the chat template
+left out earlier thoughts, and that is no fork. The black box (`continue_or_fork`) may bring any history: one that continues no
+segment begins a new one, and that fork is counted.
 """
 
 from __future__ import annotations
@@ -44,34 +47,33 @@ class TraceSegment:
     prompt_len: int
     """Tokens of `ids` that came before the first turn."""
     policy_version: int
-    """Version of the newest span, at first of the episode."""
-    masked: frozenset[int] = frozenset()
+    """Policy version of the newest span; before the first span, the version as the episode began."""
+    masked_ids: frozenset[int] = frozenset()
     """Token ids that carry no loss where the policy writes them."""
     origin: SegmentOrigin = "main"
+    """How the segment came about, see `SegmentOrigin`; `aside` is another dialogue of a program, beside the main one."""
     parent: int | None = None
     """Number of the segment that this one was forked from, whose summary it begins with, or that started it; None for the
     first."""
     next: int | None = None
     """Number of the segment that goes on from the end of this one: with its summary, or without its thoughts."""
     domain: str = ""
-    """Domain whose experts score it; empty: the episode's."""
+    """Domain whose experts score the segment; empty: the episode's."""
     logprobs: list[float] = field(default_factory=list)
-    """[R] of each token after the prompt; 0 where the policy did not sample it."""
+    """[R] log-prob of each token after the prompt; 0 where the policy did not sample it."""
     spans: list[Span] = field(default_factory=list)
     turns: int = 0
     """Turns that were taken in this segment."""
     teacher_turns: int = 0
-    """Those of them that the domain's expert took."""
-    busy: bool = False
-    """True while a turn is being sampled after it: see `Trace.continue_or_fork`."""
+    """Turns among these that the domain's expert took."""
     packed: array[int] = field(init=False)
-    """`ids` once more, side by side in memory: histories of many thousands of tokens are compared in one go."""
+    """`ids` once more, as one buffer of 8 bytes a token: histories of many thousands of tokens are compared in one go."""
 
     def __post_init__(self) -> None:
         self.packed = array("q", self.ids)
 
     def append_observation(self, ids: Sequence[int]) -> None:
-        """Add tokens that the policy did not sample; none at all still end the turn before."""
+        """Add tokens that the policy did not sample. An empty observation adds an empty span, which still ends the turn before."""
         self._extend_ids(ids)
         self.logprobs += [0.0] * len(ids)
         if ids or self.spans:
@@ -86,13 +88,15 @@ class TraceSegment:
             raise RunError(f"a sampled token came with log-prob {odd}")
         self.logprobs += turn.logprobs
         self._append_turn(turn)
-        if self.masked.isdisjoint(turn.token_ids):
+        if self.masked_ids.isdisjoint(
+            turn.token_ids
+        ):  # nearly always; the loop below takes much longer over a long turn
             return self._append_span(len(turn.token_ids), "policy")
-        for masked, run in groupby(turn.token_ids, self.masked.__contains__):
-            self._append_span(len(list(run)), "masked" if masked else "policy")
+        for is_masked, run in groupby(turn.token_ids, self.masked_ids.__contains__):
+            self._append_span(len(list(run)), "masked" if is_masked else "policy")
 
     def append_teacher_turn(self, turn: SampledTurn, *, train: bool) -> None:
-        """Add a turn that the domain's expert wrote in the policy's place; with `train` the policy is trained on it."""
+        """Add a turn that the domain's expert wrote in the policy's place; if `train` is true, the policy is trained on it."""
         self.logprobs += [0.0] * len(turn.token_ids)
         self.teacher_turns += 1
         self._append_turn(turn)
@@ -106,16 +110,16 @@ class TraceSegment:
         self._extend_ids(turn.token_ids)
         self.policy_version = turn.policy_version
         self.turns += 1
-        self.busy = False
 
     def mark_last_turn(self, turn: SampledTurn, origin: Origin) -> None:
-        """Give another origin to what the policy wrote of the turn that was added last. `masked` takes the loss off an expert's
-        turn, too."""
-        # Back over the spans of that turn: it has several where some of its tokens are masked.
+        """Give another origin to the tokens that the policy wrote in `turn`, the turn that was added last. `masked` takes the loss
+        off an expert's turn, too. Call it before anything is appended after the turn."""
+        # Walk back over the spans of that turn: it has several where some of its tokens are masked.
         remaining, index = len(turn.token_ids), len(self.spans)
         while remaining > 0:
             index -= 1
             remaining -= self.spans[index].length
+        # `masked` makes an expert's turn one without loss (`teacher`); under the other marks it stays as it is.
         new_origins: dict[Origin, Origin] = {"policy": origin, "taught": "teacher" if origin == "masked" else "taught"}
         self.spans[index:] = [replace(s, origin=new_origins.get(s.origin, s.origin)) for s in self.spans[index:]]
 
@@ -138,25 +142,25 @@ class Trace:
     """The segments of one episode."""
 
     def __init__(self, policy_version: int = 0, masked: frozenset[int] = frozenset(), domain: str = "") -> None:
-        """`policy_version` is the engine's as the episode begins; tokens in `masked` carry no loss; `domain` has the experts
-        that score the segments, empty: the episode's."""
+        """`policy_version` is the engine's as the episode begins; token ids in `masked` carry no loss; `domain` is the one whose
+        experts score the segments, empty: the episode's."""
         self.segments: list[TraceSegment] = []
         self._version = policy_version
-        self._masked = masked
+        self._masked_ids = masked
         self._domain = domain
         self._forks = 0
-        self._lost_turns = 0
 
     def begin_segment(
         self, prompt_ids: Sequence[int], origin: SegmentOrigin = "main", parent: TraceSegment | None = None
     ) -> TraceSegment:
-        """Begin a segment with these tokens, none of which carries loss in it; one of origin `summary` goes on from its parent."""
+        """Begin a segment with these tokens, none of which carries loss in it. A segment of origin `summary` becomes the `next` of its
+        parent."""
         segment = TraceSegment(
             number=len(self.segments),
             ids=list(prompt_ids),
             prompt_len=len(prompt_ids),
             policy_version=self._version,
-            masked=self._masked,
+            masked_ids=self._masked_ids,
             origin=origin,
             parent=None if parent is None else parent.number,
             domain=self._domain,
@@ -167,8 +171,8 @@ class Trace:
         return segment
 
     def continue_segment(self, segment: TraceSegment, ids: Sequence[int]) -> TraceSegment:
-        """Return the segment that has these tokens: the same one if they continue it, else another in its place, which begins
-        with them because the chat template leaves out what stood in earlier turns."""
+        """White box: return the segment that has exactly these tokens. It is `segment` if they continue it. Otherwise the chat
+        template left out what stood in earlier turns, and a new segment, which begins with these tokens, takes its place."""
         new_ids = list(ids)
         if new_ids[: len(segment.ids)] == segment.ids:
             segment.append_observation(new_ids[len(segment.ids) :])
@@ -178,8 +182,9 @@ class Trace:
         return successor
 
     def adopt_segments(self, sub_agent_trace: Trace, caller: TraceSegment) -> None:
-        """Take over the segments of a sub-agent that a turn of `caller` started."""
-        # A number is the place in the list, and these come behind those that are there.
+        """Take over the segments of a sub-agent that a turn of `caller` started. There are no forks to add: sub-agents belong to the
+        white box, and only the black box forks."""
+        # A segment's number is its place in the list, and the sub-agent's segments come after those that are there.
         offset = len(self.segments)
         for segment in sub_agent_trace.segments:
             segment.number += offset
@@ -187,43 +192,38 @@ class Trace:
             segment.next = None if segment.next is None else segment.next + offset
         self.segments += sub_agent_trace.segments
 
-    def continue_or_fork(self, ids: Sequence[int], *, begins: bool = False) -> TraceSegment:
-        """Return the segment after which the turn for this whole history is sampled, busy until the turn is there.
+    def continue_or_fork(self, ids: Sequence[int], *, is_new_dialogue: bool = False) -> TraceSegment:
+        """Black box: return the segment that holds this whole history, so that the turn sampled after it can be appended.
 
-        That is the longest segment whose tokens the history begins with, and that is not busy: the rest is appended to it.
-        Else a new segment begins; `begins`: beside all others, because nothing that the policy wrote stands in the history. Call
-        `release_segment` on a segment whose turn does not come.
+        That is the longest segment whose tokens the history begins with; the rest of the history is appended to it. If there is
+        none, a new segment begins, and unless it is the first, it counts as a fork. `is_new_dialogue` says that the history holds
+        nothing that the policy wrote: then the new segment is `aside`, not the continuation of another.
         """
         history_ids = list(ids)
         packed = array("q", history_ids).tobytes()
         # Both have 8 bytes a token, so a prefix of the bytes is a prefix of the tokens.
-        fitting = [s for s in self.segments if not s.busy and packed.startswith(s.packed)]
+        fitting = [s for s in self.segments if packed.startswith(s.packed)]
         if fitting:
             segment = max(fitting, key=lambda s: len(s.ids))
             segment.append_observation(history_ids[len(segment.ids) :])
-            self._mark_forks_aside(segment)
-        else:
-            nearest = max(self.segments, key=lambda s: _common_prefix(s.packed, packed), default=None)
-            self._forks += nearest is not None
-            is_aside = nearest is not None and (begins or nearest.busy)
-            segment = self.begin_segment(history_ids, "aside" if is_aside else "main", parent=nearest)
-        segment.busy = True
-        return segment
+            self._mark_earlier_forks_aside(segment)
+            return segment
+        nearest = max(self.segments, key=lambda s: _count_common_prefix(s.packed, packed), default=None)
+        if nearest is None:
+            return self.begin_segment(history_ids)
+        self._forks += 1
+        return self.begin_segment(history_ids, "aside" if is_new_dialogue else "main", parent=nearest)
 
-    def _mark_forks_aside(self, segment: TraceSegment) -> None:
-        """Note that a segment goes on: what was forked from it before does not take its place in the episode."""
+    def _mark_earlier_forks_aside(self, segment: TraceSegment) -> None:
+        """Mark forks of a segment that goes on. A fork counts as `main` while its parent seems abandoned, because it may take the
+        parent's place; once the parent goes on, the fork was another dialogue."""
         for fork in self.segments:
             if fork.parent == segment.number and fork.origin == "main":
                 fork.origin = "aside"
 
-    def release_segment(self, segment: TraceSegment, *, lost: bool) -> None:
-        """Free a segment whose turn does not come; `lost` if tokens of it had been sampled, or may have been."""
-        segment.busy = False
-        self._lost_turns += lost
-
     @property
     def audit(self) -> Audit:
-        """The counts of the episode so far."""
+        """The counts of the episode so far. Lost turns are in no segment: the black box's session adds them."""
         segments = [s for s in self.segments if s.turns]
         return Audit(
             segments=len(segments),
@@ -231,13 +231,12 @@ class Trace:
             sampled=sum(s.num_sampled for s in segments),
             trained=sum(s.num_trained for s in segments),
             forks=self._forks,
-            lost_turns=self._lost_turns,
             teacher_turns=sum(s.teacher_turns for s in segments),
         )
 
     def to_rollouts(self, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> list[Rollout]:
-        """Return the rollouts of those segments in which a turn was taken. Each ends with its last turn: what followed it
-        predicts nothing."""
+        """Return a rollout for each segment in which a turn was taken. It ends with the segment's last turn, because what follows
+        that carries no loss. `reward` is the whole episode's; None: it has none."""
         segments = [segment for segment in self.segments if segment.turns]
         names = {segment.number: sample.sample_id + (f"+{i}" if i else "") for i, segment in enumerate(segments)}
         return [
@@ -252,15 +251,14 @@ class Trace:
         ]
 
     def _nearest_sample_id(self, number: int | None, names: Mapping[int, str]) -> str | None:
-        """Return the sample id of the segment with that number, or of the nearest one above it that has one."""
+        """Return the sample id of the segment with that number, or of its nearest ancestor that has one; None if none has."""
         while number is not None and number not in names:
             number = self.segments[number].parent
         return None if number is None else names[number]
 
 
-def _common_prefix(packed_ids: array[int], packed_history: bytes) -> int:
-    """Return how many tokens both begin with."""
-    # [N] token ids: both are buffers of 8 bytes a token.
+def _count_common_prefix(packed_ids: array[int], packed_history: bytes) -> int:
+    """Return how many tokens at the beginning are the same in both. Both are buffers of 8 bytes a token."""
     a_N, b_N = np.frombuffer(packed_ids, np.int64), np.frombuffer(packed_history, np.int64)
     length = min(len(a_N), len(b_N))
     differ_N = a_N[:length] != b_N[:length]
@@ -268,6 +266,7 @@ def _common_prefix(packed_ids: array[int], packed_history: bytes) -> int:
 
 
 def _to_rollout(segment: TraceSegment, sample: EpisodeKey, stop_reason: StopReason, reward: float | None) -> Rollout:
+    """Return the rollout of one segment, up to its last turn; the caller gives it its own id and its relatives."""
     spans = list(segment.spans)
     while spans and spans[-1].origin == "environment":
         spans.pop()

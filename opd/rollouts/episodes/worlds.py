@@ -1,4 +1,4 @@
-"""Things that an agent of an episode acts on: an environment of its own, that of the agent that called it, or nothing."""
+"""The worlds in which an agent may act: an environment of its own, the environment of the agent that called it, or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opd.records.environments import Action, Outcome, Tool
 from opd.records.types import StopReason
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, is_reward
 from opd.rollouts.episodes.threads import CallFailed, CallOverdue, OwnThread
-from opd.rollouts.episodes.tools import problem_with_tools
+from opd.rollouts.episodes.tools import explain_bad_tools
 
 if TYPE_CHECKING:
     from opd.prompts.conversation import Messages
@@ -24,17 +24,17 @@ class World(Protocol):
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Tools that the agent can call, once it has begun."""
+        """Tools that the agent can call; an environment has them once `begin` has returned."""
         ...
 
     @property
     def over(self) -> EpisodeEnd | None:
-        """End of the environment, after which nobody can act on it; None before."""
+        """Why nobody can act in this world any more; None as long as one can."""
         ...
 
     @property
     def rewards(self) -> Sequence[float]:
-        """Rewards that were earned there, if it is the agent's own."""
+        """Rewards that the agent earned; none if the environment is not its own."""
         ...
 
     async def begin(self) -> str | Messages:
@@ -42,20 +42,20 @@ class World(Protocol):
         ...
 
     async def step(self, action: Action) -> Outcome:
-        """Do what the agent's turn asks for, and return the outcome. Raises: EpisodeEnd."""
+        """Carry out the agent's turn, and return the outcome. Raises: EpisodeEnd."""
         ...
 
     async def close(self) -> None:
-        """Free what is the agent's alone. Raises: EpisodeEnd."""
+        """Close the environment if it is the agent's own. Raises: EpisodeEnd."""
         ...
 
     def leave(self) -> None:
-        """Let go of it without waiting; called last, also after an error."""
+        """Let go of the world without waiting. Called last, also after an error."""
         ...
 
 
 class OwnEnvironment:
-    """An environment in a thread of its own."""
+    """The agent's own environment, which runs in a thread of its own."""
 
     def __init__(self, options: EpisodeOptions, metadata: Mapping[str, Any], seed: int) -> None:
         self._options, self._metadata, self._seed = options, metadata, seed
@@ -66,30 +66,29 @@ class OwnEnvironment:
         self.rewards: list[float] = []
 
     async def begin(self) -> str | Messages:
-        find_environment(
-            self._options.environment, "environment"
-        )  # a class that is not there is no fault of one episode
+        # Here, outside of the environment's thread, a missing class raises its own error: it is no fault of one episode.
+        find_environment(self._options.environment, "environment")
         await self._call("the environment", self._make_environment)
-        observation, self.tools, wrong = await self._call("reset", self._reset)
-        if wrong:
-            raise self._make_episode_end("raised", wrong)
+        observation, self.tools, problem = await self._call("reset", self._reset)
+        if problem:
+            raise self._make_episode_end("raised", problem)
         return observation
 
     async def step(self, action: Action) -> Outcome:
-        outcome, wrong = await self._call("step", self._step, action)
-        if wrong:
-            raise self._make_episode_end("raised", f"step returned {wrong}")
+        outcome, problem = await self._call("step", self._step, action)
+        if problem:
+            raise self._make_episode_end("raised", f"step returned {problem}")
         if outcome.reward is not None:
             self.rewards.append(float(outcome.reward))
         if outcome.done:
-            self._make_episode_end("done")
+            self.over = EpisodeEnd("done")
         return outcome
 
     async def close(self) -> None:
         await self._call("close", self._close)
 
     def leave(self) -> None:
-        self._thread.end_after(self._close)
+        self._thread.end_when_idle(self._close)
 
     async def _call(self, label: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
@@ -99,12 +98,13 @@ class OwnEnvironment:
         except CallFailed as error:
             raise self._make_episode_end("raised", str(error)) from None
 
-    def _make_episode_end(self, reason: StopReason, error: str = "") -> EpisodeEnd:
+    def _make_episode_end(self, reason: StopReason, error: str) -> EpisodeEnd:
+        """Note that the environment is over, and return the end for the caller to raise."""
         self.over = EpisodeEnd(reason, error)
         return self.over
 
-    # What follows runs in the environment's thread: whatever its class and its objects do ends its own episode at most, and an
-    # environment that comes late is closed all the same.
+    # The methods below run in the environment's thread. So whatever its class and its objects do ends its own episode at most, and an
+    # environment that is made only after its deadline is closed all the same.
 
     def _make_environment(self) -> None:
         self._environment = find_environment(self._options.environment, "environment")(**self._options.options)
@@ -112,17 +112,16 @@ class OwnEnvironment:
             self._environment.set_step_timeout(self._options.step_timeout_s)
 
     def _reset(self) -> tuple[str | Messages, tuple[Tool, ...], str]:
-        """Reset the environment; return the first observation, the tools, and what is wrong with them, empty if nothing."""
+        """Reset the environment, and return the first observation, the tools, and the problem with them, empty if there is none."""
         assert self._environment is not None
         observation = self._environment.reset(self._metadata, self._seed)
         tools = self._environment.tools
-        wrong = (
-            "" if _is_first_observation(observation) else f"reset returned {observation!r:.60}, wanted text or messages"
-        )
-        return observation, tools, wrong or problem_with_tools(tools)
+        if not _is_first_observation(observation):
+            return observation, tools, f"reset returned {observation!r:.60}, wanted text or messages"
+        return observation, tools, explain_bad_tools(tools)
 
     def _step(self, action: Action) -> tuple[Outcome, str]:
-        """Step the environment; return the outcome, and what is wrong with it, empty if nothing."""
+        """Step the environment, and return the outcome and the problem with it, empty if there is none."""
         assert self._environment is not None
         outcome = self._environment.step(action)
         return outcome, _explain_bad_outcome(outcome, len(action.calls))
@@ -134,7 +133,8 @@ class OwnEnvironment:
 
 
 class CallersEnvironment:
-    """The environment of the agent that called this one. A turn without a call is the agent's answer and does not reach it."""
+    """The environment of the agent that called this one. A turn without a call is this agent's answer, and does not reach the
+    environment."""
 
     rewards: Sequence[float] = ()
 
@@ -160,7 +160,7 @@ class CallersEnvironment:
 
 
 class NoEnvironment:
-    """Nothing: the first turn that is no call of a sub-agent is the agent's answer."""
+    """No environment: the first turn that does not call a sub-agent is the agent's answer."""
 
     tools: tuple[Tool, ...] = ()
     over: EpisodeEnd | None = None
@@ -180,6 +180,7 @@ class NoEnvironment:
 
 
 def _is_first_observation(observation: Any) -> bool:
+    """Return True for a text, or a list of messages with role and content."""
     if isinstance(observation, str):
         return True
     return isinstance(observation, list) and all(
@@ -189,7 +190,7 @@ def _is_first_observation(observation: Any) -> bool:
 
 
 def _explain_bad_outcome(outcome: Any, calls: int) -> str:
-    """Return what is wrong with what `step` returned; empty if nothing."""
+    """Return the problem with an outcome of `step` after a turn with so many calls; empty if there is none."""
     if not isinstance(outcome, Outcome):
         return f"{outcome!r:.60}, wanted an Outcome"
     reward, observation = outcome.reward, outcome.observation
@@ -199,6 +200,7 @@ def _explain_bad_outcome(outcome: Any, calls: int) -> str:
         return ""
     if not isinstance(observation, tuple) or not all(isinstance(text, str) for text in observation):
         return f"the observation {observation!r:.60}, wanted a text or a tuple of texts"
-    return (
-        f"{len(observation)} observations for {calls} calls" if len(observation) != calls and not outcome.done else ""
-    )
+    # Nobody reads the observations of a last turn, so their number does not matter there.
+    if len(observation) != calls and not outcome.done:
+        return f"{len(observation)} observations for {calls} calls"
+    return ""

@@ -80,3 +80,6 @@ def test_check_prints_the_verdict() -> None:
     )
     assert opd("check", "ls -la").exit_code == 0
     assert opd("check", "--workdir", "/", "cat tests/a").exit_code == 1
+    assert opd("check", "--workdir", "/tests", "cat ~-/a").exit_code == 1, (
+        "the directory before is that of the beginning"
+    )

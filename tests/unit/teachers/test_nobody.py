@@ -14,7 +14,7 @@ from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PART_ROWS, read_stream
 from opd.stream.split import split_part
 from opd.stream.targets import TargetStream
-from opd.train.batch import gather_samples, micro_batch
+from opd.train.batch import build_micro_batch, gather_samples
 from teachers.nobody import NOBODY, TeacherlessPool, TeacherlessSpec
 from tests.rows import make_rollout
 
@@ -58,9 +58,9 @@ def test_a_micro_batch_of_such_rows_has_a_block_for_its_trained_tokens(in_proces
     rollouts = [rollout(0), rollout(1, tokens=0), rollout(2, tokens=2)]
     (part,) = taken(POOL.score(rollouts))
     samples = gather_samples(read_stream(part.handle.tobytes()).rows)
-    batch = micro_batch([samples[r.sample_id] for r in rollouts], torch.float32)
+    batch = build_micro_batch([samples[r.sample_id] for r in rollouts], torch.float32)
     assert [len(block) for block in batch.blocks] == [5] == [len(batch.token_N)]
-    assert batch.blocks[0].head_keys() == () and batch.row_lengths == (3, 0, 2)
+    assert batch.blocks[0].head_keys() == () and batch.trained_lengths == (3, 0, 2)
 
 
 def test_the_log_gives_back_what_was_trained_with_its_rewards(in_process: Any, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from opd.models.logit_rule import IDENTITY
 from opd.payloads import answer_class
 from opd.records.types import Rollout, Span, Teacher
 from opd.stream.schema import StreamError, TargetRow, read_stream, write_stream
-from opd.train.batch import leave_one_out, micro_batch
+from opd.train.batch import build_micro_batch, leave_one_out_baselines
 from opd.train.student import Student
 from opd.train.totals import Totals, token_weights
 from teachers.scorers import ScorerOptions
@@ -98,7 +98,7 @@ def learned(
     """Loss, gradient and sums of one micro-batch; tokens that `masks` leaves out weigh nothing."""
     student = Student(lm, OBJECTIVES[payload], chunk=5, vocab_size=VOCABULARY)
     student.zero_grad()
-    batch = micro_batch([(row,) for row in rows], torch.float32)
+    batch = build_micro_batch([(row,) for row in rows], torch.float32)
     heads = {key: Head(teacher_head, IDENTITY) for block in batch.blocks for key in block.head_keys()}
     mask_N = torch.tensor([m for mask in masks for m in mask], dtype=torch.bool)
     weight_N = torch.where(mask_N, token_weights(batch, [0.25, 0.5, 0.125, 0.3][: len(rows)]), 0.0)
@@ -149,12 +149,12 @@ def test_a_micro_batch_without_a_trained_token_moves_nothing(
 def test_a_baseline_counts_trained_tokens_only(teachers: dict[str, Teacher]) -> None:
     rows = score("sampled_logprobs", teachers["reverse"], GIVEN)
     samples = {row.rollout.sample_id: (row,) for row in rows}
-    found = leave_one_out(samples)
+    found = leave_one_out_baselines(samples)
     ratios = [[q + 1.0 for q in row.answer.teacher_logprobs] for row in rows]  # each log mu is -1
     for i, row in enumerate(rows):
         others = [x for j, mine in enumerate(ratios) if j != i for x in mine]
         assert found[row.rollout.sample_id] == pytest.approx(sum(others) / len(others))
-    (block,) = micro_batch([(row,) for row in rows], torch.float32, found).blocks
+    (block,) = build_micro_batch([(row,) for row in rows], torch.float32, found).blocks
     assert len(block) == 18
 
 

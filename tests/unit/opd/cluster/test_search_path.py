@@ -25,7 +25,7 @@ def test_folders_beside_a_program_do_not_stand_in_for_our_packages(
     (mine / "my_verifier.py").touch()
     others = [entry for entry in sys.path if entry and (not last or entry != search_path.ROOT)]
     monkeypatch.setattr(sys, "path", ["", str(mine), str(folders), *others])
-    path = search_path.worker_path()
+    path = search_path.order_worker_path()
     for name in ("opd", "teachers", "experts", "pipelines"):
         spec = PathFinder.find_spec(name, path)
         assert spec is not None and spec.origin == str(Path(search_path.ROOT, name, "__init__.py"))
@@ -37,4 +37,4 @@ def test_it_is_the_drivers_and_the_current_directory_last(tmp_path: Path, monkey
     (tmp_path / "teachers.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/a", "/b"])
-    assert search_path.worker_path() == ["/a", "/b", search_path.ROOT, str(tmp_path)]
+    assert search_path.order_worker_path() == ["/a", "/b", search_path.ROOT, str(tmp_path)]

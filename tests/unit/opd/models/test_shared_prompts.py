@@ -29,7 +29,7 @@ from opd.models.logit_rule import IDENTITY
 from opd.models.weights import choose_attention, obeys_masks
 from opd.records.types import LayoutProof
 from opd.stream.schema import TargetRow
-from opd.train.batch import MicroBatch, micro_batch
+from opd.train.batch import MicroBatch, build_micro_batch
 from opd.train.student import Student
 from pipelines.merging.layouts import _layout_lines, _layout_record
 from tests.models.families import FAMILIES, build_config
@@ -231,7 +231,7 @@ def trained(lm: Any, teacher: Any, batch: MicroBatch) -> tuple[Tensor, dict[str,
 
 def test_loss_numbers_and_gradients_are_those_of_separate_rows(lm: Any, teacher: Any) -> None:
     samples = [(scored(teacher, i),) for i in range(len(PAIRS))]
-    fast, slow = (micro_batch(samples, torch.float32, None, layout) for layout in (SHARED, "padded"))
+    fast, slow = (build_micro_batch(samples, torch.float32, None, layout) for layout in (SHARED, "padded"))
     assert torch.equal(fast.token_N, slow.token_N) and fast.domains == slow.domains
     assert fast.packed.input_ids_B_T.numel() < sum(map(len, SEQUENCES))
     (loss, numbers, gradients), (want, wanted, right) = (trained(lm, teacher, batch) for batch in (fast, slow))

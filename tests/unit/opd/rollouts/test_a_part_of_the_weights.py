@@ -28,7 +28,7 @@ def swaps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
             raise RunError("vLLM refused")
 
     monkeypatch.setattr(worker, "start_engine", lambda options: object())
-    monkeypatch.setattr(worker, "model_shape", lambda model_dir: {"model_type": "llama"})
+    monkeypatch.setattr(worker, "read_model_shape", lambda model_dir: {"model_type": "llama"})
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", swap)
     return made

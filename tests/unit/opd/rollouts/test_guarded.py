@@ -18,7 +18,7 @@ from opd.guard.build import guard_spec
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, SampledTurn
-from opd.rollouts.endpoint.episode import play_episodes
+from opd.rollouts.endpoint.episode import play_all_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
@@ -186,7 +186,7 @@ def run(asked: EpisodeRequest, turns: Sequence[str], template: str = WITH_TOOLS)
     tokenizer = chat_tokenizer(template)
     speaker = Speaker(tokenizer, turns)
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-    (found,) = asyncio.run(play_episodes([asked], speaker, dialogues, CONTEXT, 2))
+    (found,) = asyncio.run(play_all_episodes([asked], speaker, dialogues, CONTEXT, 2))
     return found, speaker
 
 
@@ -330,7 +330,9 @@ def test_sub_agents_are_guarded_too_and_those_that_share_a_shell_share_its_sessi
     tokenizer = chat_tokenizer(WITH_TOOLS)
     asked = white(GuardConfig(on_hit="negative"), sub_agents=SubAgentsOptions(kinds=kinds, at_most=4))
     speaker = Several(tokenizer, turns)
-    (found,) = asyncio.run(play_episodes([asked], speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2))
+    (found,) = asyncio.run(
+        play_all_episodes([asked], speaker, Dialogues(tokenizer, [tokenizer.eos_token_id]), CONTEXT, 2)
+    )
     assert (found.stop_reason, found.error) == ("done", ""), found.error
     assert RAN == ["cd /", "cat tests/a"], (
         "tests/a is hidden from the shell that stands in /, and not from the other one"

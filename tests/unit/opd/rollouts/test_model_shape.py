@@ -27,12 +27,12 @@ def test_a_copy_of_a_config_is_not_read_again(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(worker, "_read_shape", counted)
     monkeypatch.setattr(worker, "_shapes", {})
     one, copy, wider = write(tmp_path / "one", 64), write(tmp_path / "copy", 64), write(tmp_path / "wider", 96)
-    assert worker.model_shape(one) == worker.model_shape(copy) and read == [one]
-    assert worker.model_shape(wider)["hidden_size"] == 96
+    assert worker.read_model_shape(one) == worker.read_model_shape(copy) and read == [one]
+    assert worker.read_model_shape(wider)["hidden_size"] == 96
     write(copy, 32)  # the same directory with another model
-    assert worker.model_shape(copy)["hidden_size"] == 32 and read == [one, wider, copy]
+    assert worker.read_model_shape(copy)["hidden_size"] == 32 and read == [one, wider, copy]
 
 
 def test_a_directory_without_a_config_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"config.json"):
-        worker.model_shape(tmp_path)
+        worker.read_model_shape(tmp_path)

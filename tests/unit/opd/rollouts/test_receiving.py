@@ -192,7 +192,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(worker, "StreamedSwap", Swap)
     monkeypatch.setattr(worker, "start_engine", start)
-    monkeypatch.setattr(worker, "model_shape", shape)
+    monkeypatch.setattr(worker, "read_model_shape", shape)
     monkeypatch.setattr(worker, "stop_engine", lambda llm: None)
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, size: done.append("cut"))
     monkeypatch.setattr(worker, "swap_weights", lambda llm, path, whole=True: done.append(f"swap {path.name}"))

@@ -20,7 +20,7 @@ from opd.rollouts.episodes.drift import Curriculum, DriftOptions, Guide, Teacher
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import Trace
-from opd.rollouts.responses import _make_spans, sample_ids, seed_of
+from opd.rollouts.responses import _make_spans, derive_response_seed, make_sample_ids
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import Generated, GenerateRequest, VLLMWorker, _read_output
 from pipelines.specs import TrainingFeatures, rollout_spec
@@ -267,7 +267,7 @@ def test_a_batch_of_nothing_but_over_long_prompts(in_process: Any) -> None:
 
 def test_a_prompt_that_comes_twice_gives_two_samples(in_process: Any) -> None:
     prompts = [prompt(0), prompt(1), prompt(0), prompt(0)]
-    assert sample_ids(prompts, 7) == ["000007/d/0", "000007/d/1", "000007/d/0#2", "000007/d/0#3"]
+    assert make_sample_ids(prompts, 7) == ["000007/d/0", "000007/d/1", "000007/d/0#2", "000007/d/0#3"]
     batch = engine(in_process, 1).generate(prompts, step=7, policy_version=0)
     assert len({r.sample_id for r in batch.rollouts}) == 4
     assert [r.group for r in batch.rollouts] == ["000007/d/0", "000007/d/1", "000007/d/0", "000007/d/0"]
@@ -313,8 +313,8 @@ def test_a_samples_seed_depends_on_run_seed_step_and_prompt_alone(in_process: An
 
 def test_seeds_are_the_same_in_every_release() -> None:
     # A resumed run must sample what the first run would have sampled.
-    assert seed_of(0, "000001/reverse/17") == 1134780518
-    assert 0 <= seed_of(3, "x") < 2**32
+    assert derive_response_seed(0, "000001/reverse/17") == 1134780518
+    assert 0 <= derive_response_seed(3, "x") < 2**32
 
 
 def test_sampling_is_the_pipelines(in_process: Any) -> None:

@@ -28,9 +28,9 @@ from opd.stream.schema import TargetRow
 from opd.train.batch import (
     MicroBatch,
     gather_samples,
-    leave_one_out,
+    leave_one_out_baselines,
 )
-from opd.train.batch import micro_batch as tensors
+from opd.train.batch import build_micro_batch as tensors
 from opd.train.student import Student
 from tests.losses import chunked_objective
 from tests.rows import changed, make_row
@@ -166,7 +166,7 @@ def test_a_micro_batch_keeps_every_row_together(teacher: Any) -> None:
     batch = micro_batch(rows)
     assert batch.token_N.tolist() == [t for r in rows for t in r.rollout.response_ids]
     assert batch.behaviour_N.tolist() == [x for r in rows for x in r.rollout.behaviour_logprobs]
-    assert batch.row_lengths == tuple(len(r.rollout.response_ids) for r in rows)
+    assert batch.trained_lengths == tuple(len(r.rollout.response_ids) for r in rows)
     assert batch.domains == tuple(r.rollout.domain for r in rows)
     flat = batch.packed.input_ids_B_T.flatten()
     assert flat[batch.predict_N + 1].tolist() == batch.token_N.tolist()
@@ -221,7 +221,7 @@ def test_a_neighbour_cannot_change_a_rows_loss(lm: Any, teacher: Any) -> None:
         before, after = (scored(teacher, ids, 4) for ids in sequences([31, 20], seed=seed))
         batch = micro_batch([before, kept, after])
         assert batch.packed.input_ids_B_T.shape[0] == 1, "the three must lie in one row"
-        kls.append(losses(lm, teacher, batch)[1].split(batch.row_lengths)[1])
+        kls.append(losses(lm, teacher, batch)[1].split(batch.trained_lengths)[1])
     torch.testing.assert_close(kls[0], kls[1], rtol=0, atol=1e-6)
 
 
@@ -306,7 +306,7 @@ def test_top_k_is_one_run_over_all_teachers() -> None:
 
 def test_an_empty_micro_batch_has_no_block() -> None:
     batch = tensors([], torch.float32)
-    assert (batch.blocks, batch.row_lengths, len(batch.token_N)) == ((), (), 0)
+    assert (batch.blocks, batch.trained_lengths, len(batch.token_N)) == ((), (), 0)
 
 
 # Samples with several teachers
@@ -492,7 +492,7 @@ def some_step(seed: int) -> dict[str, tuple[TargetRow, ...]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: int) -> None:
     samples = some_step(seed)
-    found = leave_one_out(samples)
+    found = leave_one_out_baselines(samples)
     assert list(found) == list(samples)
     for own, scored_own in samples.items():
         others: list[float] = []
@@ -508,10 +508,10 @@ def test_a_baseline_is_the_mean_advantage_of_the_domains_other_responses(seed: i
 def test_a_baseline_depends_on_every_response_but_its_own() -> None:
     samples = some_step(0)
     assert all(sum(rows[0].rollout.loss_mask) for rows in samples.values()), "all must have something to say"
-    before = leave_one_out(samples)
+    before = leave_one_out_baselines(samples)
     for own, rows in samples.items():
         moved = tuple(changed(row, teacher_logprobs=[x - 3 for x in row.answer.teacher_logprobs]) for row in rows)
-        after = leave_one_out({**samples, own: moved})
+        after = leave_one_out_baselines({**samples, own: moved})
         domain = rows[0].rollout.domain
         assert after[own] == pytest.approx(before[own], abs=1e-12)
         for other, scored_other in samples.items():
@@ -524,16 +524,16 @@ def test_a_response_that_is_alone_has_no_baseline() -> None:
     alone_in_x = answered("a", [-1.0, -2.0], [-0.5, -0.5], domain="x")
     untrained = answered("b", [], [-0.5], [False], domain="x")
     elsewhere = answered("c", [-9.0], [-0.5], domain="y")
-    assert leave_one_out(one_each(alone_in_x, untrained, elsewhere)) == {
+    assert leave_one_out_baselines(one_each(alone_in_x, untrained, elsewhere)) == {
         "a": 0.0, "b": pytest.approx(-1.0), "c": 0.0
     }  # fmt: skip
-    assert leave_one_out({}) == {}
+    assert leave_one_out_baselines({}) == {}
 
 
 def test_each_token_of_a_response_has_its_baseline() -> None:
     rows = [answered("a", [-1.0, -2.0], [-0.5, -0.5]), answered("b", [-4.0], [-1.0]), answered("c", [-3.0], [-3.0])]
     samples = one_each(*rows)
-    (block,) = tensors(list(samples.values()), torch.float32, leave_one_out(samples)).blocks
+    (block,) = tensors(list(samples.values()), torch.float32, leave_one_out_baselines(samples)).blocks
     assert isinstance(block, SampledBlock)
     assert block.baseline_N is not None
     # a: (-3 + 0) / 2; b: (-0.5 - 1.5 + 0) / 3; c: (-0.5 - 1.5 - 3) / 3
@@ -613,7 +613,7 @@ def by_leave_one_out(chain: Chain) -> Tensor:
     logq = chain.teacher[chain.state, chain.word].tolist()
     values = []
     for qs, mus in zip(logq, mu, strict=True):
-        found = leave_one_out(one_each(*(answered(f"{g}", qs[g], mus[g]) for g in range(GROUP))))
+        found = leave_one_out_baselines(one_each(*(answered(f"{g}", qs[g], mus[g]) for g in range(GROUP))))
         values.append([[found[f"{g}"]] * LENGTH for g in range(GROUP)])
     return torch.tensor(values, dtype=torch.float64)
 

@@ -28,7 +28,7 @@ from opd.records.types import Rollout, SampledTurn
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import EpisodeKey, Trace
 from opd.stream.schema import TargetRow, write_stream
-from opd.train.batch import micro_batch
+from opd.train.batch import build_micro_batch
 from opd.train.components import Component
 from opd.train.plan import measure_row_sizes, plan_micro_batches
 from opd.train.rank import RankWork, TrainerRank
@@ -142,7 +142,7 @@ def test_the_step_has_all_that_an_episode_may_have() -> None:
 
 def moved(student: Kept, rollouts: Sequence[Rollout], layout: str) -> tuple[set[int], Packed]:
     """Flat positions whose hidden state has a gradient that is not exactly 0, and where the tokens lie."""
-    batch = micro_batch([(row(r),) for r in rollouts], torch.float32, None, layout)
+    batch = build_micro_batch([(row(r),) for r in rollouts], torch.float32, None, layout)
     weights = weigh_rows(rollouts, "token_mean", DOMAIN_WEIGHTS)
     loss, _ = student(batch, HEADS, {"divergence": token_weights(batch, [weights[r.sample_id] for r in rollouts])})
     loss.backward()

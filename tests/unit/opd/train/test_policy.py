@@ -15,7 +15,7 @@ from opd.losses.reverse_kl import ReverseKL
 from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardStep
 from opd.stream.schema import write_stream
 from opd.train import rank
-from opd.train.batch import micro_batch
+from opd.train.batch import build_micro_batch
 from opd.train.components import Component
 from opd.train.deepspeed import _make_policy_report, _scored_share
 from opd.train.plan import RowSize, plan_micro_batches
@@ -93,7 +93,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], given: Component) -
     totals = RankPolicy()
     weights = weigh_rows(STEP, "token_mean", {})
     for ids in cuts:
-        batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+        batch = build_micro_batch([(ROWS[i],) for i in ids], torch.float32)
         weight = given.token_weights(batch, ids)
         divergence = token_weights(batch, [weights[i] for i in ids])
         scaled = {"divergence": divergence, "policy": weight * given.factor}
@@ -286,7 +286,7 @@ def test_each_stream_is_a_mean_over_what_was_scored_of_its_own(lost: str, compar
     student.zero_grad()
     own = make_policy_component(asked(), left, DOMAIN_WEIGHTS)
     assert own is not None
-    batch = micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
+    batch = build_micro_batch([(ROWS[r.sample_id],) for r in left], torch.float32)
     ids = [r.sample_id for r in left]
     weight, columns = own.token_weights(batch, ids) * own.factor, own.token_columns(batch, ids)
     divergence = token_weights(batch, [weigh_rows(left, "token_mean", DOMAIN_WEIGHTS)[i] for i in ids])

@@ -26,7 +26,7 @@ from opd.records.types import DomainStats, PositionStats, Rollout
 from opd.stream.schema import TargetRow, write_stream
 from opd.stream.targets import StreamPart
 from opd.train import deepspeed, rank, zero
-from opd.train.batch import gather_samples, leave_one_out, micro_batch
+from opd.train.batch import build_micro_batch, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
 from opd.train.optimizer import split_parameters
 from opd.train.rank import RankResult, RankWork
@@ -69,7 +69,7 @@ def test_a_rank_takes_its_own_rows_as_they_come() -> None:
         step.micro_batch(["c"])
     step.keep_rows([stream("c", dtype="float32")])
     batch = step.micro_batch(["c"])
-    assert (batch.domains, batch.row_lengths) == (("d",), (2,))
+    assert (batch.domains, batch.trained_lengths) == (("d",), (2,))
     with pytest.raises(RunError, match="no teacher scored"):
         step.micro_batch(["c"])  # what is trained is forgotten
     with pytest.raises(AssertionError, match="b is of another rank"):
@@ -90,7 +90,7 @@ def test_streams_of_another_payload_are_taken_too() -> None:
 
 def test_a_micro_batch_may_be_empty() -> None:
     batch = begun().micro_batch([])
-    assert (batch.blocks, batch.row_lengths) == ((), ())
+    assert (batch.blocks, batch.trained_lengths) == ((), ())
 
 
 def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
@@ -102,7 +102,7 @@ def test_a_row_that_came_twice_for_another_stops_the_step() -> None:
 
 def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     rows = [row("a", "x", (True, False)), row("b", "y"), row("c", "x")]
-    batch = micro_batch([(r,) for r in rows], torch.float32)
+    batch = build_micro_batch([(r,) for r in rows], torch.float32)
     nan, totals = torch.nan, Totals()
     stats = TokenStats(
         kl_N=torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]),
@@ -667,13 +667,13 @@ def test_numbers_come_back_from_the_device() -> None:
 
 
 def test_every_tensor_of_a_micro_batch_goes_to_the_device() -> None:
-    batch = to_device(micro_batch([(row("a"),)], torch.float32), torch.device("meta"))
+    batch = to_device(build_micro_batch([(row("a"),)], torch.float32), torch.device("meta"))
     (run,) = batch.blocks
     assert isinstance(run, HiddenRun)
     tensors = [batch.packed.input_ids_B_T, batch.packed.position_ids_B_T, batch.predict_N, batch.token_N]
     tensors += [batch.place_N, batch.behaviour_N, run.hidden[0]]
     assert {t.device.type for t in tensors} == {"meta"}
-    assert (batch.domains, batch.row_lengths, run.heads) == (("d",), (2,), ("h",))
+    assert (batch.domains, batch.trained_lengths, run.heads) == (("d",), (2,), ("h",))
 
 
 # Several teachers for a sample
@@ -830,7 +830,7 @@ def test_the_baseline_reaches_the_gradient_only_where_it_is_wanted(tiny_model_di
             for i in "ac"
         ]
         stream = np.frombuffer(write_stream(rows, "float32", "sampled_logprobs"), dtype=np.uint8)
-        baselines = leave_one_out(gather_samples(rows)) if baseline == "leave_one_out" else None
+        baselines = leave_one_out_baselines(gather_samples(rows)) if baseline == "leave_one_out" else None
         take_step(made, dataclasses.replace(WORK, baselines=baselines), [], stream)
         return float(gradient(made).norm())
 

@@ -18,7 +18,7 @@ from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
 from opd.records.types import DomainStats, Rollout
 from opd.stream.schema import TargetRow
-from opd.train.batch import micro_batch
+from opd.train.batch import build_micro_batch
 from opd.train.plan import RowSize, plan_micro_batches
 from opd.train.student import Student
 from opd.train.totals import (
@@ -124,11 +124,11 @@ ROWS = {r.sample_id: scored(r) for r in STEP}
 
 
 def test_only_trained_tokens_carry_weight() -> None:
-    batch = micro_batch([(ROWS["b"],), (ROWS["d"],), (ROWS["c"],)], torch.float32)
+    batch = build_micro_batch([(ROWS["b"],), (ROWS["d"],), (ROWS["c"],)], torch.float32)
     weight = token_weights(batch, [0.25, 0.5, 0.125])
     assert weight.tolist() == [0.25] * 5 + [0.125]
     assert weight.dtype == torch.float32
-    assert token_weights(micro_batch([], torch.float32), []).tolist() == []
+    assert token_weights(build_micro_batch([], torch.float32), []).tolist() == []
 
 
 def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
@@ -139,7 +139,7 @@ def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
     for cuts in ([["a", "b", "c", "e", "f"]], [["b", "d"], ["f"], ["a", "c", "e"]]):
         totals = Totals()
         for ids in cuts:
-            batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+            batch = build_micro_batch([(ROWS[i],) for i in ids], torch.float32)
             num = len(batch.token_N)
             stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
             totals.add(
@@ -152,7 +152,7 @@ def test_turns_are_counted_by_domain_whatever_the_cut() -> None:
 
 
 def test_stale_tokens_have_no_part_in_the_gap_of_their_turn() -> None:
-    batch = micro_batch([(ROWS["a"],), (ROWS["b"],)], torch.float32)
+    batch = build_micro_batch([(ROWS["a"],), (ROWS["b"],)], torch.float32)
     num = len(batch.token_N)
     stats = TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats)))
     totals = Totals()
@@ -185,7 +185,7 @@ def trained(student: Student, cuts: Sequence[Sequence[str]], weights: dict[str, 
     student.zero_grad()
     totals = Totals()
     for ids in cuts:
-        batch = micro_batch([(ROWS[i],) for i in ids], torch.float32)
+        batch = build_micro_batch([(ROWS[i],) for i in ids], torch.float32)
         weight = token_weights(batch, [weights[i] for i in ids])
         loss, stats = student(batch, heads(), {"divergence": weight})
         loss.backward()
@@ -217,7 +217,7 @@ def test_the_cut_into_micro_batches_does_not_matter(normalize: str, student: Stu
 
 
 def test_the_loss_by_position_counts_places_in_the_response(student: Student) -> None:
-    batch = micro_batch([(ROWS[i],) for i in "abcdef"], torch.float32)
+    batch = build_micro_batch([(ROWS[i],) for i in "abcdef"], torch.float32)
     weight = token_weights(batch, [1.0] * 6)
     _, stats = student(batch, heads(), {"divergence": weight})
     totals = Totals()

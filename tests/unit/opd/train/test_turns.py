@@ -19,7 +19,7 @@ from opd.models.logit_rule import IDENTITY
 from opd.records.types import Origin, Rollout, Span
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed, rank
-from opd.train.batch import micro_batch
+from opd.train.batch import build_micro_batch
 from opd.train.components import Component
 from opd.train.rank import RankWork
 from opd.train.totals import Totals, mean_gap, weigh_rows
@@ -94,11 +94,11 @@ def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
     assert count_earlier_turns(STEP) == {"d+1": 2}, "a sub-agent begins anew"
     third = episode("d+3", "maze", [1], episode="d", origin="summary", parent="d+1")
     assert count_earlier_turns([*STEP, third]) == {"d+1": 2, "d+3": 5}
-    batch = micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32, first_turns=count_earlier_turns(STEP))
+    batch = build_micro_batch([(ROWS["d+1"],), (ROWS["e"],)], torch.float32, first_turns=count_earlier_turns(STEP))
     assert batch.turn_N.tolist() == [2, 3, 3, 4, 4, 4] + [0] * 9
     found = compute_turn_factors(batch, {"maze": BY_TURN}, None)
     assert found.tolist() == pytest.approx([0.25, 0.125, 0.125, 0.1, 0.1, 0.1] + [1.0] * 9)
-    assert compute_turn_factors(micro_batch([], torch.float32), {"maze": BY_TURN}, None).tolist() == []
+    assert compute_turn_factors(build_micro_batch([], torch.float32), {"maze": BY_TURN}, None).tolist() == []
 
 
 class Driven:
@@ -187,7 +187,7 @@ def by_hand(model_dir: Any, weights: dict[str, TurnWeights]) -> float:
     student = StillEngine(model_dir).student
     top = bottom = 0.0
     for rollout in STEP:
-        batch = micro_batch([(ROWS[rollout.sample_id],)], torch.float32)
+        batch = build_micro_batch([(ROWS[rollout.sample_id],)], torch.float32)
         with torch.no_grad():
             _, stats = student(batch, {"h": head()}, {"divergence": torch.ones(len(batch.token_N))})
         seen: list[tuple[int, float]] = []
@@ -237,8 +237,8 @@ def test_the_tokens_of_an_expert_are_trained_and_have_no_gap() -> None:
         spans=(span(2, "policy"), span(1, "environment"), span(2, "taught"), span(1, "teacher")),
     )
     assert rollout.sampled_mask == (True, True, False, False) and rollout.turns == (0, 0, 1, 1)
-    batch = micro_batch([(row(rollout),)], torch.float32)
-    assert batch.own_N.tolist() == [True, True, False, False]
+    batch = build_micro_batch([(row(rollout),)], torch.float32)
+    assert batch.sampled_N.tolist() == [True, True, False, False]
     ones = TokenStats(*(torch.ones(4) for _ in dataclasses.fields(TokenStats)))
     stats = dataclasses.replace(ones, logprob_N=batch.behaviour_N + 0.25)
     for stale, gap in ((frozenset[int](), 0.25), (frozenset({0}), 0.0)):

@@ -24,7 +24,7 @@ from opd.payloads.hidden_states import TeacherBlock
 from opd.payloads.sampled_logprobs import SampledBlock
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
-from opd.train.batch import leave_one_out
+from opd.train.batch import leave_one_out_baselines
 from opd.train.totals import weigh_rows
 from tests.losses import chunked_objective
 from tests.rows import make_rollout, make_row
@@ -81,7 +81,7 @@ class Setting:
     second: str | None = None
     """Domain of second segments; None: an episode is a single response."""
     temperature: float = 1.0
-    normalize: str = "leave_one_out"
+    normalize: str = "leave_one_out_baselines"
     baseline: bool = False
     raw: bool = False
     """Behaviour log-probs without the temperature, as vLLM's default reports them."""
@@ -130,7 +130,7 @@ def expectations(s: Setting) -> tuple[Tensor, Tensor]:
             for (i, number, text), (_, mu, _) in zip(segments, each, strict=True)
         ]
         rows = {r.sample_id: (target(r, q),) for r, (_, _, q) in zip(rollouts, each, strict=True)}
-        weights, means = weigh_rows(rollouts, s.normalize, dict(s.loss_weights)), leave_one_out(rows)
+        weights, means = weigh_rows(rollouts, s.normalize, dict(s.loss_weights)), leave_one_out_baselines(rows)
         for r, part, (_, mu, q) in zip(rollouts, places, each, strict=True):
             columns["place"] += part
             columns["token"] += r.response_ids

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import ConfigError
-from pipelines.propose.given import Flags, by_expert, complete_flags, experts_of, name_of
+from pipelines.propose.given import Flags, assign_to_experts, complete_flags, make_expert_name, parse_experts
 
 
 @pytest.fixture(autouse=True)
@@ -32,18 +32,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_an_expert_is_called_after_the_directory_that_says_most(path: str, name: str) -> None:
-    assert name_of(Path(path)) == name
+    assert make_expert_name(Path(path)) == name
 
 
 def test_experts_are_named_or_found_by_their_directories() -> None:
-    assert experts_of(["math", "talk=runs/chat/model"]) == {"math": Path("math"), "talk": Path("runs/chat/model")}
+    assert parse_experts(["math", "talk=runs/chat/model"]) == {"math": Path("math"), "talk": Path("runs/chat/model")}
     with pytest.raises(ConfigError, match="two experts named math: math, law\n"):
-        experts_of(["math", "math=law"])
+        parse_experts(["math", "math=law"])
 
 
 def test_the_home_directory_is_found_where_a_shell_leaves_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(here))
-    assert experts_of(["exact=~/math"]) == {"exact": here / "math"}
+    assert parse_experts(["exact=~/math"]) == {"exact": here / "math"}
     flags = Flags(student=Path("base"), experts=("exact=~/math",), prompts=("exact=~/math.csv",), bases=("~/base",))
     (expert,) = complete_flags(flags, None, lambda _: None).experts.values()
     assert expert.prompts == here / "math.csv"
@@ -59,15 +59,15 @@ def test_the_home_directory_is_found_where_a_shell_leaves_it(here: Path, monkeyp
     ids=str,
 )
 def test_a_file_goes_to_the_expert_that_it_names(texts: list[str], found: dict[str, str]) -> None:
-    assert by_expert("--prompts", texts, {"math": Path("math"), "law": Path("law")}) == found
+    assert assign_to_experts("--prompts", texts, {"math": Path("math"), "law": Path("law")}) == found
 
 
 def test_an_adapter_named_after_its_task_gets_the_file_of_the_task() -> None:
     experts = {"math": Path("math"), "law-lora": Path("law")}
-    assert by_expert("--prompts", ["data/law.csv"], experts) == {"law-lora": "data/law.csv"}
+    assert assign_to_experts("--prompts", ["data/law.csv"], experts) == {"law-lora": "data/law.csv"}
     for unsure in ({"law-lora": Path(), "law-full": Path()}, {"math": Path(), "lawful": Path()}):
         with pytest.raises(ConfigError, match=r"EXPERT=data/law\.csv"):
-            by_expert("--prompts", ["data/law.csv"], unsure)
+            assign_to_experts("--prompts", ["data/law.csv"], unsure)
 
 
 @pytest.mark.parametrize(
@@ -81,17 +81,17 @@ def test_an_adapter_named_after_its_task_gets_the_file_of_the_task() -> None:
 )
 def test_a_file_of_nobody_or_of_two_is_refused(texts: list[str], word: str) -> None:
     with pytest.raises(ConfigError, match=word):
-        by_expert("--prompts", texts, {"math": Path("math"), "law": Path("law")})
+        assign_to_experts("--prompts", texts, {"math": Path("math"), "law": Path("law")})
 
 
 def test_a_value_without_a_name_is_for_all_that_have_none() -> None:
     experts = {"math": Path("math"), "law": Path("law")}
-    assert by_expert("--verifier", ["numeric", "law=last_line"], experts, files=False) == {
+    assert assign_to_experts("--verifier", ["numeric", "law=last_line"], experts, files=False) == {
         "math": "numeric",
         "law": "last_line",
     }
     one = "{kind: regex, pattern: 'x=(.*)'}"
-    assert by_expert("--verifier", [one], experts, files=False) == {"math": one, "law": one}
+    assert assign_to_experts("--verifier", [one], experts, files=False) == {"math": one, "law": one}
 
 
 def answers(*given: str) -> Callable[[str, str], str]:

@@ -21,7 +21,7 @@ from pipelines.plan.models import read_models
 from pipelines.plan.plan import fits_cluster, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.propose.models import ExpertFacts
-from pipelines.propose.sizes import merge_models
+from pipelines.propose.sizes import build_merge_models
 from pipelines.sizing import gpu_memory, memory
 from pipelines.sizing.gpu_memory import fits_machine, gpu_roles, refuse_crowded_gpus
 from pipelines.sizing.machine import MachineFacts
@@ -72,7 +72,7 @@ def by_init(config: PipelineConfig, check: MergeModels) -> MergeModels:
         name: ExpertFacts(model=Path("up"), base=None, info=expert.info, adapter=expert.adapter)
         for name, expert in check.scorers.items()
     }
-    models = merge_models(check.student, seen, {})
+    models = build_merge_models(check.student, seen, {})
     return MergeModels(student=models.student, scorers=models.scorers, scoring=models.scoring, lora=check.lora)
 
 

@@ -113,7 +113,7 @@ class FakeEngine:
         )
 
 
-def terms(**changed: Any) -> SessionLimits:
+def make_limits(**changed: Any) -> SessionLimits:
     return SessionLimits(
         **{"max_new_tokens": 200, "max_model_len": 4000, "max_calls": 50, "seed": "3/000001/a/0"} | changed
     )
@@ -140,7 +140,7 @@ class Served:
 
 def serve(endpoint: EndpointServer, engine: FakeEngine, **changed: Any) -> Served:
     trace = Trace(policy_version=engine.version)
-    session = EndpointSession(trace, engine, Letters(), terms(**changed))
+    session = EndpointSession(trace, engine, Letters(), make_limits(**changed))
     return Served(session, trace, endpoint.open_session(session))
 
 

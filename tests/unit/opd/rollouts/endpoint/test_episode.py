@@ -21,7 +21,7 @@ from opd.errors import RunError
 from opd.records.environments import Action, Outcome, Tool
 from opd.records.episodes import EpisodeResult
 from opd.records.types import Prompt, SampledTurn
-from opd.rollouts.endpoint.episode import play_episodes
+from opd.rollouts.endpoint.episode import play_all_episodes
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
@@ -197,7 +197,7 @@ def run(
     tokenizer = chat_tokenizer(template, specials)
     speaker = Speaker(policy, tokenizer, step_s)
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
-    return asyncio.run(play_episodes(requests, speaker, dialogues, CONTEXT, 2)), speaker
+    return asyncio.run(play_all_episodes(requests, speaker, dialogues, CONTEXT, 2)), speaker
 
 
 def with_stock_client(code: str, stream: bool, tools: dict[str, Any]) -> str:
@@ -449,7 +449,7 @@ def test_an_engine_that_fails_ends_all_and_every_program(tmp_path: Path) -> None
     requests = [agent(code, tmp_path, max_calls=10**6), agent(["sleep", "600"], tmp_path, 1)]
 
     async def work() -> None:
-        playing = asyncio.ensure_future(play_episodes(requests, speaker, dialogues, CONTEXT, 2))
+        playing = asyncio.ensure_future(play_all_episodes(requests, speaker, dialogues, CONTEXT, 2))
         async with asyncio.timeout(30):
             while len(speaker.asked) < 3:
                 await asyncio.sleep(0.02)

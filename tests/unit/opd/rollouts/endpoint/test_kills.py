@@ -18,7 +18,7 @@ import pytest
 from opd.records.episodes import EpisodeResult
 from opd.records.types import SampledTurn
 from opd.rollouts.endpoint import episode
-from opd.rollouts.endpoint.episode import play_episodes
+from opd.rollouts.endpoint.episode import play_all_episodes
 from opd.rollouts.endpoint.server import EndpointServer
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
@@ -50,7 +50,7 @@ def disturbed(
     dialogues = Dialogues(tokenizer, [tokenizer.eos_token_id])
 
     async def work() -> list[EpisodeResult]:
-        playing = asyncio.ensure_future(play_episodes(requests, speaker, dialogues, CONTEXT, 2))
+        playing = asyncio.ensure_future(play_all_episodes(requests, speaker, dialogues, CONTEXT, 2))
         async with asyncio.timeout(60):
             while not all(pid.exists() for pid in pids):
                 await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from opd.rollouts.endpoint.server import EndpointServer
 from opd.rollouts.endpoint.session import EndpointSession
 from opd.rollouts.episodes.trace import Trace, TraceSegment
 from tests.unit.opd.rollouts.endpoint.clients import ask_openai, echo, in_a_loop
-from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Letters, Served, serving, terms
+from tests.unit.opd.rollouts.endpoint.fakes import FakeEngine, Letters, Served, make_limits, serving
 
 
 class Messages(tuple[Message, ...]):
@@ -39,7 +39,7 @@ class Messages(tuple[Message, ...]):
 @pytest.mark.parametrize("known", [False, True])
 def test_a_long_conversation_is_gone_through_a_few_times_and_not_once_for_each_message(known: bool) -> None:
     async def work() -> None:
-        session = EndpointSession(Trace(), FakeEngine(echo), Letters(), terms(max_model_len=60_000))
+        session = EndpointSession(Trace(), FakeEngine(echo), Letters(), make_limits(max_model_len=60_000))
         chat = [Message(role="user", text="a"), Message(role="assistant", text="b")] * 1000
         asked: list[Message] = [*chat, Message(role="user", text="c")]
         if known:
@@ -98,7 +98,7 @@ def test_nothing_that_a_program_sends_is_read_in_the_thread_of_the_loop() -> Non
     async def work() -> None:
         async with EndpointServer() as endpoint:
             engine, dialogue = FakeEngine(echo), Recorded()
-            session = EndpointSession(Trace(), engine, dialogue, terms())
+            session = EndpointSession(Trace(), engine, dialogue, make_limits())
             served = Served(session, Trace(), endpoint.open_session(session))
             chat = [{"role": "user", "content": "hello"}]
             reply = await ask_openai(served, chat, stream=False, stop=["never"])
@@ -164,7 +164,7 @@ def test_replies_that_end_together_are_taken_up_one_at_a_time(monkeypatch: pytes
         chat = (Message(role="user", text="hello"),)
 
         async def ask() -> Reply:
-            session = EndpointSession(Trace(), engine, Letters(), terms(), handover=handover)
+            session = EndpointSession(Trace(), engine, Letters(), make_limits(), handover=handover)
             return await (
                 await session.accept_request(Request(model="m", messages=chat, tools=(), identity="a"))
             ).wait_for_reply()

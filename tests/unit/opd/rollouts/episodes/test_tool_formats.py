@@ -12,7 +12,7 @@ import pytest
 
 from opd.config.domains import StudentConfig
 from opd.records.environments import Tool, ToolCall
-from opd.rollouts.episodes.tools import plain_calls
+from opd.rollouts.episodes.tools import read_plain_calls
 from opd.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
 from opd.tool_formats.records import BadCall, WrittenCalls, between_tags
 from opd.tool_formats.schema import types_of
@@ -276,4 +276,4 @@ def test_a_number_that_json_has_not_is_no_argument(number: str) -> None:
     (found,) = tool_format("qwen3_xml").read(xml, TOOLS).calls
     assert found.arguments == {"share": number}, "a text, which the schema refuses"
     with pytest.raises(BadCall, match="share"):
-        plain_calls(f'run {{"share": {number}}}', TOOLS)
+        read_plain_calls(f'run {{"share": {number}}}', TOOLS)

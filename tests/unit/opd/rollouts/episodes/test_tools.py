@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from opd.records.environments import Tool, ToolCall
-from opd.rollouts.episodes.tools import plain_calls
+from opd.rollouts.episodes.tools import read_plain_calls
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.schema import problem_with
 from tests.spoken import tagged_calls
@@ -65,12 +65,12 @@ def test_a_call_that_does_not_fit_says_why(text: str, told: str | None) -> None:
 
 
 def test_plain_calls_are_a_name_and_its_arguments() -> None:
-    assert plain_calls(' add {"a": 1, "b": 2}\n', TOOLS) == (ToolCall(name="add", arguments={"a": 1, "b": 2}),)
-    assert plain_calls("run ls -l", TOOLS) == (ToolCall(name="run", arguments={"command": "ls -l"}),)
-    assert plain_calls("run 12", TOOLS) == (ToolCall(name="run", arguments={"command": "12"}),)
-    assert plain_calls("running ls", TOOLS) == () == plain_calls("", TOOLS)
+    assert read_plain_calls(' add {"a": 1, "b": 2}\n', TOOLS) == (ToolCall(name="add", arguments={"a": 1, "b": 2}),)
+    assert read_plain_calls("run ls -l", TOOLS) == (ToolCall(name="run", arguments={"command": "ls -l"}),)
+    assert read_plain_calls("run 12", TOOLS) == (ToolCall(name="run", arguments={"command": "12"}),)
+    assert read_plain_calls("running ls", TOOLS) == () == read_plain_calls("", TOOLS)
     with pytest.raises(BadCall, match="add takes JSON with a, b"):
-        plain_calls("add 1 2", TOOLS)
+        read_plain_calls("add 1 2", TOOLS)
 
 
 @pytest.mark.parametrize(

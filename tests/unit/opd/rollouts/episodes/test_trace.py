@@ -108,9 +108,7 @@ def test_a_missing_or_broken_logprob_is_an_error_and_never_a_zero(logprobs: tupl
 def test_a_history_that_continues_the_tokens_continues_the_segment() -> None:
     trace = Trace()
     first = trace.continue_or_fork([1, 2])
-    assert first.busy
     first.append_policy_turn(turn(3))
-    assert not first.busy
     again = trace.continue_or_fork([1, 2, 3, 9, 9])
     assert again is first and again.ids == [1, 2, 3, 9, 9]
     again.append_policy_turn(turn(4))
@@ -144,24 +142,13 @@ def test_what_was_forked_from_a_dialogue_that_goes_on_lies_beside_it() -> None:
     assert [r.origin for r in trace.to_rollouts(SAMPLE, "done", 1.0)] == ["main", "aside"]
 
 
-def test_calls_at_the_same_time_do_not_share_a_segment() -> None:
+def test_two_turns_for_the_same_history_do_not_share_a_segment() -> None:
     trace = Trace()
-    first, second = trace.continue_or_fork([1, 2]), trace.continue_or_fork([1, 2])
-    assert first is not second and (second.parent, second.origin) == (0, "aside")
+    trace.continue_or_fork([1, 2], is_new_dialogue=True).append_policy_turn(turn(3))
+    second = trace.continue_or_fork([1, 2], is_new_dialogue=True)
+    assert (second.number, second.parent, second.origin) == (1, 0, "aside")
     second.append_policy_turn(turn(4))
-    first.append_policy_turn(turn(3))
     assert [r.response_ids for r in trace.to_rollouts(SAMPLE, "done", None)] == [(3,), (4,)]
-
-
-def test_a_turn_that_does_not_come_frees_its_segment_and_the_same_request_continues_it() -> None:
-    trace = Trace()
-    trace.continue_or_fork([1, 2]).append_policy_turn(turn(3))
-    segment = trace.continue_or_fork([1, 2, 3, 9])
-    trace.release_segment(segment, lost=True)
-    assert trace.continue_or_fork([1, 2, 3, 9]) is segment
-    segment.append_policy_turn(turn(4))
-    assert trace.audit == Audit(segments=1, turns=2, sampled=2, trained=2, lost_turns=1)
-    assert trace.to_rollouts(SAMPLE, "done", None)[0].response_ids == (3, 9, 4)
 
 
 def test_the_longest_segment_that_fits_is_continued() -> None:
@@ -255,6 +242,5 @@ def test_a_late_fork_looks_at_no_token_one_by_one() -> None:
     forked = trace.continue_or_fork([*history[:4000], Token(7)])
     assert Token.compared == 0
     assert (forked.number, forked.parent, trace.audit.forks) == (30, 0, 30)
-    forked.busy = False
     continued = trace.continue_or_fork([*history, Token(9012), 1, 5])
     assert (continued.number, Token.compared) == (12, 0)
