@@ -102,7 +102,7 @@ def really_read(script: str, root: Path) -> set[str]:
 
 def may_read(script: str, root: Path) -> set[str]:
     session = GuardSession(cwd="/workspace")
-    session.cwd, session.before, session.variables = f"{root}/a", f"{root}/b", {"d": f"{root}/a"}
+    session.cwd, session.previous_cwd, session.variables = f"{root}/a", f"{root}/b", {"d": f"{root}/a"}
     walker = Walker(session, PROGRAMS)
     walker.walk_text(script)
     return {path for call in walker.calls for path in call.reads if call.program == "cat"}

@@ -232,21 +232,21 @@ def test_a_blocked_call_leaves_all_states_as_they_were() -> None:
         return GUARD.check(ToolCall(name="bash", arguments={"command": command}), session).allowed
 
     assert check("cd /; grep -q x notes && cd /workspace")
-    before = [session.cwd, *(other.cwd for other in session.others)]
+    before = [session.cwd, *(other.cwd for other in session.other_states)]
     assert sorted(before) == ["/", "/workspace"]
     assert not check("cd /srv; x=1; cat /tests/x")
-    assert [session.cwd, *(other.cwd for other in session.others)] == before
-    assert all("x" not in state.variables for state in (session, *session.others))
+    assert [session.cwd, *(other.cwd for other in session.other_states)] == before
+    assert all("x" not in state.variables for state in (session, *session.other_states))
 
 
 def test_states_that_are_the_same_count_once_and_others_are_few() -> None:
     session = GUARD.session()
     GUARD.check(ToolCall(name="bash", arguments={"command": "make && echo yes || echo no; test -f a && ls"}), session)
-    assert not session.others
+    assert not session.other_states
     many = "; ".join(f"grep -q {n} notes && x{n}=1" for n in range(9))
     GUARD.check(ToolCall(name="bash", arguments={"command": f"{many}; test -f a && cd /srv"}), session)
-    assert len(session.others) == MAX_STATES - 1
-    assert {"/workspace", "/srv"} == {session.cwd, *(other.cwd for other in session.others)}
+    assert len(session.other_states) == MAX_STATES - 1
+    assert {"/workspace", "/srv"} == {session.cwd, *(other.cwd for other in session.other_states)}
 
 
 def test_the_same_call_in_many_states_counts_once() -> None:
@@ -259,4 +259,4 @@ def test_states_of_the_shell_end_with_a_shell() -> None:
     session = guard.session()
     for command, others in (("test -f a && x=1; test -f b && y=1", 3), ("ls", 0)):
         guard.check(ToolCall(name="bash", arguments={"command": command}), session)
-        assert len(session.others) == others
+        assert len(session.other_states) == others
