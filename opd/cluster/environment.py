@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
-"""By default malloc has an arena of memory for each thread. Ray and gloo have three dozen threads in a worker, and each arena would take
+"""malloc would have an arena of memory for each thread. Ray and gloo have three dozen threads in a worker, and each arena would take
 a large page or more, nearly all of it empty."""
 SPIN_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 """How OpenMP's threads wait for each other: they spin for a moment, then sleep. Measured with vLLM engines on two cores (SmolLM2-135M, 64

@@ -56,7 +56,7 @@ class Packed:
     """For each sequence, the flat index of every token. Empty if each sequence's tokens lie side by side, as in all layouts but
     trees."""
     ends_B_T: Tensor | None = None
-    """Of a tree: for each column, the first column to its right that does not see it. None: the model makes its own mask."""
+    """For each column of a tree, the first column to its right that does not see it. None: the model makes its own mask."""
     mask_B_T: Tensor | None = None
     """1 on tokens, 0 on padding; None where there is no padding."""
     seq_idx_B_T: Tensor | None = None

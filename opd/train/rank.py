@@ -390,7 +390,7 @@ class _StepInput:
         """Keep each of these rows until its micro-batch is trained."""
         for row in rows:
             sample_id = row.rollout.sample_id
-            assert sample_id in self._sample_ids, f"another rank trains {sample_id}"
+            assert sample_id in self._sample_ids, f"{sample_id} is of another rank"
             self._rows[sample_id].append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:
