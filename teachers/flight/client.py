@@ -287,7 +287,7 @@ class FlightPool:
         for field, local_value in local.items():
             if remote[field] != local_value:
                 raise RunError(
-                    f"{self}: {field}: they have {_format_value(remote[field])}, this pipeline {_shown(local_value)}"
+                    f"{self}: {field}: they have {_format_value(remote[field])}, this pipeline {_format_value(local_value)}"
                 )
 
 
