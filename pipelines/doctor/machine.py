@@ -20,7 +20,7 @@ from pipelines.sizing.machine import free_bytes, machine_bytes
 
 GIB = 1 << 30
 LEAST_MEMORY, GOOD_MEMORY = 4 * GIB, 8 * GIB
-"""Limits in GiB. The quickstart needs a little more than the first, a model of a hundred million parameters the second."""
+"""Limits in bytes. The quickstart needs a little more than the first, a model of a hundred million parameters the second."""
 LEAST_DISK, GOOD_DISK = GIB, 10 * GIB
 GOOD_SHARED_MEMORY = GIB
 LOOPBACK_TIMEOUT_S = 5.0
