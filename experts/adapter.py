@@ -4,7 +4,8 @@
     adapter_model.safetensors ── header only ───┴─ inspect_adapter ── AdapterInfo
                                                    merge_adapter ──── a full model directory, tensor by tensor
 
-Only what PEFT computes as y = W x + scaling * B (A x) on linear layers is accepted; everything else is refused by name.
+Only adapters for which PEFT computes y = W x + scaling * B (A x) on linear layers are accepted. Any other option is refused,
+and the error names it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from opd.settings.strict import Strict
 _READ = {"peft_type", "base_model_name_or_path", "bias", "init_lora_weights", *LoraConfig.model_fields}
 _WITHOUT_EFFECT = {
     *("auto_mapping", "inference_mode", "peft_version", "revision", "runtime_config", "task_type"),
-    # These say which modules were chosen. The tensors show that.
+    # These say which modules were chosen, which the tensors' names show as well.
     *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules"),
-    # These matter in training only, or only with another option, which is refused.
+    # These matter only in training, or only together with another option, which is refused.
     *("ensure_weight_tying", "eva_config", "lora_dropout", "megatron_core", "qalora_group_size"),
 }
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Harmless values of `init_lora_weights`. PiSSA, OLoRA, LoftQ and others also change the base, so an adapter of theirs does
-not fit the original base."""
+"""Harmless values of `init_lora_weights`. PiSSA, OLoRA, LoftQ and others also change the base, so their adapters do not fit
+the original base."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -54,11 +55,11 @@ class AdapterInfo(Strict):
     alpha: float
     """`lora_alpha`; a module may have a value of its own."""
     target_modules: tuple[str, ...]
-    """Last names of the modules it touches, e.g. `q_proj`."""
+    """Last parts of the names of the modules that it changes, e.g. `q_proj`."""
     parameters: int
     """How many numbers its weight file holds."""
     files: dict[str, str]
-    """Name → BLAKE3 of its weights and its configuration; empty if hashing was not asked for."""
+    """File name → BLAKE3 hash of its weights and its configuration; empty if hashing was not asked for."""
 
 
 def is_adapter(path: Path) -> bool:
@@ -69,10 +70,10 @@ def is_adapter(path: Path) -> bool:
 def inspect_expert(
     path: Path, base: Path | None = None, hash_cache: Hashes | None = None, *, hash_files: bool = True
 ) -> tuple[ModelInfo, AdapterInfo | None]:
-    """Read and hash a full model, or an adapter's base and the adapter.
+    """Read and hash a full model, or an adapter and its base.
 
-    `base` is explained at `inspect_adapter`, `hash_cache` at `weight_hashes`; without `hash_files` headers alone are read. Raises: ModelError, also if `base` is given for a
-    full model.
+    `base`: see `inspect_adapter`. `hash_cache`: see `weight_hashes`. Without `hash_files` only headers are read. Raises:
+    ModelError, also if `base` is given for a full model.
     """
     if is_adapter(path):
         adapter = inspect_adapter(path, base, hash_files)
@@ -125,7 +126,7 @@ def inspect_adapter(path: Path, base: Path | None = None, hash_files: bool = Tru
 
 
 def adapter_hashes(path: Path) -> dict[str, str]:
-    """Return file name -> BLAKE3 of an adapter's two files, as far as they exist."""
+    """Return file name -> BLAKE3 hash of those of an adapter's two files that exist."""
     files = [path / ADAPTER_CONFIG, path / ADAPTER_WEIGHTS]
     return {file.name: blake3_file(file) for file in files if file.is_file()}
 
@@ -133,8 +134,8 @@ def adapter_hashes(path: Path) -> dict[str, str]:
 def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     """Write base + scaling * B A as a full model to `out`, which must not exist, in the base's types.
 
-    Both have passed `inspect_adapter`. Weight files are copied, then the changed tensors are overwritten in place, so memory
-    holds one tensor at a time, in float32. Raises: OSError.
+    `inspect_adapter` has accepted both before. Weight files are copied, and the changed tensors are then overwritten in the
+    copies, so that only one tensor at a time is in memory, in float32. Raises: OSError.
     """
     import torch
     from safetensors import safe_open
@@ -143,7 +144,7 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
     config = validate_json(LoraConfig, read_json(adapter / ADAPTER_CONFIG), adapter / ADAPTER_CONFIG)
     changes = read_updates(config, load_file(adapter / ADAPTER_WEIGHTS))
     out.mkdir(parents=True)
-    # Other weight formats stay behind: a loader could read them in place of the merged safetensors.
+    # Weights in other formats are not copied, because a loader could prefer them to the merged safetensors.
     for file in base.iterdir():
         if file.is_file() and file.suffix not in (".safetensors", *OTHER_FORMATS):
             shutil.copyfile(file, out / file.name)
@@ -155,13 +156,13 @@ def merge_adapter(base: Path, adapter: Path, out: Path) -> None:
                 if change is not None:
                     weight = source.get_tensor(name)
                     target.seek(data_start(shard) + tensor.data_offsets[0])
-                    # As bytes: numpy has no bfloat16.
+                    # Viewed as bytes, because numpy has no bfloat16.
                     target.write(merge_update(weight, change).contiguous().view(torch.uint8).numpy().data)
     assert not changes, f"modules that the base lacks: {sorted(changes)}"
 
 
 def _refuse_unsupported(file: Path, data: Mapping[str, Any]) -> None:
-    """Refuse every option that is set and is not known to be harmless, so that options of future PEFT versions are refused."""
+    """Refuse every option that is set and not known to be harmless, options of future PEFT versions included. Raises: ModelError."""
     if data.get("peft_type") != "LORA":
         raise _unsupported_error(file, "peft_type", repr(data.get("peft_type")), "'LORA'")
     if data.get("bias", "none") != "none":
@@ -211,12 +212,13 @@ def _weight_file(path: Path) -> Path:
 
 
 def named_base(path: Path) -> Path | None:
-    """Return the directory that an adapter names as its base, if there is one: relative to the adapter's, or to the current one.
+    """Return the directory that an adapter's configuration names as its base; None if there is no such directory.
 
-    Raises: ModelError if its configuration cannot be read.
+    A relative path is tried in the adapter's directory, then in the current one. Raises: ModelError if the configuration
+    cannot be read.
     """
     name = read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-    # An absolute name is the same in both.
+    # If the name is absolute, both candidates are the same path.
     candidates = [path / name, Path(name)] if isinstance(name, str) and name else []
     return next((directory for directory in candidates if directory.is_dir()), None)
 
@@ -297,8 +299,8 @@ def _check_module(
 
 @contextmanager
 def open_full_model(teacher: Teacher, scratch: Path) -> Iterator[Path]:
-    """Yield a directory with the full model: the teacher's own, or `scratch`, into which its adapter is merged with its base and
-    which is removed at the end."""
+    """Make a context with a directory of the teacher's full model. For an adapter that is `scratch`, into which it is merged with
+    its base, and which is deleted at the end."""
     if teacher.adapter_dir is None:
         yield teacher.model_dir
         return

@@ -1,4 +1,4 @@
-"""Files of a model directory that decide, together with the weights, which tokens a model reads and what it computes."""
+"""The files of a model directory that decide, besides the weights, what the model computes and how text becomes tokens."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ TOKENIZER_FILES = (
 """Files that decide how text becomes tokens, and which tokens end a response. A merged model gets its student's."""
 
 STUDENT_FILES = (*CONFIG_FILES, *TOKENIZER_FILES)
-"""All files of a student that matter. For an expert only `CONFIG_FILES` matter: it scores, and answers its exam, with the
-student's tokenizer, template and end tokens. Every start compares its own vocabulary and end tokens with the student's.
+"""The files of a student that matter. Of an expert only `CONFIG_FILES` matter, because it scores, and answers its exam, with
+the student's tokenizer, chat template and end tokens. Its own vocabulary and end tokens are compared with the student's at
+every start.
 """
 
 
 def matching_files(path: Path, patterns: Sequence[str]) -> list[Path]:
-    """Return the directory's files that match, by name; a directory such as `tokenizer_old/` is none of them. Raises: OSError."""
+    """Return the directory's files that match one of the patterns, sorted by name; no subdirectories. Raises: OSError."""
     return sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
 
 
@@ -41,7 +42,7 @@ def file_hashes(path: Path, patterns: Sequence[str]) -> dict[str, str]:
 
 
 def model_digest(path: Path, weight_files: Mapping[str, str], adapter_files: Mapping[str, str] | None = None) -> str:
-    """Digest that identifies a model: its config.json, and the hashes of its weight files and of an adapter's files.
+    """Return the digest of a model: of its config.json, and of the hashes of its weight files and of an adapter's files.
 
     Raises: OSError.
     """

@@ -1,4 +1,4 @@
-"""Check that an expert can teach a student: same token ids, same end tokens. Sizes and architecture may differ."""
+"""Check that an expert can teach a student: token ids and end tokens have to be equal; sizes and architecture may differ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MAX_LISTED = 5
 
 
 def check_fits(student: ModelInfo, expert: ModelInfo, expert_name: str) -> list[str]:
-    """Check that the expert can score the student's token ids; returns warnings, one sentence each.
+    """Check that the expert can score the student's token ids. Returns warnings, one sentence each.
 
-    Raises: ModelError if the vocabularies (by id, not by size) or the end tokens differ.
+    Raises: ModelError if a token id means another token in the two vocabularies, or if the end tokens differ.
     """
     _check_vocabulary(student, expert, expert_name)
     _check_eos(student, expert, expert_name)

@@ -1,4 +1,4 @@
-"""Find NaNs and infinities in weights at registration, through a memory map and without torch."""
+"""Find NaNs and infinities in weights when an expert is registered, through a memory map and without torch."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _EXPONENTS = {
     "F32": ("<u4", 0x7F80_0000),
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
 }
-"""Type -> integer type and the bits of the exponent. All of these bits are set in a NaN or infinity, and in no other number."""
+"""Type -> integer type of the same size, and the bits of the exponent. A number is NaN or infinite exactly if all of these
+bits are set."""
 
 
 def check_finite(path: Path, names: list[str]) -> None:
-    """Look at every number of these safetensors files. Raises: ModelError naming the first tensor that is not finite."""
+    """Check every number of these safetensors files. Raises: ModelError naming the first tensor that is not finite."""
     import numpy as np
 
     for file in (path / name for name in names):
@@ -44,14 +45,14 @@ def check_finite(path: Path, names: list[str]) -> None:
 
 
 def _count_not_finite(data: np.ndarray, tensor: Tensor) -> int:
-    """Return the number of NaNs and infinities; 0 for types that have none, and for types that only quantised models use."""
+    """Return how many numbers are NaN or infinite. It is 0 for integers, and for types that only quantised models use."""
     import numpy as np
 
     if tensor.dtype not in _EXPONENTS:
         return 0
     kind, bits = _EXPONENTS[tensor.dtype]
     exponent = np.dtype(kind).type(bits)
-    # As integers, whose bits are looked at: numpy has no bfloat16.
+    # Read as integers, because numpy has no bfloat16, and only the bits matter.
     numbers = data[slice(*tensor.data_offsets)].view(kind)
     parts = (numbers[i : i + CHUNK] for i in range(0, len(numbers), CHUNK))
     return sum(int(np.count_nonzero((part & exponent) == exponent)) for part in parts)

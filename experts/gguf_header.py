@@ -1,7 +1,7 @@
-"""Read the header of a GGUF file: its keys and the places of its tensors, but no tensor. Every length is held against the file's size.
+"""Read the header of a GGUF file: its keys and the shapes of its tensors, but no tensor.
 
-The readers of transformers and of the package `gguf` trust all numbers in a file: a damaged one is a traceback there, or a loop
-without end.
+Every length is checked against the file's size. The readers of transformers and of the package `gguf` trust all numbers in a
+file, so a damaged file gives a traceback there, or an endless loop.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opd.errors import ModelError, OpdError
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Number of a type of values -> its letter in `struct`."""
+"""GGUF's number of a value type -> its letter in `struct`."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 T = TypeVar("T")
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """The header of a GGUF file: all that stands before its tensors."""
+    """The header of a GGUF file: everything before its tensors."""
 
     file: Path
     keys: Mapping[str, Any]
-    """Key -> number, truth value, text, or a list of these."""
+    """Key -> number, bool, text, or a list of these."""
     shapes: Mapping[str, tuple[int, ...]]
     """Tensor -> shape in GGUF's order, the fastest axis first."""
 
@@ -60,7 +60,10 @@ COPY_AGAIN = (
 
 
 def read_gguf_header(file: Path) -> GGUFHeader:
-    """Read and check the header. Raises: ModelError for a file that is no GGUF file of a known version, is cut off, or contradicts itself."""
+    """Read and check the header of a file.
+
+    Raises: ModelError if it is no GGUF file of a known version, is cut off, or contradicts itself.
+    """
     if file.stat().st_size < 24:
         raise _make_error(file, f"{file.stat().st_size} bytes", "a GGUF file: its header alone has 24 bytes")
     with file.open("rb") as stream, mmap(stream.fileno(), 0, access=ACCESS_READ) as data:
@@ -141,7 +144,7 @@ def _read_tensor_shapes(reader: _Reader, count: int, alignment: object) -> dict[
 
 
 class _Reader:
-    """Read on from byte `at`. Its methods raise: ModelError where the file ends before what they read."""
+    """Reads values one after the other, the next one from byte `at`. Its methods raise ModelError if the file ends too early."""
 
     def __init__(self, file: Path, data: mmap) -> None:
         self.file, self.data, self.at = file, data, 0

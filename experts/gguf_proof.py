@@ -1,8 +1,8 @@
 """Prove a converted model: it has to score a few texts as the GGUF file does.
 
-llama.cpp reads the file itself, so it is asked where its Python package is installed: both have to cut the texts into the same tokens
-and find them about as likely. Without it the texts, which any language model has seen the likes of, have to be far from random to the model.
-A begin token that is lost, a wrong order of weights or a wrong type is not near either.
+llama.cpp reads the GGUF file itself. If its Python package is installed, both models have to cut the texts into the same tokens
+and find them about equally likely. Without it, the model has to find these ordinary texts much more likely than random ones.
+A lost begin token, a wrong order of weights or a wrong type fails both tests by far.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ TEXTS = (
     "def add(a, b):\n    return a + b\n\n\ndef multiply(a, b):\n    return a * b\n",
 )
 LARGEST_GAP = 0.2
-"""Nats a token, on average over one text. llama.cpp also rounds what it multiplies quantised weights with: on Gemma 3 270M as Q4_K
-that is 0.02; a lost begin token costs 5 there."""
+"""Largest difference, in mean nats per token of a text. llama.cpp also rounds the factors of its quantised weights: on Gemma 3
+270M as Q4_K this makes 0.02. A lost begin token makes 5 there."""
 PLAUSIBLE = 0.5
-"""Share of the nats of a guess among all tokens that such texts may have."""
+"""Most nats per token without llama.cpp, as a share of ln(vocabulary), the nats of a guess among all tokens."""
 
 
 def prove_conversion(model_dir: Path, file: Path) -> str:
-    """Score the texts with the converted model, and with llama.cpp where it is installed.
+    """Score the texts with the converted model, and with llama.cpp if it is installed. Returns a sentence about the result.
 
-    Return a sentence that says what was found. Raises: ModelError if tokens or likelihoods differ, or without llama.cpp if the texts are not likely.
+    Raises: ModelError if tokens or likelihoods differ; without llama.cpp, if the texts are not likely.
     """
     ids, nats, vocab_size = _score_texts(model_dir)
     summary = f"{np.mean(nats):.2f} nats a token on {len(TEXTS)} plain texts"
@@ -42,7 +42,7 @@ def prove_conversion(model_dir: Path, file: Path) -> str:
             return f"proven: {summary}, {np.mean(llama_scores[1]):.2f} by llama.cpp with the same tokens"
         summary += "; llama.cpp's package cannot read this file"
     limit = PLAUSIBLE * math.log(vocab_size)
-    if not np.mean(nats) <= limit:  # NaN is not
+    if not np.mean(nats) <= limit:  # NaN is refused too
         raise ModelError.at(
             file,
             found=f"a converted model with {summary}",
@@ -63,7 +63,7 @@ def _compare_scores(
                 f"{text[:30]!r} as the tokens {text_ids[:12]}",
                 f"those of llama.cpp: {llama_text_ids[:12]}",
             )
-        elif not abs(nats - llama_mean) <= LARGEST_GAP:  # NaN is not
+        elif not abs(nats - llama_mean) <= LARGEST_GAP:  # NaN is refused too
             actual, expected = f"{nats:.2f} nats a token on {text[:30]!r}", f"those of llama.cpp: {llama_mean:.2f}"
         else:
             continue
@@ -76,7 +76,7 @@ def _compare_scores(
 
 
 def _score_texts(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
-    """Return the tokens of each text as the saved tokenizer cuts it, nats a token by the saved model, and how many ids it chooses from."""
+    """Return each text's token ids by the saved tokenizer, its mean nats per token by the saved model, and the vocabulary's size."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,7 +92,7 @@ def _score_texts(model_dir: Path) -> tuple[list[list[int]], list[float], int]:
 
 
 def _score_file(file: Path) -> tuple[list[list[int]], list[float]] | None:
-    """Return the same by llama.cpp, from the file itself; None if the installed one does not know this kind of model."""
+    """Return each text's token ids and mean nats per token by llama.cpp; None if it does not know this kind of model."""
     import llama_cpp
 
     try:

@@ -1,6 +1,7 @@
-"""The licence of a model as its own directory states it: in the header of README.md, or in a file such as LICENSE.
+"""The licence of a model as its directory states it: in the header of README.md, or in a file such as LICENSE.
 
-Nothing is looked up and nothing is decided: `list_concerns` names what a person should read before the merged model is passed on.
+Nothing is looked up elsewhere, and nothing is decided: `list_concerns` says what a person should read before the merged model
+is given to others.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from opd.settings.yaml_files import parse_yaml
 from opd.text import to_one_line
 
 OTHER = "other"
-"""What the hub calls a licence that is none of the known ones; also a text that is not recognised."""
+"""The hub's name for a licence that is none of the known ones; also our name for a text that we do not recognise."""
 FILES = ("LICENSE*", "LICENCE*", "COPYING*")
 _MOST = 1 << 16
 """Characters of a file that are read."""
@@ -41,7 +42,7 @@ _TITLES = {
     "gemma": r"gemma terms of use",
     "llama": r"llama [\d.]+ (version release date|community license)",
 }
-"""Name as the hub writes it -> words by which its text is known, spaces and case aside."""
+"""The hub's name of a licence -> regular expression that recognises its text, in small letters and with single spaces."""
 _PERMISSIVE = {
     *("afl-3.0", "apache-2.0", "bsd", "bsd-2-clause", "bsd-3-clause", "bsl-1.0", "cc-by-2.0", "cc-by-3.0", "cc-by-4.0"),
     *("cc0-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "ecl-2.0", "isc", "mit", "mpl-2.0", "ms-pl", "ncsa"),
@@ -71,12 +72,12 @@ def licences_of(directory: Path) -> list[Licence]:
     for licence in (*_read_header_licences(directory / "README.md"), *_read_text_licences(directory)):
         by_name.setdefault(licence.name, licence)
     if len(by_name) > 1 and OTHER in by_name and by_name[OTHER].file != "README.md":
-        del by_name[OTHER]  # the text of a licence that the header names
+        del by_name[OTHER]  # an unrecognised text is taken for the text of the licence that the header names
     return list(by_name.values())
 
 
 def list_concerns(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[str]:
-    """List what to look at before a model made from these is passed on, a sentence each. `licences_by_model`: model -> its licences."""
+    """Return sentences about what to check before a model made from these models is given to others."""
     by_name: dict[str, list[str]] = {}
     for owner, licences in licences_by_model.items():
         for licence in licences:
@@ -105,7 +106,7 @@ def list_concerns(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[st
 
 
 def find_common(licences_by_model: Mapping[str, Sequence[Licence]]) -> str | None:
-    """Return the one licence that all of them have; None if they differ, if one has none, or if its terms have to be read."""
+    """Return the licence that all models have; None if they differ, if one has none, or if the licence is not known."""
     names = {licence.name for licences in licences_by_model.values() for licence in licences}
     licence = next(iter(names)) if len(names) == 1 and not _list_unlicensed(licences_by_model) else OTHER
     return None if licence == OTHER else licence
@@ -116,7 +117,10 @@ def _list_unlicensed(licences_by_model: Mapping[str, Sequence[Licence]]) -> list
 
 
 def _read_header_licences(readme: Path) -> Iterator[Licence]:
-    """Yield the licences under the key `license` of the header between two lines `---`. A header that cannot be read counts as `other`."""
+    """Yield the licences under the key `license` of README.md's header, which stands between two lines `---`.
+
+    A header that cannot be read counts as `other`.
+    """
     lines = _read_start(readme).splitlines() if readme.is_file() else []
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return
@@ -137,7 +141,7 @@ def _read_text_licences(directory: Path) -> Iterator[Licence]:
     for file in files:
         text = " ".join(_read_start(file).lower().split())
         hits = [(hit.start(), -hit.end(), name) for name, title in _TITLES.items() if (hit := re.search(title, text))]
-        # The first title is the licence's own; others are only mentioned further down.
+        # The title that comes first is the licence's own; others may be mentioned further down.
         yield Licence(min(hits)[2] if hits else OTHER, file.name)
 
 

@@ -1,4 +1,4 @@
-"""New LoRA adapters of a base: put on it to be trained, and tried beforehand on a model without numbers."""
+"""Add new LoRA adapters to a base, to train them; also to a base without weights, to check the settings beforehand."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def add_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
-    """Return the model with adapters to train. Raises: ConfigError for modules that it does not have."""
+    """Return the model with new adapters. Raises: ConfigError if `target_modules` names modules that it does not have."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
     try:
         adapted: PeftModel = get_peft_model(model, config)
-    except (ValueError, re.error) as error:  # a text is a regular expression
+    except (ValueError, re.error) as error:  # re.error, because PEFT takes a text for a regular expression
         raise _no_modules_error(model, lora.target_modules, str(error)) from None
     return adapted
 

@@ -1,4 +1,4 @@
-"""The way out for an adapter that opd does not take as it is: merge it with PEFT into a full model."""
+"""Advice for an adapter that opd cannot use as it is: merge it with PEFT into a full model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _UNTIED = (
     "head = getattr(head, 'base_layer', head); head.weight = torch.nn.Parameter(head.weight.detach().clone()); "
     "model.config.tie_word_embeddings = False; model.merge_and_unload().save_pretrained(out)"
 )
-"""PEFT adds the update of one of two tied matrices to that one, and merges it into both unless they are two."""
+"""Commands for an adapter of a tied head or embedding. While training, PEFT applies the update to one of the two only; but
+merging would change both, because they are one tensor. So they are untied first."""
 
 
 def explain_merging(adapter: Path) -> str:
-    """Return the `fix` line of an error about this adapter directory; followed, it gives the model that PEFT computes."""
+    """Return the `fix` line of an error about this adapter. Its commands give a model that computes the same as PEFT."""
     if _adapts_head_or_embedding(adapter):
         return f"merge it with PEFT, after untying head and embedding, and give the result as a full model: {_UNTIED}; {_TOKENIZER}"
     return f"merge it with PEFT and give the result as a full model: {_PLAIN}; {_TOKENIZER}"
 
 
 def _adapts_head_or_embedding(adapter: Path) -> bool:
-    """Return True if LoRA is on one of these modules, by the names of the tensors, else by the configuration."""
+    """Return True if the adapter changes a head or an embedding, according to its tensors' names or its configuration."""
     try:
         modules = [name for name in read_header(adapter / ADAPTER_WEIGHTS) if ".lora_" in name]
-    except (OSError, ModelError):  # other refusals say so
+    except (OSError, ModelError):  # other checks report that
         modules = []
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_bytes())

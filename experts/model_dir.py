@@ -1,9 +1,9 @@
-"""Read a Hugging Face model directory, without torch and without running any code that lies in it.
+"""Read a Hugging Face model directory, without torch and without running code that is in it.
 
     inspect_model ─┬─ weight_tensors   names, shapes, dtypes, sizes      first bytes of each weight file
                    ├─ _read_config     architecture, sizes, custom code  config.json
                    ├─ token_map        id → token                        tokenizer.json
-                   ├─ _named_tokens    tokens that it has to have        tokenizer_config.json, or older files beside it
+                   ├─ _named_tokens    tokens that other files name      tokenizer_config.json, or older files beside it
                    └─ weight_hashes    BLAKE3 of each weight file
 
 Every refusal is a ModelError that names the file, and the field where there is one.
@@ -42,7 +42,7 @@ QUANTISED = ("I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", 
 TOKENIZER_CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _ADDED = "added_tokens_decoder"
 _MORE_SPECIAL = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-"""Keys with any number of tokens."""
+"""Keys of tokenizer_config.json that hold any number of tokens."""
 _SAVE_TOKENIZER = "AutoTokenizer.from_pretrained(dir).save_pretrained(dir) writes it"
 _TORCH_DTYPE = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -132,7 +132,7 @@ def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | No
 
     Raises: ModelError if the directory is missing, is an adapter, needs custom code, has no safetensors weights or
     no tokenizer.json, if a shard is missing, truncated or quantised, if a token is not in tokenizer.json, if a field has the
-    wrong type, or if a tied head is not.
+    wrong type, or if config.json says that the head is tied and the files hold another head.
     """
     tensors = weight_tensors(path)
     _refuse_empty(path, tensors)
@@ -148,7 +148,7 @@ def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | No
     ids = _special_ids(tokenizer, tokens)
     tied = _is_tied(config, tensors)
     head_names = _embedding_and_head(tensors)
-    if tied and all(head_names):  # most tied models store no head, and need no second look at their shards
+    if tied and all(head_names):  # most tied models store no head, so there is nothing to compare
         refuse_other_head(path, weight_shards(path), head_names)
     return ModelInfo(
         path=str(path.resolve()),
@@ -200,8 +200,10 @@ def token_map(path: Path) -> dict[int, str]:
 
 
 def refuse_other_tokens(path: Path, tokenizer: Any) -> None:
-    """Refuse the directory if transformers made a tokenizer of it with other tokens or ids than tokenizer.json has: the classes of
-    some families have tokens of their own. Raises: ModelError."""
+    """Refuse the directory if transformers' tokenizer of it has other tokens or ids than tokenizer.json. Raises: ModelError.
+
+    The tokenizer classes of some families add tokens of their own.
+    """
     tokens = token_map(path)
     mismatch = next(((token, i) for token, i in tokenizer.get_vocab().items() if tokens.get(i) != token), None)
     if mismatch is not None:
@@ -238,8 +240,10 @@ def _read_config(path: Path) -> _Config:
 
 
 def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
-    """Return file -> content of the files beside tokenizer.json that transformers reads: two of them only where
-    tokenizer_config.json has no list of added tokens. Raises: ModelError."""
+    """Return file -> content of the files beside tokenizer.json that transformers reads. Raises: ModelError.
+
+    It reads the two older ones only if tokenizer_config.json has no list of added tokens.
+    """
     files = {TOKENIZER_CONFIG: read_json(path / TOKENIZER_CONFIG)} if (path / TOKENIZER_CONFIG).is_file() else {}
     for file, data in files.items():
         refuse_custom_code(path / file, data)
@@ -248,8 +252,10 @@ def _read_tokenizer_files(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _refuse_unlisted(path: Path, files: Mapping[str, Mapping[str, Any]], tokens: Mapping[int, str]) -> None:
-    """Refuse tokens that tokenizer.json lacks and another file names: transformers adds them when it loads the tokenizer, with
-    ids that stand nowhere. Raises: ModelError."""
+    """Refuse tokens that another file names and tokenizer.json lacks. Raises: ModelError.
+
+    transformers would add them when it loads the tokenizer, with ids that no file states.
+    """
     listed = set(tokens.values())
     missing = [(field, token) for field, token in _named_tokens(files) if token not in listed]
     if missing:
@@ -264,7 +270,7 @@ def _refuse_unlisted(path: Path, files: Mapping[str, Mapping[str, Any]], tokens:
 
 
 def _named_tokens(files: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield file and field, and the token that it names."""
+    """Yield a place (file and field) and the token that is named there."""
     for file, data in files.items():
         for field, value in data.items():
             if file == ADDED:  # token -> id
@@ -285,7 +291,7 @@ def _read_texts(value: Any) -> Iterator[str]:
 
 
 def _refuse_empty(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises: ModelError for tensors without a number, which a rank of ZeRO-3 saves that has only a part of each."""
+    """Refuse tensors without numbers, which a rank of ZeRO-3 saves for tensors that it has only parts of. Raises: ModelError."""
     empty = [name for name, tensor in tensors.items() if not tensor.numel]
     if empty:
         raise ModelError.at(
@@ -298,7 +304,7 @@ def _refuse_empty(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _refuse_wrapper(file: Path, config: _Config) -> _Config:
-    """Refuse the name of a wrapper that training put around the model: vLLM looks for it. Raises: ModelError."""
+    """Refuse the class name of a wrapper that a training put around the model: vLLM knows no such class. Raises: ModelError."""
     name = config.architectures[0]
     inner = re.fullmatch(r"(?:FSDP|DDP|DeepSpeed)(\w+)", name)
     if inner or name.startswith(("PeftModel", "OptimizedModule")):
@@ -347,14 +353,14 @@ def _vocab_rows(path: Path, config: _Config, tensors: Mapping[str, Tensor], toke
 
 
 def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
-    """Refuse a tokenizer that leaves out an id.
+    """Refuse a tokenizer that has no token for some id below its highest. Raises: ModelError.
 
     Such an id could be sampled but not decoded. Also, the library that reads the file numbers added tokens by their count,
-    so that two tokens above the hole would share an id. Raises: ModelError.
+    so two tokens above the hole would get the same id.
     """
     count = max(tokens) + 1 - sum(i >= 0 for i in tokens)
     if count > 0:
-        # The highest id may be any number, so the others are not made into a set.
+        # No set of all ids is made, because the highest id may be a huge number.
         missing = list(islice((i for i in range(max(tokens)) if i not in tokens), 3))
         shown = ", ".join(map(str, missing)) + (" ..." if count > 3 else "")
         raise ModelError.at(
@@ -367,14 +373,14 @@ def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
 
 
 def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
-    # Configs leave the field out where it has the family's default; a head that is not stored can only be tied.
+    # A config may leave the field out if it has the family's default. Then a head that is not stored can only be tied.
     if config.tie_word_embeddings is not None:
         return config.tie_word_embeddings
     return not any(name.endswith(HEADS) for name in tensors)
 
 
 def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Return the names of both; empty for one that the files do not hold under a known name."""
+    """Return the names of embedding and head; a name is empty if the files have no tensor with a known name."""
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
     return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
 

@@ -1,8 +1,8 @@
-"""Probes: a few log-probs that an expert gave when it was registered. A scoring worker recognises the expert by them.
+"""Probes: a few log-probs that an expert gives when it is registered, by which a scoring worker recognises it.
 
-Hashes prove that the files are the same; the probe proves that the loaded model computes the same. It needs no tokenizer and
-no prompts: its tokens are ids spread over the vocabulary. The first ids would be a bad choice. They are often special tokens
-that were hardly trained: on these SmolLM2-135M differs by 1.4 nats between float32 and bfloat16, on others by 0.06.
+Hashes prove that the files are the same; a probe proves that the loaded model computes the same. It needs no tokenizer and no
+prompts, because its tokens are ids spread over the vocabulary. The first ids would be a bad choice: many are special tokens that
+were hardly trained. On these SmolLM2-135M differs by 1.4 nats between float32 and bfloat16, on others by 0.06.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def measure_probe(info: ModelInfo, adapter: AdapterInfo | None = None) -> ProbeR
     check_weights(Path(info.path))  # loading says nothing of tensors that no module takes
     if adapter is not None:
         _attach_adapter(model, Path(adapter.path))
-    # Behind no begin token a Gemma computes what no training has seen, and rounding there is three times as large.
+    # Without a begin token a Gemma gets sequences unlike any in its training, and its rounding errors are three times as large.
     begin = [info.bos_token_id] if info.bos_token_id is not None and info.bos_token_id < info.vocab_size else []
     token_ids = [*begin, *probe_ids(info.vocab_size)]
     logprobs = [round(value, 3) for value in _compute_logprobs(model, token_ids, info.vocab_size)]
-    if not all(abs(value) < float("inf") for value in logprobs):  # NaN is not
+    if not all(abs(value) < float("inf") for value in logprobs):  # NaN is refused too
         raise ModelError.at(
             adapter.path if adapter else info.path,
             found="log-probs that are not finite",

@@ -1,6 +1,6 @@
-"""The registry of experts: `ROOT/NAME/manifest.json` records a registered expert. Its weights stay where they are.
+"""The registry of experts: `ROOT/NAME/manifest.json` describes a registered expert, whose weights stay where they are.
 
-Nothing is written before every check has passed, and a manifest appears whole or not at all.
+Nothing is written before every check has passed, and a manifest is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from opd.settings.wording import describe_error
 MANIFEST = "manifest.json"
 CONFIG = "config.json"
 RECORD = "training.json"
-"""The file in which `opd experts train` says how it made a model."""
+"""The file in which `opd experts train` records how it made a model."""
 Facts = TypeVar("Facts", ModelInfo, AdapterInfo)
 
 
@@ -59,8 +59,7 @@ class ExpertManifest(Strict):
     probe: ProbeRecord | None = None
     """Log-probs by which a scoring worker recognises the expert; None if it was registered without torch."""
     training: dict[str, Any] | None = None
-    """How `opd experts train` made it: from which base, by which method, on which data, with which result. None for an expert
-    that was made elsewhere."""
+    """How `opd experts train` made it: base, method, data and result. None for an expert that was made elsewhere."""
     registered_at: str
     """UTC, ISO 8601."""
 
@@ -71,12 +70,12 @@ class ExpertManifest(Strict):
 
     @property
     def parameters(self) -> int:
-        """Count of the numbers in all its weight files."""
+        """How many numbers its weight files hold, for an adapter together with its base."""
         return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
 
 
 def training_record(directory: Path) -> dict[str, Any] | None:
-    """Read the training record of a model's directory; None if there is none, or none that can be read."""
+    """Read the training record in a model's directory; None if there is none, or if it cannot be read."""
     try:
         record = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -209,13 +208,13 @@ class Registry:
         return self._root / name / MANIFEST
 
     def _write(self, manifest: ExpertManifest) -> None:
-        # If we die half-way, the dot keeps the directory out of the list of names.
+        # If this process is killed half-way, the dot keeps the directory out of the list of names.
         staging = self._root / f".{manifest.name}.{os.getpid()}.tmp"
         final = self._root / manifest.name
         staging.mkdir(parents=True, exist_ok=True)
         try:
             atomic_write_text(staging / MANIFEST, manifest.model_dump_json(indent=2) + "\n")
-            # A directory cannot be renamed over one that has files: of two writers at a time the second one fails.
+            # A directory cannot be renamed over one that has files, so of two writers at the same time the second one fails.
             staging.rename(final)
         except OSError:
             if (final / MANIFEST).exists():
@@ -229,7 +228,10 @@ class Registry:
 
 
 def _list_weight_hashes(manifest: ExpertManifest) -> tuple[list[str], str | None]:
-    """Return the hashes that decide whether two experts are the same. An adapter's configuration is left out: it holds its base's path."""
+    """Return the hashes by which two experts are compared: those of the weight files, and of an adapter's weights.
+
+    The adapter's configuration is left out, because it contains the path of the base.
+    """
     adapter = manifest.adapter.files[ADAPTER_WEIGHTS] if manifest.adapter else None
     return sorted(manifest.info.weight_files.values()), adapter
 
@@ -242,7 +244,7 @@ def _weight_problems(manifest: ExpertManifest, hash_cache: Hashes | None) -> lis
         actual = weight_hashes(directory, hash_cache)
     except ModelError:
         return []  # `_info_problems` reports that, too
-    # Older releases also recorded files that lie beside the model's.
+    # Older releases also recorded safetensors files in the directory that are not the model's.
     unused = {name for name in manifest.info.weight_files.keys() - actual.keys() if (directory / name).is_file()}
     expected = {name: digest for name, digest in manifest.info.weight_files.items() if name not in unused}
     return _file_problems(directory, expected, actual)
@@ -273,7 +275,7 @@ def _info_problems(manifest: ExpertManifest) -> list[str]:
 
 
 def _config_problems(manifest: ExpertManifest) -> list[str]:
-    """Compare the hash of config.json. A forward pass depends on keys, such as the rotary base, that `ModelInfo` lacks."""
+    """Compare the hash of config.json. A forward pass depends on keys that `ModelInfo` lacks, such as the rotary base."""
     file = Path(manifest.info.path) / CONFIG
     if manifest.config_hash is None or not file.is_file():
         return []  # `_info_problems` reports a missing file

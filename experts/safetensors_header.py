@@ -1,4 +1,4 @@
-"""Read the header of a safetensors file: names, shapes, types and places of its tensors, but no tensor."""
+"""Read the header of a safetensors file: names, shapes, types and positions of its tensors, but no tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tensor(Lenient):
     """The type by safetensors' name, e.g. `BF16`."""
     shape: list[NonNegativeInt]
     data_offsets: list[NonNegativeInt] = Field(min_length=2, max_length=2)
-    """First byte and the one after the last, counted from the end of the header."""
+    """Position of the first byte and of the byte after the last one, counted from the end of the header."""
 
     @property
     def numel(self) -> int:
@@ -35,7 +35,7 @@ class Tensor(Lenient):
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors that a safetensors file says it holds, checked against the file's size.
+    """Return the tensors of a safetensors file's header, checked against the file's size.
 
     Raises: ModelError with byte counts if the file is truncated, the header longer than the file or not JSON, or if
     the tensors overlap or do not cover the data.
@@ -54,7 +54,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 
 
 def data_start(file: Path) -> int:
-    """Return the first byte after the header, from which offsets count. The header has been checked before."""
+    """Return the position of the first byte after the header, from which offsets count. The header was checked before."""
     with file.open("rb") as stream:
         return 8 + _read_length(stream.read(8))
 

@@ -51,11 +51,10 @@ def encode_line(
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Example:
-    """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token. `ends` are the model's
-    end tokens, beside the tokenizer's own; `day` is the date for a chat template that asks for one, None: today; `variables` are the
-    template's, unless the row has its own.
+    """Tokenise the prompt exactly as a merge does, then the completion up to and including the end token.
 
-    Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
+    `ends`: end tokens of the model besides the tokenizer's. `day`: date for a chat template that asks for one; None: today.
+    `variables`: variables of the chat template; the row's own take precedence. Raises: PromptError if there is no completion of the prompt's kind, or the chat template refuses the messages or does not
     continue the prompt.
     """
     try:
@@ -81,9 +80,11 @@ def encode_lines(
     parser: str = AUTO,
     variables: Mapping[str, Any] | None = None,
 ) -> list[Example]:
-    """Return every line that fits in `max_length` tokens; `ends`, `day` and `variables` as for `encode_line`, `parser` is the name of the
-    format of tool calls. Raises: PromptError if none does; ModelError if the chat template cannot append the turns of an episode, or
-    there is no end token to learn."""
+    """Return every line that fits in `max_length` tokens.
+
+    `ends`, `day` and `variables`: see `encode_line`. `parser`: name of the format of tool calls. Raises: PromptError if no line
+    fits; ModelError if the turns of an episode cannot be appended to the chat template's text, or if there is no end token.
+    """
     if tokenizer.eos_token_id is None:
         raise ModelError.at(
             "tokenizer_config.json: eos_token",
@@ -235,7 +236,7 @@ class _Report(TrainerCallback):
 
 
 def collate_examples(batch: list[Example]) -> dict[str, torch.Tensor | int]:
-    """Right-padded [B, T]; padding is neither attended to nor learned.
+    """Return the examples as a batch, padded on the right to [B, T]; padding is neither attended to nor learned.
 
     Logits are computed for the last `logits_to_keep` positions only, beginning with the one that predicts the first
     completion token; `labels` are [B, logits_to_keep]. Prompts have no labels, and their logits would be the larger half of a
@@ -258,7 +259,8 @@ def collate_examples(batch: list[Example]) -> dict[str, torch.Tensor | int]:
 
 
 def _cut_after_end(ids: list[int], eos: int, ends: Sequence[int]) -> list[int]:
-    """Cut the ids after the last end token, or add one: a model never generates what a template writes after it."""
+    """Cut the ids after the last end token, because a model never generates what a template writes after it. If there is none,
+    add one."""
     last = max((index for index, token in enumerate(ids) if token == eos or token in ends), default=None)
     return [*ids, eos] if last is None else ids[: last + 1]
 

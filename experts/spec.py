@@ -41,7 +41,7 @@ class TrainSettings(Strict):
 
     @model_serializer(mode="wrap")
     def _dump_without_none(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Dump without the keys that are None: a `training.json` of an older version is still that of the same settings."""
+        """Dump without keys that are None, so that a `training.json` of an older version, which lacks them, compares equal."""
         return {key: value for key, value in dump(self).items() if value is not None}
 
 
@@ -87,15 +87,15 @@ class BaseSpec(Strict):
 
     @property
     def template_reading(self) -> dict[str, Any]:
-        """Settings by which its chat template is read, without those left at their defaults.
+        """The settings that decide how the chat template is read, without those at their defaults.
 
-        A `training.json` of an older version is still that of the
-        same settings."""
+        Defaults are left out so that a `training.json` of an older version, which lacks these keys, compares equal.
+        """
         return self.model_dump(mode="json", include={"template_date", "tool_call_parser"}, exclude_defaults=True)
 
     @property
     def existing_model(self) -> Path | None:
-        """The model that is the base as it is; None for a base that is made, or trained first."""
+        """The existing model that serves as base unchanged; None for a base that is made, or trained first."""
         return None if self.data else self.model
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ class FromBase(Strict):
 
     @property
     def training_seed(self) -> int:
-        """The seed where numpy has to take it."""
+        """The seed, reduced to the range that numpy takes."""
         return self.seed % NUMPY_SEEDS
 
     @property

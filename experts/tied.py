@@ -1,7 +1,7 @@
 """Refuse a model whose config says that its output head is its embedding, and whose files hold another head.
 
-vLLM follows the config and leaves the head out. transformers 5 takes it, with a warning. Engine and trainer would compute different
-distributions; a merge would notice in its first step, minutes later.
+vLLM follows the config and ignores the head. transformers 5 uses the head, with a warning. So engine and trainer would compute
+different distributions, which a merge would notice only in its first step, minutes later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHUNK = 1 << 26
 
 
 def refuse_other_head(path: Path, shards: list[Path], names: tuple[str, str]) -> None:
-    """`names`: of embedding and head, which the shards hold. Raises: ModelError if they are not the same numbers."""
+    """Refuse a head that differs from the embedding. `names`: their tensors, which the shards hold. Raises: ModelError."""
     entries = {name: (shard, tensor) for shard in shards for name, tensor in _select_tensors(shard, names).items()}
     if not _are_equal(*(entries[name] for name in names)):
         raise ModelError.at(

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from experts.sft import Example, TrainingRow
 
 RESULT = "result"
-"""Key of a record that tells what came out, and decides nothing."""
+"""Key of a record with the training's result. It is for people, and is ignored when records are compared."""
 IN_FRONT = "ids_in_front"
-"""Key of a record with what stands in front of plain prompts; left out where that is nothing."""
+"""Key of a record with the ids in front of plain prompts; left out if there are none."""
 Progress = Callable[[str], None]
 TrainingRecord = dict[str, Any]
 
@@ -54,7 +54,7 @@ class TrainingJob:
     record: TrainingRecord
     """Everything that decides the weights, as `training.json` stores it."""
     is_users: bool = False
-    """True for a base of the user's, which is not made."""
+    """True for an existing base of the user's, which is not made here."""
 
     @property
     def is_finished(self) -> bool:
@@ -62,7 +62,7 @@ class TrainingJob:
 
     @property
     def has_prompts(self) -> bool:
-        """True if a merge can read the lines: conversations without a prompt of their own are for training only."""
+        """True if a merge can read the lines. Conversations without a prompt column are for training only."""
         return all(isinstance(line, PromptLine) or line.asks for line in self.lines)
 
 
@@ -93,7 +93,7 @@ def train_experts(spec: ExpertsSpec, progress: Progress) -> list[Path]:
 
 
 def _slow_types(jobs: Sequence[TrainingJob]) -> list[str]:
-    """Return a warning if models are yet to be trained in bfloat16 on cores that cannot."""
+    """Return a warning if models are still to be trained in bfloat16 on cores that have no instructions for it."""
     bf16_keys = [f"{job.name}: train.bf16" for job in jobs if job.train and job.train.bf16 and not job.is_finished]
     warnings = slow_bf16_warnings(bf16_keys)
     if warnings:
@@ -186,8 +186,8 @@ def check_unclaimed(job: TrainingJob, registry: Registry | None) -> None:
 
 
 def _check_rows(spec: ExpertsSpec, jobs: Sequence[TrainingJob]) -> None:
-    """Make the tokens of all rows that are still to be learned, once, and forget them: what cannot be learned is refused before
-    any model is trained. Raises: PromptError, ModelError."""
+    """Encode all rows that are still to be learned, and drop the result. So a row that cannot be learned is refused before any
+    model is trained. Raises: PromptError, ModelError."""
     todo = [(job.name, job.lines, job.train) for job in jobs if job.train and not job.is_finished]
     if todo:
         tokenizer, ends = _load_row_tokenizer(spec)
@@ -228,13 +228,13 @@ def _load_row_tokenizer(spec: FromBase) -> tuple[PreTrainedTokenizerBase, Sequen
 
 
 def read_origin(directory: Path) -> TrainingRecord | None:
-    """Return what made a model, as far as it decides the weights; None where nothing says so."""
+    """Return the part of a model's training record that decides its weights; None if there is no record."""
     record = training_record(directory)
     return None if record is None else {key: value for key, value in record.items() if key not in (RESULT, IN_FRONT)}
 
 
 def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
-    """Make the base, unless it is there."""
+    """Make the base, unless it is finished already."""
     _silence_progress()
     if job.is_users:
         return
@@ -277,7 +277,7 @@ def _build_meta_model(base: BaseSpec) -> PreTrainedModel:
 
 
 def _load_base(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, torch.dtype]:
-    """Return a model as it is trained, in float32, its tokenizer, and the type in which it is stored."""
+    """Return a model in float32, in which it is trained, its tokenizer, and the type in which it is stored."""
     import torch
 
     from opd.models.weights import load_causal_lm
@@ -321,7 +321,7 @@ def _encode_rows(
     max_length: int,
     ends: Sequence[int],
 ) -> list[Example]:
-    """Tokenise rows as the spec says. Raises: PromptError; ModelError."""
+    """Encode rows with the settings of the spec. Raises: PromptError, ModelError."""
     from experts.sft import encode_lines
 
     base = spec.base
@@ -354,7 +354,7 @@ def _fit_model(
 
 
 def _find_end_ids(model: Any) -> list[int]:
-    """Return the ids that end a response of the model, as its files name them beside its tokenizer's."""
+    """Return the ids that end a response according to the model's files, besides its tokenizer's end token."""
     generation_ids = model.generation_config.eos_token_id
     end_ids = model.config.eos_token_id if generation_ids is None else generation_ids
     return [] if end_ids is None else [end_ids] if isinstance(end_ids, int) else list(end_ids)
@@ -390,12 +390,12 @@ def _new_model(shape: FromScratch) -> tuple[PreTrainedModel, PreTrainedTokenizer
 
 
 def staging_directory(job: TrainingJob) -> Path:
-    """Return the directory in which a model is put together before it is whole."""
+    """Return the temporary directory in which a model is written before it is renamed to its place."""
     return job.directory.with_name(f".{job.name}.tmp")
 
 
 def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, front: list[int]) -> None:
-    """Write the whole Hugging Face directory beside its place, then rename it. `front` stood before its plain prompts."""
+    """Write the model's directory under another name, then rename it. `front`: ids that stood in front of its plain prompts."""
     directory = staging_directory(job)
     shutil.rmtree(directory, ignore_errors=True)  # left by a run that was interrupted
     directory.mkdir(parents=True)
@@ -405,15 +405,17 @@ def _save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job:
 
 
 def publish_model(directory: Path, job: TrainingJob, extra: Mapping[str, Any]) -> None:
-    """Add the record to a finished model's files and put them in their place. `extra` is stored beside what the spec says: `RESULT`,
-    to be read by people, or `IN_FRONT`."""
+    """Add the record to a finished model's files and rename their directory to its place.
+
+    `extra`: further keys of the record, `RESULT` and `IN_FRONT`.
+    """
     record = {**job.record, **extra}
     atomic_write_text(directory / RECORD, json.dumps(record, indent=2) + "\n")
     replace_dir(directory, job.directory)
 
 
 def register_expert(registry: Registry, job: TrainingJob, domain: str, prompts: Path | None) -> None:
-    """Add the expert, or renew an entry of this directory that no longer fits it."""
+    """Register the expert, or renew its entry if that describes other files in the same directory."""
     if job.name in registry.names():
         if not registry.verify(job.name):
             return

@@ -28,7 +28,7 @@ GATHER = (
     "save with `stage3_gather_16bit_weights_on_model_save: true`, or within deepspeed.zero.GatheredParameters, or with "
     "accelerator.get_state_dict(model)"
 )
-"""How to save whole weights from ranks that have a part of each."""
+"""Advice for users: how to save whole tensors if each rank has only a part of each."""
 _PARTS = {
     r"model_world_size_\d+_rank_\d+\.pt": "python -m verl.model_merger merge --backend fsdp --local_dir {path} --target_dir OUT",
     r"zero_to_fp32\.py": "python {path}/zero_to_fp32.py {path} OUT --safe_serialization",
@@ -39,10 +39,10 @@ OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 
 
 def weight_hashes(path: Path, hash_cache: Hashes | None = None) -> dict[str, str]:
-    """Return file name → BLAKE3 of every file that holds the model, as far as it is there.
+    """Return file name → BLAKE3 hash of every weight file of the model that exists.
 
-    Hashes in `hash_cache` are not computed again, and new ones are added to it: adapters with one base read it once. Raises: OSError;
-    ModelError for an index that is none.
+    Hashes in `hash_cache` are not computed again, and new ones are added to it, so that the base of several adapters is read
+    once. Raises: OSError; ModelError for a damaged index.
     """
     hash_cache = {} if hash_cache is None else hash_cache
     if path not in hash_cache:
@@ -99,7 +99,7 @@ def _shards_of_index(index: Path) -> list[str]:
 
 
 def refuse_no_directory(path: Path) -> None:
-    """Raises: ModelError if the path is missing or a file, or if a link in the directory leads out of it."""
+    """Refuse a path that is missing or a file, and a directory with a link that leads out of it. Raises: ModelError."""
     if not path.is_dir():
         raise ModelError.at(
             path,
@@ -111,16 +111,15 @@ def refuse_no_directory(path: Path) -> None:
 
 
 def _refuse_links_out(path: Path) -> None:
-    """Refuse links out of the directory: one in a directory of others could bring any file of this machine into a model.
+    """Refuse links out of the directory. In somebody else's directory such a link could copy any file here into a model.
 
-    The hub's cache is made of links: from `snapshots/REVISION/` to `blobs/` of the same repository.
+    Links from `snapshots/REVISION/` to `blobs/` of the same repository are fine, because the hub's cache is made of them.
     """
     root = path.resolve()
     inside = [root, *([root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [])]
     for file in path.iterdir():
-        target = Path(
-            os.path.realpath(file)
-        )  # unlike `resolve` it does not raise for a loop of links; reading the file then fails
+        # Unlike `resolve`, `realpath` does not raise for a loop of links; reading the file fails later.
+        target = Path(os.path.realpath(file))
         if file.is_symlink() and not any(target.is_relative_to(root_dir) for root_dir in inside):
             raise ModelError.at(
                 file,
@@ -131,7 +130,7 @@ def _refuse_links_out(path: Path) -> None:
 
 
 def _refuse_adapter(path: Path) -> None:
-    # Refused even beside full weights, because transformers would load the adapter's base model in their place.
+    # An adapter is refused even beside full weights, because transformers would then load the adapter's base instead.
     if (path / ADAPTER_CONFIG).is_file():
         raise ModelError.at(
             path / ADAPTER_CONFIG,

@@ -55,8 +55,8 @@ class Interrupts:
 
     @contextmanager
     def handle_first_signal(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within, the first signal only asks the merge to leave, and `say` tells the user. Outside there is no step to finish, so
-        it ends the run."""
+        """Make a context in which the first signal only asks the merge to leave, and `say` tells the user. Outside of it there is
+        no step to finish, so the first signal ends the run."""
         self._ask = say
         try:
             yield
@@ -81,9 +81,9 @@ class Interrupts:
 
 @contextmanager
 def interrupts() -> Iterator[Interrupts]:
-    """Within, handle both signals. Only the main thread can do that; in another thread no signal ever comes.
+    """Make a context in which SIGINT and SIGTERM are handled. In other threads than the main one no signal ever arrives.
 
-    A nested call gives the outer object.
+    A nested call returns the object of the outer one.
     """
     # The handler of an outer call is `on_signal`, bound to the object that it yielded.
     outer = getattr(signal.getsignal(signal.SIGINT), "__self__", None)

@@ -1,4 +1,4 @@
-"""Which worker of a pipeline goes to which node of a Ray cluster: what is asked, what cannot be had, and reserving it."""
+"""Place a pipeline's workers on the nodes of a Ray cluster: what they ask for, what is impossible, and the reservation."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def groups_of(config: PipelineConfig, keys: Collection[str] = ALL_ROLES) -> list
 
 
 def refuse_unplaceable(config: PipelineConfig) -> None:
-    """Look at the cluster's nodes, before anything is loaded. Raises: ConfigError if they can never have the workers, or if there
-    is no cluster."""
+    """Refuse a pipeline whose workers the cluster's nodes can never hold. Nothing is loaded yet. Raises: ConfigError, also if
+    there is no cluster."""
     if config.cluster.address == LOCAL:
         return
     with cluster.ray_session(config.cluster, 0):
@@ -102,9 +102,9 @@ def _place_role(config: PipelineConfig, key: str, local_workers: Collection[str]
 def refuse_impossible_placement(
     groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]
 ) -> None:
-    """Raises: ConfigError if the nodes, with nobody on them, cannot have the groups.
+    """Refuse groups of workers that the nodes could not hold even if they were empty. Raises: ConfigError.
 
-    It refuses what is certain. Whether all of them fit together, beside other users of the cluster, Ray finds out.
+    Only certain cases are refused. Whether all groups fit together, beside other users of the cluster, Ray finds out later.
     """
     this_node = nodes[0]
     assert this_node.is_local, "a driver is on a node of its cluster"
@@ -134,7 +134,7 @@ def _pin_seats(seats: Sequence[Seat], local_workers: Collection[str], this_node:
 
 
 def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node) -> None:
-    """Raises: ConfigError if the group keeps workers from this machine that have to be here."""
+    """Refuse a group whose placement excludes this machine, if some of its workers have to be here. Raises: ConfigError."""
     reason = (
         f"{', '.join(seat.worker for seat in local_seats)} on this machine: new weights go through its shared memory"
     )
@@ -158,7 +158,7 @@ def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node
 
 
 def _refuse_together(group: WorkerGroup, nodes: Sequence[Node]) -> None:
-    """Raises: ConfigError if no nodes can have what the group's strategy insists on."""
+    """Refuse a group whose strict strategy no nodes can satisfy. Raises: ConfigError."""
     fitting = [node for node in nodes if any(seat.fits_node(node) for seat in group.seats)]
     if group.strategy == "STRICT_SPREAD" and len(group.seats) > len(fitting):
         requirement = f"{len(group.seats)} nodes for {_group_names(group)}, and {len(fitting)} have what each asks for"
@@ -174,7 +174,7 @@ def _refuse_together(group: WorkerGroup, nodes: Sequence[Node]) -> None:
 
 
 def _refuse_too_many(groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]) -> None:
-    """Raises: ConfigError if all workers together ask for more than there is, on this machine or on all."""
+    """Refuse workers that together ask for more than this machine, or all machines, have. Raises: ConfigError."""
     every = [seat for group in groups for seat in group.seats]
     local_seats = [seat for seat in every if seat.worker in local_workers]
     for seats, candidates, scope in ((local_seats, nodes[:1], "this machine"), (every, nodes, "all nodes")):

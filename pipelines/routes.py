@@ -1,5 +1,7 @@
-"""Domain → teachers: by `domains.*.teachers`, else the one expert whose `domain` it is; and the start student where the target
-lies beyond the experts, unless the trainer asks it."""
+"""Assign teachers to domains: those of `domains.*.teachers`, else the one expert whose `domain` it is.
+
+If the target lies beyond the experts, the start student is a teacher too, unless the trainer itself scores with it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.near import did_you_mean
 
 START = "start student"
-"""The teacher's name of the student as the merge begins; an expert's name has no space."""
+"""Name of the start student as a teacher. It has a space, which no expert's name can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,13 @@ class RoutedExpert:
     adapter: AdapterInfo | None = None
     """The files of a LoRA adapter; None for a full model."""
     prompts: Path | None
-    """File or directory that it was registered with."""
+    """File or directory of prompts with which it was registered."""
 
 
 def route_domains(
     config: PipelineConfig, experts: Mapping[str, RoutedExpert]
 ) -> tuple[dict[str, tuple[WeightedTeacher, ...]], list[str]]:
-    """The teachers of each domain, heaviest first, their weights adding up to 1; and notices for the user.
+    """Return the teachers of each domain, heaviest first, with weights that add up to 1; and notices for the user.
 
     Raises: ConfigError for a domain without a teacher, a name that is no expert, an expert that serves no domain, or
     several teachers under an objective that cannot mix them.
@@ -80,7 +82,7 @@ def scoring_routes(
 
 
 def start_student_weights(config: PipelineConfig) -> dict[str, float]:
-    """Domain -> weight of the start student where the trainer asks it, and no teacher scores in its name."""
+    """Return domain -> weight of the start student, for domains where the trainer scores with it instead of a teacher."""
     if not trainer_has_start(config):
         return {}
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
@@ -88,7 +90,7 @@ def start_student_weights(config: PipelineConfig) -> dict[str, float]:
 
 
 def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, RoutedExpert]) -> dict[str, float]:
-    """Expert -> weight as the pipeline gives it, without experts of weight 0."""
+    """Return expert -> weight in the pipeline, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:
         return {_own_expert(domain, experts): 1.0}

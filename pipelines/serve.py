@@ -28,7 +28,7 @@ def serve_teachers(
 ) -> None:
     """Serve until Ctrl-C or SIGTERM, which end a step that is being scored. `say` gets the address once it answers.
 
-    Raises: OpdError before anything starts; RunError if a teacher does not load or the address cannot be had.
+    Raises: OpdError before anything starts; RunError if a teacher does not load, or if the server cannot listen there.
     """
     if isinstance(config.teachers, FlightTeachers):
         raise ConfigError.at(
@@ -80,7 +80,7 @@ def _refuse_taken(door: ListenAddress) -> None:
 
 @contextmanager
 def _treat_sigterm_as_interrupt() -> Iterator[None]:
-    """Within, SIGTERM does what Ctrl-C does. Use it after Ray has started, because Ray replaces the handler at its start."""
+    """Make a context in which SIGTERM does what Ctrl-C does. Enter it after Ray has started, because Ray replaces the handler."""
     handlers = {number: signal.signal(number, raise_interrupt) for number in STOPPING}
     try:
         yield

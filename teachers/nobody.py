@@ -1,6 +1,7 @@
-"""The pool of a run without teachers: every rollout becomes a row that says nothing, in the stream that teachers' rows take.
+"""The pool of a run without teachers: it makes a row without a teacher's answer of every rollout.
 
-Log, feed, ranks and resume know nothing of it, and the loop is that of a merge.
+The rows go through the same stream as scored rows. So the log, the feed of the ranks, the ranks and a resume need no
+special case, and the loop is the same as that of a merge.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from opd.stream.schema import TargetRow, write_parts
 from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 
 NOBODY = "nobody"
-"""Stands in the column `teacher`."""
+"""Value of the column `teacher` of these rows."""
 PAYLOAD = "none"
 
 
@@ -28,9 +29,9 @@ class TeacherlessSpec:
     """Settings of the pool without teachers."""
 
     dtype: str
-    """What the stream says that hidden states are in; there are none."""
+    """Type of hidden states that the stream's header states, although no row has hidden states."""
     max_quarantined: float
-    """Share of the responses that may be left out, of which this pool leaves out none."""
+    """Share of the responses that may be left out. This pool leaves none out; `TeacherRequest` wants the number."""
 
 
 class TeacherlessPool:
@@ -44,7 +45,7 @@ class TeacherlessPool:
         """Return at once."""
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Make rows of all rollouts in the order of the trainer's micro-batches, one a rollout."""
+        """Make one row of each rollout, in the order of the trainer's micro-batches: sorted by domain."""
         expected = {NOBODY: ExpectedRow(weight=1.0, head="")}
         request = TeacherRequest(
             rollouts=rollouts,

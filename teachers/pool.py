@@ -1,4 +1,4 @@
-"""The pool: routes every rollout to the teachers of its domain and spreads teachers over scoring workers."""
+"""The pool: has every rollout scored by the teachers of its domain, in scoring workers that share the teachers out."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Routes = Mapping[str, Sequence[WeightedTeacher]]
 Heads = dict[str, HeadSource]
 """Content hash -> head."""
 PendingParts = deque[Pending[np.ndarray | None]]
-"""Parts that a worker was asked for and that were not taken yet; None after its last."""
+"""Parts that a worker was asked for and that were not taken yet, oldest first; a result of None means no more parts."""
 PARTS_AHEAD = 2
-"""Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver; together
-with `teachers.queue` this bounds the bytes that are scored and not yet trained."""
+"""Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver. Together
+with `teachers.queue` this limits how many bytes have been scored but not yet trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +37,15 @@ class PoolSpec:
     """Settings of a pool."""
 
     engine: str
-    """What scores: a name in `teachers.scorers.SCORERS`."""
+    """The kind of scorer: a name in `teachers.scorers.SCORERS`."""
     scorer: ScorerOptions
-    """What every worker's scorer is made with."""
+    """Options from which every worker makes its scorer."""
     workers: int = 1
-    """Scoring workers; each teacher's rows of a step go to one of them."""
+    """Number of scoring workers; in a step, all rows of a teacher go to the same worker."""
     gpus: float = 0
-    """GPUs of each worker, of engine `vllm` of each of its engine's processes; 0: the CPU."""
+    """GPUs of each worker; with engine `vllm`, GPUs of each process of the worker's engine. 0: the CPU."""
     roles: int = 1
-    """Roles that compute at the same time on these cores, this one among them."""
+    """How many roles, this one included, compute at the same time on these cores."""
     kv_cache_gib: int = 1
     """Key-value cache of each process of engine `vllm` on the CPU, whole GiB."""
     max_quarantined: float
@@ -63,31 +63,33 @@ class Pool:
         self._routes = {domain: tuple(assigned) for domain, assigned in routes.items()}
         self._start_timeout_s = spec.start_timeout_s
         self._max_quarantined = spec.max_quarantined
-        size = spec.scorer.tensor_parallel_size
-        self._gpus = spec.gpus * size
-        self._env = cluster.worker_env(spec.workers * size, spec.roles)
-        self._env |= {} if spec.gpus else cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
+        processes_per_worker = spec.scorer.tensor_parallel_size
+        self._gpus = spec.gpus * processes_per_worker
+        self._env = cluster.worker_env(spec.workers * processes_per_worker, spec.roles)
+        if not spec.gpus:
+            self._env |= cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         if spec.engine == "vllm":
-            self._env |= engine_env(size) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
+            self._env |= engine_env(processes_per_worker) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine
         self._options = spec.scorer
         self._workers = [self._spawn_worker(index) for index in range(spec.workers)]
         self._stopped = False
         self._teacher_heads: dict[str, tuple[Teacher, HeadSource]] = {}
-        """`weight_key` -> one teacher that has these weights, and its output head, without a handle."""
+        """`weight_key` -> one of the teachers with these weights, and their output head as a source without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
         self._heads: Heads = {}
-        """Those that the rows of the last stream name."""
+        """The heads that rows of the newest stream refer to."""
         self.num_workers = spec.workers
         self.timeout_s = spec.timeout_s
 
     def wait_ready(self) -> None:
-        """Try every teacher once. Raises: RunError if one does not load or answer."""
+        """Wait until every teacher has been loaded and has answered once. Raises: RunError if one does not load or answer."""
         worker, servers = self._workers[0], self._options.servers
         teachers = [assigned.teacher for part in self._routes.values() for assigned in part]
-        # Teachers of equal weights are one, unless they have servers of their own: nobody knows what these hold.
+        # Teachers with equal weights are tried once. Those with different servers are tried separately, because we cannot
+        # tell which weights a server holds.
         for teacher in {(weight_key(t), servers.get(t.name)): t for t in teachers}.values():
             head = worker.submit(TeacherWorker.describe_head, teacher).wait_for_result(timeout_s=self._start_timeout_s)
             self._teacher_heads[weight_key(teacher)] = (teacher, head)
@@ -96,7 +98,7 @@ class Pool:
                 self.layouts[teacher.name] = proof
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Score every rollout by the teachers of its domain; the workers begin now.
+        """Have every rollout scored by the teachers of its domain; the workers begin at once.
 
         Taking parts from the stream raises: RunError if a worker dies twice or misses the deadline.
 
@@ -131,8 +133,10 @@ class Pool:
         return TargetStream(source, request, heads=self._heads, restarted=restarted)
 
     def heads(self) -> Heads:
-        """Return content hash -> head, once the pool is ready; a matrix is read from the weights of the first teacher that has
-        it, when it is fetched."""
+        """Return content hash -> head. Only once the pool is ready.
+
+        A head's matrix is read when it is fetched, from the weights of the first teacher that has this head.
+        """
         heads_by_key: Heads = {}
         for teacher, head in self._teacher_heads.values():
             handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.read_head, teacher)
@@ -146,7 +150,10 @@ class Pool:
         return handle.fetch()
 
     def read_head_with_restart(self, key: str) -> np.ndarray:
-        """Return the matrix of a head, restarting a worker that is dead. No step may be under way. Raises: WorkerDied if the new one dies."""
+        """Return the matrix of a head; if the worker that reads it is dead, restart it first.
+
+        No step may be under way. Raises: WorkerDied if the new worker dies too.
+        """
         try:
             return self.read_head(key)
         except cluster.WorkerDied as error:
@@ -166,13 +173,15 @@ class Pool:
     def _iterate_parts(
         self, shares: Sequence[Sequence[TeacherRows]], pending: list[PendingParts], restarted: list[str]
     ) -> Iterator[Any]:
-        """Yield handles to the parts of all workers as they come. `pending`: for each worker, the parts under way.
+        """Yield handles to the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
 
-        A worker that dies is restarted once and scores its share anew; the parts that it had given before are skipped.
+        A worker that dies is restarted once and scores its whole share again. As many of its parts as had arrived before
+        its death are then skipped.
         """
         num_parts, num_skipped = [0] * len(shares), [0] * len(shares)
         while any(pending):
-            # Who gave least comes first, so that no share falls behind while the trainer holds the others up.
+            # If several workers have a part ready, take that of the worker with the fewest parts so far. Otherwise one
+            # share would fall behind whenever the trainer is slower than the workers.
             busy = sorted(
                 (index for index, answers in enumerate(pending) if answers), key=lambda index: num_parts[index]
             )
@@ -199,13 +208,13 @@ class Pool:
         return deque(self.next_part(index) for _ in range(PARTS_AHEAD))
 
     def next_part(self, index: int) -> Pending[np.ndarray | None]:
-        """Ask a worker for one part more."""
+        """Ask a worker for its next part; returns at once."""
         return self._workers[index].submit(TeacherWorker.next_part)
 
     def restart_worker(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
-        """Restart the worker that died, add its name to `restarted` (those of the step), and return its index.
+        """Restart the worker that died, add its name to `restarted` (the names of the step so far), and return its index.
 
-        Raises: `error` if it is no worker of this pool, has died in this step before, or the pool has been stopped.
+        Raises `error` again if that worker is not of this pool or died in this step before, or if the pool was stopped.
         """
         if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
             raise error
@@ -214,10 +223,12 @@ class Pool:
             raise error
         restarted.append(worker_name(index))
         self._workers[index] = self._spawn_worker(index)
-        if self._stopped:  # just now, and perhaps before this worker was in the list
+        # `stop`, in another thread, may have gone through the list before the new worker was in it.
+        if self._stopped:
             self._workers[index].kill()
             raise error
-        self._heads.update({k: head for k, head in self.heads().items() if k in self._heads})  # from one that lives
+        # Handles made before may point to the dead worker.
+        self._heads.update({k: head for k, head in self.heads().items() if k in self._heads})
         return index
 
     def _spawn_worker(self, index: int) -> Worker[TeacherWorker]:
@@ -226,7 +237,7 @@ class Pool:
         )
 
     def assign_teachers(self, prompts: Sequence[Prompt]) -> dict[str, int]:
-        """Return `weight_key` of every teacher -> the worker that scores its rows of a step.
+        """Return `weight_key` of every teacher -> index of the worker that scores its rows of a step.
 
         The responses are not written yet, so teachers are weighed by the tokens of their prompts.
         """
@@ -237,7 +248,10 @@ class Pool:
         return _balance_loads(sizes, self.num_workers)
 
     def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
-        """Yield one group for each domain and each of its teachers. Raises: RunError for a domain without a teacher."""
+        """Yield one group of rows for each pair of a domain and one of its teachers.
+
+        Raises: RunError for a domain without a teacher.
+        """
         refuse_unknown_domains(rollouts, self._routes)
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
@@ -262,7 +276,10 @@ def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:
 def expected_rows(
     domains: Collection[str], routes: Routes, heads: Mapping[str, str]
 ) -> dict[str, dict[str, ExpectedRow]]:
-    """Return domain -> teacher -> what its rows must say; `heads`: teacher -> content hash, empty where none are sent."""
+    """Return domain -> teacher's name -> weight and head that this teacher's rows of the domain must carry.
+
+    `heads`: teacher's name -> content hash of its head; empty if the payload sends no heads.
+    """
     return {
         domain: {
             a.teacher.name: ExpectedRow(weight=a.weight, head=heads.get(a.teacher.name, "")) for a in routes[domain]
@@ -272,10 +289,11 @@ def expected_rows(
 
 
 def assign_rows(groups: Sequence[TeacherRows], workers: int) -> list[list[TeacherRows]]:
-    """Assign all groups of a teacher to one worker, most tokens first to the worker with the fewest.
+    """Return each worker's share of the groups; all groups of a teacher are in the same share.
 
-    A share keeps the order of the groups, which is that of the trainer's micro-batches, but for this: groups of one
-    teacher and teachers of one base lie side by side, so that each is put in place once.
+    The teacher with the most tokens is assigned first, each teacher to the worker with the fewest tokens so far. In a
+    share, groups of the same teacher stand side by side, and so do teachers with the same base, so that each is loaded
+    once. Apart from that the groups keep their order, which is the order of the trainer's micro-batches.
     """
     by_teacher: dict[str, list[TeacherRows]] = defaultdict(list)
     for group in groups:
@@ -293,7 +311,10 @@ def assign_rows(groups: Sequence[TeacherRows], workers: int) -> list[list[Teache
 
 
 def _balance_loads(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Return teacher -> its worker: the largest first, each to the worker with the least."""
+    """Return `weight_key` of a teacher -> index of its worker. `sizes`: tokens to score for each teacher.
+
+    The largest teacher is assigned first, each teacher to the worker with the smallest load so far.
+    """
     loads, owners = [0] * workers, {}
     for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
         owners[key] = loads.index(min(loads))

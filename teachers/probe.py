@@ -1,7 +1,7 @@
-"""Check that the teacher that a worker loaded is the one that was registered: it must give the log-probs of its probe.
+"""Check that a worker loaded the model that was registered: it must give the log-probs that were recorded of its probe.
 
-The probe goes through the scorer's own `score`, so that the check covers the very answers that the student is trained on.
-Each payload compares its answers with log-probs itself (`Answer.differences`).
+The probe goes through the scorer's own `score`, so the check covers the same answers that the student is trained on.
+`Answer.differences` of each payload compares an answer with the recorded log-probs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
 
 TOLERANCE = {"float32": 0.05, "bfloat16": 0.2}
-"""Type -> largest mean difference, in nats. Of the two types that were computed in, the coarser one decides."""
+"""Compute type -> largest mean difference, in nats. The registration and this scorer may have computed in different
+types; the larger of the two tolerances holds."""
 
 
 def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> None:
@@ -38,7 +39,7 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
         return
     gap = fmean(differences)
     tolerance = max(TOLERANCE[options.dtype], TOLERANCE[probe.dtype])
-    if not gap <= tolerance:  # NaN is not
+    if not gap <= tolerance:  # a gap of NaN is refused too
         raise RunError(
             f"teacher {teacher.name}: log-probs differ by {gap:.3f} nats on average from those of its registration, "
             f"at most {tolerance} wanted: garbled or swapped weights under {_format_dirs(teacher)}"

@@ -1,10 +1,10 @@
-"""Teachers' weights in memory: mapped from safetensors, kept within a byte budget, the next one read ahead.
+"""Teachers' weights in memory: mapped from safetensors and kept within a budget in bytes; the next teacher is read ahead.
 
-A mapped file costs no copy: a swap takes milliseconds, and the pages of a dropped teacher go back to the system. A thread
-reads the next teacher ahead while the one before is still scoring, by touching every page. Weights that are read ahead count
-towards the budget. If it holds one teacher only, the next one's files are read into the system's page cache and no further.
+Mapping a file copies nothing: a swap takes milliseconds, and the pages of a dropped teacher go back to the system. While
+one teacher scores, a thread reads the next one ahead by touching every page. Weights that are read ahead count towards
+the budget. If the budget holds only one teacher, the next one's files are merely read into the system's page cache.
 
-A LoRA expert is two entries, its base and its adapter: ten adapters of one base are one base and ten adapters.
+A LoRA expert takes two entries, its base and its adapter, so ten adapters of one base take eleven entries.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from opd.models.files import weight_files
 from opd.records.types import Teacher
 
 State = dict[str, Tensor]
+"""Name -> tensor: the weights of a model or an adapter, as torch's `load_state_dict` takes them."""
 PAGE_BYTES = 4096
 
 
 class WeightCache:
-    """Drops the least recently used tensors before all of them exceed the budget; the teacher in use always stays.
+    """Keeps weights within the budget by dropping the least recently used ones first; the teacher in use always stays.
 
-    Teachers of equal digest share their entries, adapters of equal bases the base's.
+    Teachers with equal digests share their entries, and adapters of equal bases share the entry of the base.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class WeightCache:
         read: Callable[[Path, torch.dtype], State],
         measure: Callable[[Path, torch.dtype], int],
     ) -> None:
-        """`measure` says how many bytes `read` will return."""
+        """`read` returns the tensors of a directory in a type; `measure` returns their bytes without reading them."""
         self._dtype = dtype
         self._budget_bytes = budget_bytes
         self._read = read
@@ -55,8 +56,9 @@ class WeightCache:
         """How often a model or an adapter was read from disk."""
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to read a teacher as far as there is room beside the one in use; returns at once."""
-        # All of these must be in memory together, so they decide whether the next teacher fits; others can be dropped.
+        """Begin to read a teacher ahead if there is room for it beside the one in use; returns at once."""
+        # The entries in `keep` must be in memory at the same time, so their sizes decide whether the next teacher fits.
+        # All other entries can be dropped.
         missing, keep = self._find_missing(teacher), {*self._in_use, *self._prefetching, *_weight_parts(teacher)}
         fits = sum(self._sizes[key] for key in keep) <= self._budget_bytes
         if fits:
@@ -69,7 +71,10 @@ class WeightCache:
                 self._thread.submit(_warm_page_cache, directory)
 
     def has(self, teacher: Teacher) -> bool:
-        """Return True if all of the teacher is in memory or on its way there, and so within the budget beside the one in use."""
+        """Return True if every part of the teacher is in memory or being read ahead.
+
+        It then fits into the budget together with the teacher in use.
+        """
         return all(key in self._states or key in self._prefetching for key in _weight_parts(teacher))
 
     def get(self, teacher: Teacher) -> list[State]:
@@ -96,7 +101,7 @@ class WeightCache:
         return sum(sizes.values())
 
     def _find_missing(self, teacher: Teacher) -> dict[str, Path]:
-        """Return the teacher's parts that are neither in memory nor being read."""
+        """Return key -> directory of the teacher's parts that are neither in memory nor being read."""
         missing = {
             k: d for k, d in _weight_parts(teacher).items() if k not in self._states and k not in self._prefetching
         }
@@ -106,9 +111,12 @@ class WeightCache:
         return missing
 
     def _make_room(self, missing: Collection[str], keep: Collection[str]) -> None:
-        """Drop what is not in `keep`, what is on its way at last, until the missing parts fit into the budget."""
+        """Drop entries that are not in `keep` until the missing parts fit into the budget.
+
+        Entries in memory go before those that are still being read.
+        """
         excess = sum(self._sizes[key] for key in (*self._states, *self._prefetching, *missing)) - self._budget_bytes
-        # The least recently used first: `get` moves what it returns to the end.
+        # `self._states` begins with the least recently used entry, because `get` moves what it returns to the end.
         for key in [key for key in (*self._states, *self._prefetching) if key not in keep]:
             if excess <= 0:
                 break
@@ -120,9 +128,8 @@ class WeightCache:
         state = self._read(directory, self._dtype)
         for tensor in state.values():
             flat = tensor.flatten()
-            flat[
-                :: max(1, PAGE_BYTES // flat.element_size())
-            ].sum()  # reading one value of each page brings it into memory
+            # Reading one value of each page brings the page into memory.
+            flat[:: max(1, PAGE_BYTES // flat.element_size())].sum()
         return state
 
 
@@ -141,7 +148,9 @@ def base_key(teacher: Teacher) -> str:
 def _weight_parts(teacher: Teacher) -> dict[str, Path]:
     """Return key → directory of each part of a teacher: the (base) model, then the adapter if it has one."""
     parts = {base_key(teacher): teacher.model_dir}
-    return parts | ({f"{weight_key(teacher)}:adapter": teacher.adapter_dir} if teacher.adapter_dir else {})
+    if teacher.adapter_dir:
+        parts[f"{weight_key(teacher)}:adapter"] = teacher.adapter_dir
+    return parts
 
 
 def read_tensors(directory: Path) -> State:
@@ -159,7 +168,7 @@ def read_weights(directory: Path, dtype: torch.dtype) -> State:
 
 
 def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[str] = ()) -> int:
-    """Return the bytes of what `read_weights` returns, without the tensors that are left out; reads headers only."""
+    """Return how many bytes the tensors that `read_weights` returns take, except those in `leave_out`; reads headers only."""
     numbers = 0
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:
@@ -169,7 +178,7 @@ def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[st
 
 
 def _warm_page_cache(directory: Path) -> None:
-    """Ask the system to read the files into its page cache, which it gives up when memory is short."""
+    """Ask the system to read the files into its page cache, from which it may drop them when memory is short."""
     for path in weight_files(directory):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)

@@ -17,9 +17,9 @@ TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
 
 
 class TeacherWorker:
-    """Scores groups of rows, one teacher after the other, while the next one is read ahead.
+    """Scores groups of rows, one teacher after the other, and meanwhile reads the next teacher ahead.
 
-    It scores when it is asked for a part and not before: who asks decides how far it may be ahead.
+    It scores only when it is asked for a part, so the caller decides how far ahead of the trainer it may be.
     """
 
     def __init__(self, engine: str, options: ScorerOptions) -> None:
@@ -28,10 +28,11 @@ class TeacherWorker:
         self._parts: Iterator[np.ndarray] = iter(())
 
     def describe_head(self, teacher: Teacher) -> HeadSource:
-        """Return the teacher's head, without a handle; reading it also proves that the teacher can be used: that its weights
-        fit, or that its server answers.
+        """Return the teacher's head as a source without a handle.
 
-        Raises: RunError if it cannot, or if it is not the one that was registered.
+        Reading the head also shows that the teacher can be used: that its weights fit, or that its server answers.
+
+        Raises: RunError if the teacher cannot be used, or if it is not the model that was registered.
         """
         scorer = self._scorer
         head = HeadSource(key=scorer.head_key(teacher), rule=scorer.head_rule(teacher), file=scorer.head_file(teacher))
@@ -43,11 +44,14 @@ class TeacherWorker:
         return self._scorer.layout(teacher)
 
     def read_head(self, teacher: Teacher) -> np.ndarray:
-        """[V, D] the head, for the object store."""
+        """Return the head's matrix, [V, D], as the array that goes into the object store."""
         return head_array(self._scorer.head(teacher))
 
     def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
-        """Take these groups' rows as the next step's; `next_part` scores them. `worker` numbers this one in the step."""
+        """Prepare to score these groups, the share of the next step; `next_part` then scores them.
+
+        `worker` is the number that marks this worker's parts in the stream.
+        """
         self._parts = self._make_parts(groups, worker)
 
     def next_part(self) -> np.ndarray | None:
@@ -66,6 +70,7 @@ class TeacherWorker:
         next_teachers = [group[0] for group in groups[1:]] + [None]
         for (teacher, weight, rollouts), next_teacher in zip(groups, next_teachers, strict=False):
             batches = self._scorer.score(teacher, rollouts, broken)
+            # Not before `score`, which loads this teacher: memory is shared between the one in use and the next one.
             if next_teacher is not None:
                 self._scorer.prefetch(next_teacher)
             for rows in batches:

@@ -1,1 +1,1 @@
-"""Experts of many turns: rows that hold a whole episode, their tokens, and episodes that a solver plays."""
+"""Episodes for experts: rows that hold a whole episode, their tokens, and episodes that a solver plays."""

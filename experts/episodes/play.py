@@ -1,10 +1,10 @@
-"""Episodes that a solver plays, with mistakes on purpose: rows from which an expert learns the way from every state.
+"""Play episodes with a solver that makes mistakes on purpose: rows from which an expert learns what to do in every state.
 
-    task ── solver's action, or now and then one that the solver takes elsewhere ──▶ environment ──▶ observation ── ...
+    task ── solver's action, or sometimes a right action of another task ──▶ environment ──▶ observation ── ...
             weight 1           weight 0: read, not learned
 
-An expert that has seen only right moves is as lost as its student after the first wrong one. So mistakes lead the episode
-off the way, the solver goes on from there, and only its own actions are learned.
+An expert that has seen only right moves does not know what to do after a wrong one, which its student will make. So mistakes
+lead the episode astray, the solver goes on from there, and only its own actions are learned.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ Task = Mapping[str, Any]
 """A row of a prompts file that the environment's `tasks` made."""
 Turn = dict[str, Any]
 POOL = 100
-"""Tasks whose right actions are the mistakes of all episodes: enough to find most actions, few enough to take no time."""
+"""Number of tasks from which mistakes are collected: a right action of one task is a mistake in another. They are enough to
+find most actions, and few enough to take no time."""
 
 
 class SolvedEnvironment(Environment, Protocol):
-    """An environment that knows what is right."""
+    """An environment with a solver."""
 
     def solve(self) -> Action:
         """Return the action that an expert takes in the present state."""
@@ -39,22 +40,22 @@ class PlaySettings:
     """Settings by which episodes are played."""
 
     mistakes: float = 0.3
-    """Share of the turns that are drawn from what the solver does elsewhere; some of it cannot be done here, and that, too, an
-    expert has to get out of."""
+    """Share of the turns that are mistakes: right actions of other tasks. Some of them are not possible in the present state;
+    an expert has to recover from these too."""
     blind: bool = False
-    """Draw every turn from what the solver does elsewhere, and have it learned: the play of one who knows how a move is
-    written and nothing else. It is what an expert by reinforcement begins with."""
+    """Draw every turn from the actions of other tasks, and give it the weight 1. Such episodes teach how a move is written and
+    nothing else, which is what reinforcement begins with."""
     max_turns: int = 40
-    """An episode that is not over after so many turns ends there."""
+    """Most turns of an episode; one that is not over by then is cut."""
     seed: int = 0
-    """The first task's; each further one's is the next number."""
+    """Seed of the first task; each further task has the next number."""
 
 
 def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> list[dict[str, Any]]:
     """Return each task as a row with its episode in `messages`; the same rows for the same arguments.
 
-    `environment` is a name or an import path. Raises: ConfigError for an environment without a solver, a share that is
-    none, or tasks of another environment.
+    `environment` is a name or an import path. Raises: ConfigError for an environment without a solver, settings out of
+    range, or tasks of another environment.
     """
     _check_environment(environment, play)
     environment_class = find_environment(environment, "environment")
@@ -85,7 +86,10 @@ def _check_environment(environment: str, play: PlaySettings) -> None:
 
 
 def _build_row(environment_class: Any, task: Task, mistakes: Sequence[Action], play: PlaySettings) -> dict[str, Any]:
-    """Return the task with an episode of mistakes, or without any if they used up all tries; and the tools, if there are some."""
+    """Return the task with an episode, and with the environment's tools if it has some.
+
+    If the episode consists of mistakes only, there is nothing to learn, so it is played again without mistakes.
+    """
     environment = environment_class()
     tools = [tool.schema() for tool in environment.tools]
     _, turns = _play_episode(environment, task, play, mistakes)
@@ -97,7 +101,7 @@ def _build_row(environment_class: Any, task: Task, mistakes: Sequence[Action], p
 def _play_episode(
     environment: SolvedEnvironment, task: Task, play: PlaySettings, mistakes: Sequence[Action]
 ) -> tuple[list[Action], list[Turn]]:
-    """Return the actions and the messages of one episode; mistakes are drawn from `mistakes`, without which there are none."""
+    """Return the actions and the messages of one episode. `mistakes`: actions to draw mistakes from; if empty, none are made."""
     rng = random.Random(f"episode/{play.seed}")
     actions: list[Action] = []
     turns: list[Turn] = []
@@ -119,21 +123,21 @@ def _play_episode(
 
 
 def _first_turns(observation: str | Sequence[Mapping[str, str]]) -> list[Turn]:
-    """Return the messages of the first observation; none if there is nothing to read beside the prompt."""
+    """Return the messages of the first observation; none if the environment shows nothing besides the prompt."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}] if observation else []
     return [dict(message) for message in observation]
 
 
 def _observation_turns(observation: str | tuple[str, ...]) -> list[Turn]:
-    """Return one message, or one for the result of each call."""
+    """Return an observation as one message, or as one message for the result of each call."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     return [{"role": "tool", "content": result} for result in observation]
 
 
 def _to_last_turn(turns: Iterable[Turn]) -> list[Turn]:
-    """Return the turns up to the policy's last one: it never reads what stands after that."""
+    """Return the messages up to the policy's last turn; the policy never reads the later ones."""
     kept_turns = list(turns)
     while kept_turns and kept_turns[-1]["role"] != "assistant":
         kept_turns.pop()

@@ -1,12 +1,12 @@
-"""Prefixes of recorded episodes as prompts of a merge: the student writes one turn after each, and no environment runs.
+"""Make prompts of prefixes of recorded episodes. In a merge the student writes one turn after each; no environment runs.
 
     episode    P P P  T T T  o o  T T  o o  T T          P prompt, T turn of the expert or the solver, o observation
     prompts    P P P
                P P P  T T T  o o
                P P P  T T T  o o  T T  o o
 
-A prompt is text, with special tokens spelled out. It counts only if the student's tokenizer makes the very ids of it that a
-rollout of the same turns has: so the expert is asked about sequences that it knows.
+A prompt is text, with special tokens spelled out. It is used only if the student's tokenizer encodes it to the same ids that a
+rollout of the same turns has. So the expert is asked about sequences of the kind that it was trained on.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ TURN = "turn"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefixes:
-    """Rows of a prompts file."""
+    """Prefixes as rows of a prompts file."""
 
     rows: tuple[dict[str, Any], ...]
     left_out: int
-    """Prefixes whose text would become other tokens."""
+    """Number of prefixes that are left out because their text would become other tokens."""
 
 
 def read_prefixes(
@@ -47,10 +47,11 @@ def read_prefixes(
     parser: str = AUTO,
     variables: Mapping[str, Any] | None = None,
 ) -> Prefixes:
-    """Return a row for every turn of every episode in a file, in order. The answer is the turn, unless it is a mistake. `ends` are the
-    model's end tokens, beside the tokenizer's own; `day`, `parser` and `variables` as for `EpisodeEncoder`.
+    """Return a row for every turn of every episode in a file, in order.
 
-    Raises: PromptError for a broken row, or if no prefix is left; ModelError for a chat template that cannot append.
+    The row's answer is the turn, or empty if the turn is a mistake. `ends`: end tokens of the model besides the tokenizer's.
+    `day`, `parser` and `variables`: see `EpisodeEncoder`. Raises: PromptError for a broken row, or if no prefix is left;
+    ModelError for a chat template to which turns cannot be appended.
     """
     encoder = EpisodeEncoder(tokenizer, day, parser, ends, variables)
     rows: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@
       {"role": "user", "content": "b2:"},
       {"role": "assistant", "content": "S"}]}                  learned, its end token included
 
-`messages` follow the prompt. Without a `prompt` those before the first turn of the assistant are the prompt, as chat.
+`messages` follow the prompt. Without a `prompt`, the messages before the assistant's first turn are the prompt, as a chat.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class EpisodeRow:
     prompt: str | Messages
     """Text for a dialogue in plain text, messages for one through the chat template."""
     observations: tuple[tuple[Turn, ...], ...]
-    """What stands before each turn; before the first one perhaps nothing."""
+    """The messages before each turn; before the first turn there may be none."""
     turns: tuple[Turn, ...]
-    """What the assistant says, as many as `observations`."""
+    """The assistant's turns, as many as `observations`."""
     tools: tuple[Tool, ...] = ()
     asks: bool = True
-    """False if the row has no `prompt` of its own, so that no merge can read the file."""
+    """True if the row has a column `prompt`. Without it no merge can read the file."""
 
 
 def is_learned(turn: Turn) -> bool:
@@ -51,8 +51,11 @@ def is_learned(turn: Turn) -> bool:
 
 
 def has_episodes(prompts: Path | PromptsConfig) -> bool:
-    """Return True if the first row of JSONL has `messages` and no `completion`; then every row has to. The first is that which a filter
-    keeps; where a pipeline reads `messages` as another column, they are no episodes. Raises: PromptError."""
+    """Return True if a source holds episodes, which its first row decides: it is JSONL, with `messages` and no `completion`.
+
+    The first row is the first that the pipeline's filter keeps. If the pipeline reads `messages` as one of our columns, such
+    as the prompt, they are no episodes. Raises: PromptError.
+    """
     source, config = find_source(prompts), as_prompts_config(prompts)
     if source.kind != "jsonl" or "messages" in config.columns.values():
         return False
@@ -98,7 +101,7 @@ def read_episode(row: Any) -> EpisodeRow:
 
 
 def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...], tuple[Turn, ...]]:
-    """Split into the messages before each turn of the assistant, and these turns. What follows the last one nobody answers."""
+    """Return the messages before each turn of the assistant, and these turns. Messages after the last turn are dropped."""
     indices = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
     starts = [0, *(index + 1 for index in indices)]
     observations = tuple(tuple(islice(messages, start, index)) for start, index in zip(starts, indices, strict=False))
@@ -106,7 +109,7 @@ def _split_turns(messages: Sequence[Turn]) -> tuple[tuple[tuple[Turn, ...], ...]
 
 
 def _turn_problem(turn: Any) -> str:
-    """Describe what is wrong with one message; empty if it can be learned or read."""
+    """Describe what is wrong with one message; empty if nothing is."""
     if not isinstance(turn, dict):
         return f"{turn!r:.60}"
     if turn.get("tool_calls") or turn.get("function_call"):
@@ -123,7 +126,7 @@ def _turn_problem(turn: Any) -> str:
 
 
 def _check_observations(observations: Sequence[Sequence[Turn]]) -> None:
-    """Raises: BrokenRow unless each is one message, or the results of a turn's calls."""
+    """Refuse observations that are neither one message nor the results of a turn's calls. Raises: BrokenRow."""
     for messages in observations:
         if len(messages) != 1 and {turn["role"] for turn in messages} != {"tool"}:
             roles = " and ".join(turn["role"] for turn in messages) or "nothing"
@@ -134,14 +137,14 @@ def _check_observations(observations: Sequence[Sequence[Turn]]) -> None:
 
 
 def _refuse_repeated_prompt(prompt: str | Messages, first_message: Turn) -> None:
-    """Raises: BrokenRow if `messages` begin with the prompt once more, as in some public data sets."""
+    """Refuse `messages` that begin with the prompt again, as in some public data sets. Raises: BrokenRow."""
     question = prompt if isinstance(prompt, str) else prompt[-1]["content"] if prompt else ""
     if first_message["role"] != "assistant" and question.strip() and first_message["content"] == question:
         raise BrokenRow("`messages` that begin with the prompt once more", "delete the column `prompt`")
 
 
 def _read_tool(schema: Any) -> Tool:
-    """Raises: BrokenRow."""
+    """Return the tool that OpenAI's schema describes. Raises: BrokenRow."""
     function = schema.get("function") if isinstance(schema, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BrokenRow(f"the tool {schema!r:.60}", 'give tools as {"type": "function", "function": {"name": ...}}')

@@ -1,1 +1,1 @@
-"""Experts by reinforcement: a recipe that makes a pipeline without teachers, of which `pipelines.reinforce` makes an expert."""
+"""Experts by reinforcement: a recipe for a pipeline without teachers, which `pipelines.reinforce` runs to make an expert."""

@@ -1,11 +1,12 @@
-"""The pipeline of an expert by reinforcement: a merge's, without teachers, with what is known to work where a spec says nothing.
+"""The pipeline of an expert by reinforcement. It is a merge without teachers; where the spec says nothing, it has defaults that
+are known to work.
 
-    ppo    one response a prompt; a critic from the base's backbone says what each state is worth
-    grpo   eight responses a prompt, each compared with their mean and spread
-    rloo   eight responses a prompt, each compared with the mean of the others
+    ppo    one response per prompt; a critic, made from the base, estimates what each state is worth
+    grpo   eight responses per prompt, each compared with their mean and spread
+    rloo   eight responses per prompt, each compared with the mean of the others
 
-The critic's own defaults are with its section, `objective.reward.baseline`. With `kl_to_base` the base is the one teacher, and
-the exact divergence from it has its own mean beside that of the reward: neither is part of the other.
+The critic's defaults are those of its section, `objective.reward.baseline`. With `kl_to_base` the base is the only teacher,
+and the exact divergence from it is a loss of its own beside the reward; it is not subtracted from the reward.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ BASELINES: dict[str, dict[str, Any]] = {
     "rloo": {"kind": "leave_one_out"},
 }
 """Method -> `objective.reward.baseline`."""
-OF_THE_DOMAIN = {"prompts", "environment", "agent", "eval"}
-"""Keys of an expert that are those of a pipeline's domain."""
+DOMAIN_KEYS = {"prompts", "environment", "agent", "eval"}
+"""Keys of an expert in the spec that a pipeline's domain has too."""
 GROUP = 8
 """Responses to a prompt, for the methods that compare them."""
 SAMPLES = 128
 """Responses of a step."""
 MONITORS: dict[str, Any] = {"entropy": {"warn": None}, "disagreement": {"warn": None}, "grad_norm": {"warn": 100}}
-"""An expert is meant to leave its base; and a gradient of rewards is nearly zero in a step whose answers are all alike."""
+"""Limits of monitors that differ from the pipeline's defaults. An expert is meant to move away from its base, so entropy and
+disagreement mean nothing. And the gradient is nearly zero in steps whose answers are all alike, so its norm varies a lot."""
 
 
 def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
@@ -40,7 +42,8 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     if kl:
         limit = sections["trainer"].get("max_grad_norm", 1.0)
         reward["baseline"] = _critic_clipped(reward["baseline"], limit)
-        # All gradients are 1/kl times as large as those of a divergence that weighs kl. AdamW does not see that, a clipped norm does.
+        # `_beside_base` gives the divergence the weight 1 and the reward 1/kl, instead of kl and 1. So all gradients are 1/kl
+        # times as large. AdamW does not notice the factor, but the limit of the norm has to be scaled too.
         sections["trainer"] = {**sections["trainer"], "max_grad_norm": _divide_by_kl(kl, limit)}
     guarded = spec.guard is not None and expert.guard is not False and expert.has_episodes
     return {
@@ -60,7 +63,7 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
 
 
 def _build_domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
-    return expert.model_dump(include=OF_THE_DOMAIN | ({"guard"} if guarded else set()), exclude_none=True)
+    return expert.model_dump(include=DOMAIN_KEYS | ({"guard"} if guarded else set()), exclude_none=True)
 
 
 def _build_defaults(method: str) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:
-    """Return the base as the one teacher: a divergence that weighs 1 beside a reward that weighs 1/kl, from its first step to its last."""
+    """Return sections with the base as the only teacher: the divergence has the weight 1, the reward its own divided by kl."""
     weighed = {**reward, "weight": _divide_by_kl(kl, reward.get("weight", 1.0))}
     schedule = reward.get("schedule")
     if isinstance(schedule, dict) and "to" in schedule:
@@ -88,7 +91,7 @@ def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> 
 
 
 def _critic_clipped(baseline: Any, limit: Any) -> Any:
-    """Add the spec's gradient limit to a critic's baseline: the critic's loss knows nothing of kl, so its gradients are clipped where the spec says."""
+    """Add the spec's gradient limit to a critic's baseline. The critic's loss does not depend on kl, so its limit is not scaled."""
     named = {"kind": baseline} if isinstance(baseline, str) else baseline
     if not isinstance(named, dict) or named.get("kind") != "critic":
         return baseline
@@ -96,7 +99,10 @@ def _critic_clipped(baseline: Any, limit: Any) -> Any:
 
 
 def _divide_by_kl(kl: float, value: Any) -> Any:
-    """Return a number of the spec over kl. YAML takes `1e-2` for text; what is no number above 0 the pipeline's check refuses as it is."""
+    """Return a number of the spec divided by kl. It may be text, because YAML reads `1e-2` as text.
+
+    Any value that is no number above 0 is returned unchanged, so that the pipeline's checks name it in their error.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):

@@ -1,7 +1,7 @@
-"""The YAML of `opd experts train` with a method of reinforcement: one base, and for each expert where its rewards come from.
+"""The YAML of `opd experts train` with a method of reinforcement: one base, and the source of rewards of each expert.
 
-An expert by reinforcement is a merge without teachers. So everything but base and domains is a section of a pipeline, under
-its own name, and what is left out is as `experts.rl.recipe` says. Needs no torch.
+An expert by reinforcement is made by a merge without teachers. So everything but base and experts is a section of a pipeline,
+with the same name; `experts.rl.recipe` has the defaults. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ReinforcedExpert(Sections):
 
     @property
     def has_episodes(self) -> bool:
-        """True if its rewards come from episodes, as a pipeline's domain has it."""
+        """True if its rewards come from episodes; the same as `DomainConfig.has_episodes`."""
         return self.environment is not None or self.agent is not None
 
 
@@ -90,13 +90,13 @@ class ReinforceSpec(FromBase, Sections):
         return self
 
     def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
-        """Return the sections of one expert: the spec's, with the expert's own keys over them."""
+        """Return the sections of one expert: the spec's sections, in which the expert's own keys replace the spec's."""
         expert = self.experts[name]
         return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}
 
 
 def merge_mappings(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `overrides` put over its own; mappings are merged key by key, unless `kind` changes."""
+    """Return `base` with values replaced by those of `overrides`. Mappings are merged key by key, unless their `kind` differs."""
     merged = dict(base)
     for key, value in overrides.items():
         old = merged.get(key)

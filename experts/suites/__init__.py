@@ -37,12 +37,12 @@ DOMAINS: dict[str, Mapping[str, object]] = {
 def write_suite(
     suite: str, out: Path, *, domains: list[str] | None = None, train: int, eval: int, seed: int
 ) -> dict[str, dict[str, Path]]:
-    """Write both files of every domain (all of the suite's without `domains`), whole or not at all.
+    """Write both files of every domain in `domains`, or of all domains of the suite. Each file is written whole or not at all.
 
-    Train and eval share no prompt, and the eval rows do not depend on how many train rows are asked for.
+    `train` and `eval` are numbers of rows. The two files share no prompt, and the eval rows do not depend on `train`.
     Returns: {domain: {"train": path, "eval": path}}.
-    Raises: ConfigError for an unknown suite or domain, a row count below 1, or more different rows than a domain has. A domain
-    of `rewards` gives as many train rows as it has, but not none.
+    Raises: ConfigError for an unknown suite or domain, for a number below 1, or for more rows than a domain has different
+    ones. A domain of `rewards` may write fewer train rows than asked for, but at least one.
     """
     _check_known(suite, SUITES, "suite")
     for domain in domains or ():

@@ -3,10 +3,10 @@
     hanoi     hanoi aabca=     bc   aacca=   ...    the Towers of Hanoi with five disks, up to 31 moves
     maze      maze b a1d4=     r    b1d4=    ...    one of two mazes that the prompt does not show
     sorting   sorting 514320=  1    154320=  ...    digits into order by swaps of neighbours
-    number    number 4:90=     47   48:90=   ...    a number, of which the range that is left is told
+    number    number 4:90=     47   48:90=   ...    guess a number; each answer tells the range that is left
 
-A row is a task of an environment with an episode that its solver plays, with mistakes on purpose, in `messages`. The prompt
-and the metadata are for a merge and its exams, the messages for the training of experts.
+A row is a task of an environment together with an episode, in `messages`, that the environment's solver plays with mistakes
+on purpose. A merge and its exams use the prompt and the metadata, the training of experts uses the messages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class AgentDomain:
     """Tasks of one environment, and how long they are played."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment's tasks are like."""
+    """Options of the environment that decide on its tasks."""
     max_turns: int
-    """Longest episode: a solver needs fewer turns, but mistakes take turns too."""
+    """Most turns of an episode. A solver needs fewer, but mistakes take turns too."""
     tasks: int = 20000
-    """Different tasks at most; some domains have few states."""
+    """Most different tasks; some domains have few states."""
     held_out: int = 200
-    """The first so many tasks come once. Further episodes, when all tasks are there, are of the others again."""
+    """The first `held_out` tasks come only once. If more rows than tasks are asked for, the other tasks come again."""
 
 
 DOMAINS: dict[str, AgentDomain] = {
@@ -44,7 +44,7 @@ DOMAINS: dict[str, AgentDomain] = {
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return `count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    """Return `count` rows, the same for the same arguments. Prompts come again only when all tasks of the domain were used."""
     return play_games(domain, DOMAINS[domain], count, PlaySettings(max_turns=DOMAINS[domain].max_turns, seed=seed))
 
 

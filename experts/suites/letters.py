@@ -13,8 +13,8 @@ Three take several steps, each of which rests on the one before, so that one sli
     swap     swp 4193=     1493 / 1439 / 1349                   two neighbours change places, until all are in order
     duel     due 63809=    6389 / 689 / 69 / 9                  the smaller of two neighbours drops out, until one is left
 
-(`/` is a line break.) In `swap` and `duel` each line can be continued in several ways. The rows choose one by chance; all
-are right and end in the same last line. Where there are lines of working, the `answer` is the last line: verifier `last_line`.
+(`/` is a line break.) In `swap` and `duel` each line can be continued in several ways, and rows choose one at random. All ways
+are right and end in the same last line. That last line is the `answer`, so exams need the verifier `last_line`.
 
 Every character is one token, so lengths in tokens are lengths in characters.
 """
@@ -58,7 +58,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return one token per character; ids 0-3 are <pad> <bos> <eos> <unk>, then `CHARACTERS` in order."""
+    """Return a tokenizer with one token per character: ids 0 to 3 are <pad> <bos> <eos> <unk>, then come the `CHARACTERS`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -149,7 +149,7 @@ def _remove_letter(text: str, i: int) -> str:
 
 
 def _sample_lines(rng: random.Random, start: str, next_lines: Callable[[str], list[str]]) -> list[str]:
-    """Return the lines after `start`, each a random one of those that may come next, until none may."""
+    """Return the lines after `start`. Each is chosen at random from `next_lines` of the line before, until there are none."""
     lines = [start]
     while following := next_lines(lines[-1]):
         lines.append(rng.choice(following))

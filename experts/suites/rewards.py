@@ -1,6 +1,6 @@
-"""Tasks without a text to copy: many answers are right, a judge or a game tells, and nobody writes one down.
+"""Tasks without a reference answer: several answers are right, and a verifier or a game decides.
 
-Four have one turn, in which one of several right answers will do:
+Four have one turn, in which any of the right answers will do:
 
     between   btw 23:35=    29        a number between the two
     ascend    asc 39174=    379       three of the digits, in ascending order
@@ -9,8 +9,8 @@ Four have one turn, in which one of several right answers will do:
 
 Two are games of several turns, which end with the reward: `sorting` and `number` of `opd.environments`.
 
-The `completion`, or the turns of a game, are blind attempts: they have the form of an answer and are right by chance. A base
-that learned them sometimes succeeds, which is what reinforcement needs; there is nothing more to imitate in them.
+The `completion`, or the turns of a game, are blind attempts: they have the form of an answer and are right only by chance. A
+base that has learned them succeeds sometimes, and reinforcement needs no more to begin with.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ DRAWS_PER_ROW = 50
 LETTERS = string.ascii_lowercase
 ASCENDING, AVOIDING = 3, 3
 VERIFIER = "experts.suites.rewards:judge"
-"""What a pipeline names as the verifier of the domains of one turn: `{kind: python, function: ...}`."""
+"""Name of the verifier of the domains with one turn, for a pipeline: `{kind: python, function: ...}`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skill:
-    """One domain of one turn."""
+    """One domain with one turn."""
 
     code: str
     draw: Callable[[random.Random], str]
     """Draws a task."""
     guess: Callable[[random.Random, str], str]
-    """An attempt of somebody who knows the form of an answer to this task and nothing else."""
+    """Makes an attempt at this task that has the form of an answer, but is right only by chance."""
     right: Callable[[str, str], bool]
-    """Whether a text answers the task."""
+    """Returns True if a text (second argument) is a right answer to a task (first argument)."""
     tasks: int = 20000
-    """Different tasks at most; a domain that has fewer than are asked for gives these."""
+    """Most different tasks; if more are asked for, only so many are made."""
 
 
 def judge(text: str, answer: str, metadata: Mapping[str, Any]) -> float:
-    """Return True if the text is one of the right answers: the verifier of the domains of one turn."""
+    """Return 1 if the text is one of the right answers, else 0. This is the verifier of the domains with one turn."""
     return float(SKILLS[metadata["domain"]].right(metadata["task"], text.strip()))
 
 

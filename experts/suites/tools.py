@@ -1,12 +1,12 @@
-"""Tasks with tools for a real instruct model, small enough that SmolLM2-135M-Instruct learns them from some hundreds of episodes.
+"""Tasks with tools for a real instruct model. SmolLM2-135M-Instruct learns them from a few hundred episodes.
 
     calculator   Work out 595-901*309.                  calculate(expression)           2 turns
     lookup       What is the city of the boss of Ann?   look_up(name, field)            2 or 3 turns
     boxes        Now: cup: red ... Wanted: cup: blue    move(thing, box)                2 or 3 turns
 
-Prompts are chat messages. A tool answers a wrong call with an error or a result that does not help, and a wrong answer with a
-hint, and the agent may go on. A row is a task with an episode of the environment's solver, as in `experts.suites.agents`; in a
-fifth of the turns it does something of another task, so the episodes show how mistakes are mended.
+Prompts are chat messages. After a wrong call a tool returns an error or a result that does not help; after a wrong answer the
+agent gets a hint and may go on. As in `experts.suites.agents`, a row is a task with an episode of the environment's solver. In
+a fifth of the turns the solver does something that belongs to another task, so that episodes show how to recover.
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ DOMAINS: dict[str, AgentDomain] = {
 
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return `count` rows, the same for the same arguments; their prompts differ until all tasks of the domain are there."""
+    """Return `count` rows, the same for the same arguments. Prompts come again only when all tasks of the domain were used."""
     chosen = DOMAINS[domain]
     return play_games(domain, chosen, count, PlaySettings(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))

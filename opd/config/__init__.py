@@ -1,6 +1,7 @@
-"""A pipeline file: typed, frozen, read once at the edge, unknown keys refused with the nearest known one.
+"""A pipeline file as typed, frozen objects. It is read once, at the start of a command; an unknown key is refused, with the
+nearest known one as a hint.
 
-Needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import torch.
+This package needs only pydantic and PyYAML, so `opd --help` and `opd pipelines` never import torch.
 Paths in a pipeline are relative to the directory that `opd` was started in.
 """
 

@@ -1,4 +1,4 @@
-"""The section `domains.NAME.environment.context`: what is done about an episode that outgrows the model's context."""
+"""The section `domains.NAME.environment.context`: how an episode goes on that outgrows the model's context."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 from opd.settings.strict import Strict
 
 PLACEHOLDER = "{summary}"
-"""Where the summary stands in `resume`."""
+"""Placeholder for the summary in `resume`."""
 
 
 class ContextConfig(Strict):

@@ -1,4 +1,4 @@
-"""The rules between what a role does and the devices that it has."""
+"""Checks that each role of a pipeline can do its work on the devices that it has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find_devices_problem(
 
 
 def _find_gpu_memory_problem(cluster: ClusterConfig, teachers: Teachers) -> PydanticCustomError | None:
-    """Return why no teacher can be kept on a GPU; None if it can."""
+    """Return why `teachers.gpu_memory` has no effect; None if it has one, or is not set."""
     if not isinstance(teachers, TransformersTeachers) or not teachers.gpu_memory or cluster.teacher_gpus:
         return None
     expected = "0: on a CPU teachers.memory keeps weights where they are used; set cluster.teacher_gpus if the workers have GPUs"
@@ -49,7 +49,7 @@ def _find_gpu_memory_problem(cluster: ClusterConfig, teachers: Teachers) -> Pyda
 
 
 def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomError | None:
-    """Return why an engine of so many processes cannot have so many GPUs for each; None if it can."""
+    """Return why an engine of `size` processes cannot have `gpus` GPUs for each process; None if it can."""
     if size == 1 or gpus in (0, 1):
         return None
     section = "teachers" if role == "teacher" else role
@@ -61,7 +61,7 @@ def _find_division_problem(role: str, gpus: float, size: int) -> PydanticCustomE
 
 
 def _find_map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCustomError | None:
-    """Return why a worker's layers cannot be divided among so many GPUs."""
+    """Return why `teachers.device_map` and `max_memory` do not fit a worker with `gpus` GPUs; None if they do."""
     with_gpus = f"with cluster.teacher_gpus {gpus:g}"
     if gpus > 1 and gpus % 1:
         expected = "a whole number: layers are divided among whole GPUs"

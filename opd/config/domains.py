@@ -1,4 +1,4 @@
-"""Who learns, from whom, and on which prompts."""
+"""The sections about models and prompts: the student, the experts, and the domains with their exams and environments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StudentConfig(Strict):
 
     @property
     def puts_in_front(self) -> bool:
-        """True if a prompt of plain text begins as the tokenizer has it."""
+        """True if a prompt of plain text begins with the special tokens that the tokenizer puts there."""
         return self.add_special_tokens is not False
 
 
@@ -183,8 +183,10 @@ class DomainConfig(Strict):
 
     @property
     def can_be_rewarded(self) -> bool:
-        """True if anything can judge the domain's responses in training. Where a student's answers are a replay of its expert's
-        episodes, no environment runs and the verifier of the exams judges whole episodes."""
+        """True if anything can judge the domain's responses in training.
+
+        Under `replay` nothing can: no environment runs, and the verifier of the exams judges whole episodes only.
+        """
         replay = self.environment is not None and self.environment.replay
         return not replay and (self.has_episodes or self.eval is not None)
 

@@ -1,5 +1,8 @@
-"""Settings of `domains.NAME.environment` against compounding drift: a weak student's errors add up over the turns of an
-episode, until it is lost and its expert has nothing to teach. docs/drift.md has the formulas and their sources."""
+"""Settings of `domains.NAME.environment` against compounding drift.
+
+A weak student's errors add up over the turns of an episode, until it is in a state about which its expert has nothing to
+teach. Each setting is called a cure here. docs/drift.md has the formulas and their sources.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +66,15 @@ class TurnWeightsConfig(Strict):
 
 
 def count_worker_engines(domains: Mapping[str, DomainConfig]) -> int:
-    """Return the number of engines of a rollout worker: an expert that writes turns has one of its own."""
+    """Return the number of engines in a rollout worker: 2 if experts write turns, because they need an engine of their own."""
     return 2 if any(domain.environment and domain.environment.teacher_turns for domain in domains.values()) else 1
 
 
 def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: ObjectiveConfig) -> None:
-    """Refuse cures that contradict each other, the environment or the objective. Raises: PydanticCustomError."""
+    """Refuse settings of this module that contradict each other, the environment or the objective.
+
+    Raises: PydanticCustomError.
+    """
     for name, domain in domains.items():
         environment = domain.environment
         if environment is None:
@@ -89,7 +95,7 @@ def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: Object
 
 
 def _refuse_beside_replay(section: str, domain: DomainConfig, environment: EnvironmentConfig) -> None:
-    """Raises: PydanticCustomError."""
+    """Refuse settings that do not go with `replay`. Raises: PydanticCustomError."""
     cures = [key for key in ("curriculum", "teacher_turns", "turn_weights") if getattr(environment, key) is not None]
     if cures:
         raise _drift_error(
@@ -106,7 +112,7 @@ def _refuse_beside_replay(section: str, domain: DomainConfig, environment: Envir
 
 
 def _refuse_objective(key: str, objective: ObjectiveConfig) -> None:
-    """Raises: PydanticCustomError for an objective under which not every token can be trained with a weight of its own."""
+    """Refuse an objective that cannot give each token a weight of its own. Raises: PydanticCustomError."""
     if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
         raise _drift_error(
             key,

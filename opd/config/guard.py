@@ -115,7 +115,9 @@ class GuardConfig(Strict):
 
 
 def merge_guard(section: GuardConfig | None, overrides: bool | Mapping[str, Any] | None) -> GuardConfig | None:
-    """Return the guard of a domain: the pipeline's section with the keys that differ in the domain; None: there is none.
+    """Return the guard of a domain: the pipeline's section with the domain's own keys in place of the same keys there.
+
+    `overrides`: the domain's key `guard`. Returns None if the domain has no guard.
 
     Raises: ValidationError for keys that no guard has.
     """
@@ -129,7 +131,7 @@ def merge_guard(section: GuardConfig | None, overrides: bool | Mapping[str, Any]
 def refuse_useless_guard(
     section: GuardConfig | None, domains: Mapping[str, DomainConfig], rewarded: Collection[str]
 ) -> None:
-    """Refuse a guard that has nothing to look at, keys without a section, and `negative` without a reward.
+    """Refuse a guard that has nothing to check, a domain's keys without a section, and `negative` without a reward.
 
     `rewarded` are the domains that train on rewards. Raises: PydanticCustomError.
     """

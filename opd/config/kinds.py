@@ -1,4 +1,4 @@
-"""What sections share that choose one of several kinds, by a name alone or by a mapping with `kind` and options."""
+"""Shared code of sections that choose one of several kinds: by a name alone, or by a mapping with `kind` and options."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from opd.settings.near import find_nearest
 
 @dataclass(frozen=True, slots=True)
 class NameOrMapping:
-    """Reads a name alone as the kind with its defaults, so that a pipeline, once read, has one form only."""
+    """Annotation for pydantic: a name alone is read as a mapping with that `kind`, so that code sees one form only."""
 
     error: str
-    """Type of the error for an unknown kind."""
+    """Type of pydantic's error for an unknown kind."""
     key: str
-    """Key of the section."""
+    """Key of the section, from the top of the pipeline."""
     kinds: tuple[str, ...]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -29,7 +29,7 @@ class NameOrMapping:
         return {"oneOf": [{"enum": list(self.kinds), "type": "string"}, *handler(schema)["oneOf"]]}
 
     def _read_section(self, value: Any) -> Any:
-        """Read a name as a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
+        """Turn a name into a mapping. Raises: PydanticCustomError for an unknown kind, with the nearest known one."""
         if isinstance(value, str):
             value = {"kind": value}
         if isinstance(value, Mapping) and value.get("kind") not in self.kinds:
@@ -49,12 +49,16 @@ class NameOrMapping:
 
 
 def discriminate_by_kind(error: str) -> Discriminator:
-    """Tells the classes of a section apart; the tag of a class is its `kind` after a tilde."""
+    """Return the discriminator by which pydantic chooses a section's class. The tag of a class is a tilde and its `kind`."""
     return Discriminator(
         kind_tag, custom_error_type=error, custom_error_message="a kind, or a mapping with `kind` and options"
     )
 
 
 def kind_tag(value: Any) -> str:
-    """Return the tag of a section: its `kind` after a tilde, by which `opd.settings.yaml_files.keys_of` knows that no user wrote it."""
+    """Return the tag of a section: a tilde and its `kind`.
+
+    pydantic puts tags among the keys of an error. By the tilde `opd.settings.yaml_files.keys_of` knows that the user did
+    not write this one.
+    """
     return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"

@@ -1,4 +1,4 @@
-"""The section `monitors`: from which reading of a signal on something is done."""
+"""The section `monitors`: the limits of each signal, and what happens when a reading reaches one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from opd.settings.strict import Strict
 
 ACTIONS = ("warn", "pause", "stop")
-"""What a monitor does, the hardest last."""
+"""What a monitor can do, from the mildest to the hardest."""
 
 
 class SignalLimits(Strict):

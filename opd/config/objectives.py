@@ -28,9 +28,9 @@ OBJECTIVES = {
     "top_k": "opd.losses.top_k:TopKConfig",
     "none": "opd.losses.none:NoDivergenceConfig",
 }
-"""`objective.kind` -> the class of its section. Named, not imported: a pipeline is checked against the names alone."""
+"""`objective.kind` -> the class of its section. Only the class of the kind in use is imported, when it is used."""
 DEFAULT_KIND = "adaptive_kl"
-"""What a section without `kind` is; that class has it as its default too."""
+"""Kind of a section without `kind`; the field `kind` of that class has the same default."""
 SECTION = "a class on top of opd.config.objectives.ObjectiveConfig, as module:Class"
 
 
@@ -66,17 +66,17 @@ class ObjectiveConfig(Strict):
 
     @property
     def has_critic(self) -> bool:
-        """True if a second model says what states are worth."""
+        """True if a critic, a second model, estimates what states are worth."""
         return self.reward is not None and isinstance(self.reward.baseline, CriticBaseline)
 
     @property
     def wants_baseline(self) -> bool:
-        """True if the objective subtracts a mean over other rows: then all rows of a step must be there before training."""
+        """True if the objective subtracts a mean over other rows, so that training needs all rows of a step before it starts."""
         return False
 
     @property
     def top_k(self) -> int:
-        """Number of its likeliest tokens that a teacher gives at each position."""
+        """How many of its likeliest tokens a teacher has to give at each position."""
         return 0
 
     def problem_with(self, payload: str) -> PydanticCustomError | None:
@@ -106,7 +106,7 @@ class ObjectiveConfig(Strict):
         )
 
     def build(self) -> Objective:
-        """Make the objective from those keys of the section that it has as fields."""
+        """Make the objective from the keys of the section that are also fields of `OBJECTIVE`."""
         objective: Objective = self.OBJECTIVE(**{f.name: getattr(self, f.name) for f in fields(self.OBJECTIVE)})
         return objective
 
@@ -134,7 +134,7 @@ def build_default_objective() -> ObjectiveConfig:
 
 
 class _ByKind:
-    """Reads the section with the class of its `kind`."""
+    """Annotation for pydantic: the section is read with the class of its `kind`."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(_read_objective, handler(source))
@@ -147,7 +147,8 @@ def _read_objective(value: Any) -> ObjectiveConfig:
     if isinstance(value, ObjectiveConfig):
         return value
     kind = value.get("kind", DEFAULT_KIND) if isinstance(value, Mapping) else DEFAULT_KIND
-    if kind not in list(OBJECTIVES) and not is_import_name(kind):  # it may be anything, a list too
+    # A list of names, because a dictionary would raise for a kind that cannot be hashed, such as a YAML list.
+    if kind not in list(OBJECTIVES) and not is_import_name(kind):
         near = find_nearest(kind, OBJECTIVES) if isinstance(kind, str) else None
         raise PydanticCustomError(
             "objective_kind",

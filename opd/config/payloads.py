@@ -13,11 +13,11 @@ PAYLOADS = {
     "top_k": "opd.payloads.top_k:TopTokens",
     "none": "opd.payloads.none:Unscored",
 }
-"""Named, not imported: a pipeline is checked against the names alone."""
+"""Value of `teachers.payload` -> its class. Only the class in use is imported, when it is used."""
 
 
 def _check_payload(value: Any) -> Any:
-    if value in list(PAYLOADS):  # it may be anything, a list too
+    if value in list(PAYLOADS):  # a list, because a dictionary would raise for a value that cannot be hashed
         return value
     *most, last = map(repr, PAYLOADS)
     raise PydanticKnownError("literal_error", {"expected": f"{', '.join(most)} or {last}"})

@@ -1,4 +1,4 @@
-"""The whole file: its sections, the rules between them, and its rounds."""
+"""The whole pipeline: its sections, the rules that hold between sections, and its rounds."""
 
 from __future__ import annotations
 
@@ -278,19 +278,22 @@ class PipelineConfig(Strict):
 
 
 def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
-    """Return how far beyond its experts a domain's student is trained: `extrapolate` of the domain, else of the objective."""
+    """Return how far beyond its experts the student is trained in a domain: the domain's `extrapolate`, else the objective's."""
     own = config.domains[domain].extrapolate
     return config.objective.extrapolate if own is None else own
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:
-    """Return True if the trainer says what the student as the merge begins would, so that no teacher has to: LoRA leaves its weights
-    as they are. Not under a baseline, which has to be known before the trainer computes anything."""
+    """Return True if the trainer itself can compute the log-probs of the start, so that no teacher has to.
+
+    It can with LoRA, which leaves the start's weights as they are. It cannot if the objective subtracts a baseline, because
+    the baseline is needed before the trainer computes anything.
+    """
     return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _extrapolation_error(config: PipelineConfig, domain: str, other_setting: str, expected: str) -> PydanticCustomError:
-    """Return the error about a domain's `extrapolate`, which does not go with something else."""
+    """Return the error that a domain's `extrapolate` does not go with `other_setting`."""
     section = "objective" if config.domains[domain].extrapolate is None else f"domains.{domain}"
     actual = f"{domain_extrapolation(config, domain):g} with {other_setting}"
     return PydanticCustomError(
@@ -299,7 +302,7 @@ def _extrapolation_error(config: PipelineConfig, domain: str, other_setting: str
 
 
 def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Return why `objective.reward` has nothing to train on; None if it has, or is not there."""
+    """Return what is wrong with the keys about rewards, or missing for them; None if nothing is."""
     reward = config.objective.reward
     reward_source = "an environment, an agent, or an eval whose verifier judges the responses"
     for name, domain in config.domains.items():
@@ -328,7 +331,7 @@ def _reward_error(key: str, actual: str, expected: str) -> PydanticCustomError:
 
 
 def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | None:
-    """Return what a pipeline without teachers must not have, or lacks; None if all is well."""
+    """Return what a pipeline with `teachers.engine: none` must not have, or what it lacks; None if all is well."""
     taught = next((name for name, domain in config.domains.items() if domain.teachers is not None), None)
     idle = next((name for name, domain in config.domains.items() if not domain.is_rewarded), None)
     if config.experts != {}:
@@ -345,25 +348,26 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
-    """Return a pipeline of one round for each round; all start from the pipeline's student."""
+    """Return for each round a pipeline of that round alone. All of them name the student with which the first round starts."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
     return [PipelineConfig.model_validate(_build_round_data(config, index)) for index in range(num)]
 
 
 def _build_round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
-    """Return the pipeline of round `index`, from 0, not validated yet."""
+    """Return the pipeline of round `index`, counted from 0, not validated yet."""
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}
     if isinstance(config.rounds, list):
         for key, value in config.rounds[index].model_dump(exclude_defaults=True).items():
-            section = key in ("rollout", "objective", "trainer") and "kind" not in value
             if key == "teachers":
                 value = change_teachers(data[key], value)
-            data[key] = {**data[key], **value} if section else value
+            elif key in ("rollout", "objective", "trainer") and "kind" not in value:
+                value = {**data[key], **value}  # only these keys differ
+            data[key] = value
     return data
 
 
 def is_overlapped(config: PipelineConfig) -> bool:
-    """Return True if the trainer starts while teachers still score: `schedule.overlap`, with `auto` decided."""
+    """Return True if the trainer starts a step while teachers still score it: `schedule.overlap`, or what `auto` means."""
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
@@ -377,8 +381,11 @@ def max_staleness(config: PipelineConfig) -> int:
 
 
 TOLERANCE = {"float32": 0.02, "bfloat16": 0.15}
-"""Nats a token. In float32 two right engines show 1e-6 to 1e-4; in bfloat16 with different kernels 0.04 to 0.09 (SmolLM2). A
-stale output head showed 0.31."""
+"""Compute type -> default of `sync.tolerance`, in nats per token.
+
+Measured with SmolLM2: two correct engines differ by 1e-6 to 1e-4 in float32, and by 0.04 to 0.09 in bfloat16 with different
+kernels. An output head that was not updated showed 0.31.
+"""
 
 
 def sync_tolerance(config: PipelineConfig) -> float:
@@ -390,7 +397,10 @@ def sync_tolerance(config: PipelineConfig) -> float:
 
 
 def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pipeline that a run recorded, with what an earlier release did where it had no key for it."""
+    """Return the pipeline that a run recorded, as this release would have to write it to do the same.
+
+    An earlier release had no key for some things. Where such a key is missing, it gets the value for what that release did.
+    """
     student = recorded.get("student")
     if not isinstance(student, Mapping):  # a damaged file, which is refused where it is checked
         return dict(recorded)
@@ -399,7 +409,7 @@ def as_begun(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drop_chat_columns(pipeline: dict[str, Any]) -> dict[str, Any]:
-    """Return the pipeline of a run that passed over system messages, tools and variables in columns of their own."""
+    """Return the pipeline with `CHAT_COLUMNS` switched off everywhere: the release that recorded it did not read them."""
     changed = dict(pipeline)
     if isinstance(domains := pipeline.get("domains"), Mapping):
         changed["domains"] = {name: _drop_domain_chat_columns(domain) for name, domain in domains.items()}

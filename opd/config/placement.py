@@ -1,4 +1,4 @@
-"""Where the workers of each role go on a Ray cluster of several nodes, in Ray's words."""
+"""The section `cluster.placement`: on which nodes of a Ray cluster the workers of each role run, in Ray's terms."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opd.settings.strict import Strict
 from opd.settings.wording import LABEL, SELECTED
 
 OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
-"""Ray's names of resources that other keys give."""
+"""Ray's resource -> the key that sets it instead of `resources`."""
 
 
 class RolePlacement(Strict):

@@ -1,4 +1,4 @@
-"""Where prompts come from: a path, or a mapping that also says which rows and columns of a data set are meant."""
+"""The source of prompts in a pipeline: a path, or a mapping that also chooses rows and columns of a data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RENDERING = {
     *("padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "strftime_now", "tokenize"),
     *("tokenizer_kwargs", "tools", "truncation"),
 }
-"""What decides how a chat template is rendered, or reaches it in another way: no variables of the template's own."""
+"""Names that no variable of a chat template may have: arguments of `apply_chat_template`, and variables that it sets itself."""
 
 
 def _refuse_rendering(variables: dict[str, Any]) -> dict[str, Any]:
@@ -95,16 +95,16 @@ class PromptsConfig(Strict):
 
     @property
     def prompt_column(self) -> str:
-        """The data set's name of the column that asks."""
+        """Name of the prompt column in the data set."""
         return self.columns.get("prompt") or "prompt"
 
     @property
     def named_columns(self) -> dict[Column, str]:
-        """Our name -> the data set's name, as far as they are written."""
+        """Our name of a column -> the data set's name, for the columns that the pipeline names and does not switch off."""
         return {column: name for column, name in self.columns.items() if name is not None}
 
     def without_columns(self, *names: Column) -> PromptsConfig:
-        """Return the same prompts, but for these columns, which are not read."""
+        """Return the same source, with these columns switched off."""
         return self.model_copy(update={"columns": {**self.columns, **dict.fromkeys(names)}})
 
 
@@ -117,9 +117,9 @@ Prompts = Annotated[
     Annotated[UserPath, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")],
     Discriminator(_prompts_kind),
 ]
-"""A path alone is a file or directory of this machine; only the mapping may name the hub."""
+"""A path alone is a file or directory on this machine; only the mapping may name a data set of the hub."""
 
 
 def as_prompts_config(prompts: Path | PromptsConfig) -> PromptsConfig:
-    """Return the mapping that a path alone is short for."""
+    """Return the mapping form of a source that may be a path alone."""
     return prompts if isinstance(prompts, PromptsConfig) else PromptsConfig(path=prompts)

@@ -117,7 +117,7 @@ class RewardConfig(Strict):
     """Deadline of a verifier for one response; late or failed ones give 0 and are counted."""
 
     def weight_at(self, step: int) -> float:
-        """Return the weight in this step, from 1: a function of nothing else, so that a resume has no state to restore."""
+        """Return the weight in this step, counted from 1. It depends on the step alone, so a resume has no state to restore."""
         if self.schedule is None:
             return self.weight
         progress = min(1.0, (step - 1) / (self.schedule.steps - 1))

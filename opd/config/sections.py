@@ -1,4 +1,4 @@
-"""The plain sections: engines, steps, files and machines, without rules between their keys."""
+"""The plain sections of a pipeline: engines, steps, files and machines. Few rules hold between their keys."""
 
 from __future__ import annotations
 
@@ -48,14 +48,16 @@ class RolloutConfig(Strict):
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if the rows of a step that begin alike are laid out as trees; see `opd.models.packing`."""
+        """True if rows of a step that begin with the same tokens are laid out as trees; see `opd.models.packing`."""
         return self.n > 1 if self.share_prefixes is None else self.share_prefixes
 
 
 MAX_UNSHARDED = 100_000
-"""Numbers up to which every rank holds a tensor whole: DeepSpeed's stage3_param_persistence_threshold."""
+"""A tensor of at most so many numbers is not sharded: every rank holds all of it (DeepSpeed's
+stage3_param_persistence_threshold)."""
 GATHERED_AT_ONCE, SUMMED_AT_ONCE = 1_000_000_000, 500_000_000
-"""Most weights that a rank has fetched from the others, and most gradients that wait to be added up, without `trainer.bucket`."""
+"""Defaults without `trainer.bucket`: the most weights that a rank has fetched from the others, and the most gradients that
+wait to be added up."""
 
 
 class ShorterConfig(Strict):

@@ -11,7 +11,7 @@ from opd.settings.strict import Name, Strict
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 TASK, ANSWER = "{task}", "{answer}"
-"""Where the task stands in `prompt`, and the answer in `result`."""
+"""Placeholders: the task in `prompt`, and the sub-agent's answer in `result`."""
 
 
 class SubAgentConfig(Strict):

@@ -1,4 +1,4 @@
-"""The section `teachers`: what scores, where, and what it sends. One class for each `engine`."""
+"""The section `teachers`: which engine scores, on which devices, and what it sends. Each `engine` has a class of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ServerConfig(Strict):
 
 
 def _find_url_problem(url: str) -> str | None:
-    """Return why a server's address cannot be used, without any password in it; None if it can."""
+    """Return why a server's address cannot be used, in words that leave out any password; None if it can be used."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
@@ -49,7 +49,7 @@ def _find_url_problem(url: str) -> str | None:
 
 
 def _parse_device(value: Any) -> int | str:
-    """Return a GPU's number, which JSON's keys have as text, or where else weights can be."""
+    """Return a GPU's number, `cpu` or `disk`. A number may come as text, because keys in JSON are text."""
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if number in ("cpu", "disk") or (type(number) is int and number >= 0):
         return number
@@ -264,7 +264,7 @@ def change_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
-    """True for None and for the key's default, as a file spells it or as it is parsed."""
+    """Return True for None and for the key's default, whether spelt as in a file (`8GiB`) or parsed (bytes)."""
     default = owner.model_fields[key].default
     parsed: Any = TypeAdapter(ByteSize).validate_python(default) if key == "memory" else default
     return value in (None, default, parsed)

@@ -1,4 +1,4 @@
-"""How an answer is judged: a name, or a mapping with `kind` and options."""
+"""The verifier that judges answers in an exam: a name, or a mapping with `kind` and options."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ class PythonConfig(Strict):
 
 
 VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice", "reasoning_gym"]
-"""Those that work without options."""
+"""The verifiers that work without options, which a name alone can choose."""
 
 VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function: module:function"}
 """The verifiers that need an option, each with that option."""
 
 
 def _check_verifier(value: Any) -> Any:
-    """Refuse an unknown name and suggest the nearest known one. The types check everything else."""
+    """Refuse an unknown name, with the nearest known one. pydantic's types then check everything else."""
     kind = value.get("kind") if isinstance(value, Mapping) else value
     if isinstance(value, str) and value in VERIFIER_OPTIONS:
         options = f"{{kind: {value}, {VERIFIER_OPTIONS[value]}}}"

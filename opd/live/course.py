@@ -1,4 +1,4 @@
-"""The course of a merge in few numbers: what a view needs of all records so far, without keeping them."""
+"""The course of a merge in few numbers: what a view needs from the records so far, without keeping all of them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from statistics import fmean
 from opd.records.step import StepRecord, compute_token_mean, select_domain
 
 WINDOW = 20
-"""Steps that a mean is taken over: a single step of one domain is noisy."""
+"""Number of steps over which means are taken, because a single step of one domain is noisy."""
 EVALUATE = "evaluate"
-"""The phase of an exam during the merge, which few steps have."""
+"""Name of the phase in which exams are taken during the merge; few steps have it."""
 
 
 class Course:
-    """Takes records one by one, in order."""
+    """Sums up the records of a merge, which it takes one by one, in order."""
 
     def __init__(self, steps: int, domains: Iterable[str] = (), records: Iterable[StepRecord] = ()) -> None:
-        """`steps` is how many the merge has in all; `domains` come in this order, and any others behind them."""
+        """`steps`: steps of the whole merge. `domains`: those to show first, in this order; others follow them."""
         self.steps = steps
         self.domains = dict.fromkeys(domains)
         self.before: Mapping[str, float] = {}
@@ -26,14 +26,15 @@ class Course:
         self.expert: Mapping[str, float] = {}
         """Accuracy of each domain's expert."""
         self.clear: Collection[str] | None = None
-        """The domains whose expert is better beyond chance; None: not known."""
+        """The domains whose expert is better than the student beyond chance; None if that is not known."""
         self.accuracy: Mapping[str, float] = {}
         """Accuracy in the newest exam, by domain."""
         self.exam_step: int | None = None
-        """The step after which that was."""
+        """Step after which the newest exam was taken."""
         self.checkpoint: int | None = None
-        """The newest checkpoint that is known of."""
+        """Step of the newest checkpoint in the records."""
         self.recent: deque[StepRecord] = deque(maxlen=WINDOW)
+        """Records of the last steps."""
         self.losses: list[float] = []
         """Loss of every step."""
         self.seconds = 0.0
@@ -59,12 +60,12 @@ class Course:
 
     @property
     def steps_done(self) -> int:
-        """Steps that are done."""
+        """Number of steps that are done."""
         return self.recent[-1].step if self.recent else 0
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the steps which are left will take, exams among them; None before the first step."""
+        """Estimated seconds for the remaining steps, exams included; None before the first step is done."""
         if not self.recent:
             return None
         exams = self._exam_s / len(self.losses)
@@ -72,20 +73,20 @@ class Course:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Response tokens a second over the last steps, exams left out."""
+        """Response tokens per second over the last steps, without the time of exams."""
         seconds = sum(_training_seconds(record) for record in self.recent)
         return sum(record.response_tokens for record in self.recent) / seconds if seconds else None
 
     def recent_mean(self, domain: str, key: str) -> float | None:
-        """Mean of a domain's number over the last steps, a token."""
+        """Return the mean per token of a domain's field `key` over the last steps."""
         return compute_token_mean(select_domain(list(self.recent), domain), key)
 
     def first_mean(self, domain: str, key: str) -> float | None:
-        """The same over the first steps."""
+        """Return the mean per token of a domain's field `key` over the first steps."""
         return compute_token_mean(select_domain(self._first_records, domain), key)
 
     def latest_reward(self, domain: str) -> float | None:
-        """Mean reward of a domain in the last step that has one."""
+        """Return a domain's mean reward in the newest of the last steps that has one; None if none has."""
         for record in reversed(self.recent):
             rewards = domain_rewards(record)
             if domain in rewards:
@@ -98,7 +99,7 @@ def _training_seconds(record: StepRecord) -> float:
 
 
 def domain_rewards(record: StepRecord) -> dict[str, float]:
-    """The mean reward of each domain that has one."""
+    """Return the mean reward of each domain that has one in this step."""
     if record.reward is not None:
         return {name: stats.reward for name, stats in record.reward.domains.items() if stats.episodes}
     return {name: stats.reward for name, stats in record.episodes.items() if stats.reward is not None}

@@ -1,4 +1,4 @@
-"""The displays of `opd merge` while it goes on: a screen on a terminal, a line a step elsewhere, JSON for scripts, or nothing."""
+"""The displays of a running `opd merge`: a screen on a terminal, else a line for each step, JSON for scripts, or nothing."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from opd.records.step import StepRecord
 from opd.text import escape_control_characters
 
 ON_SCREEN = {0: 2, 40: 8}
-"""Lines of a terminal -> sentences that stay on the screen from there on; older ones scroll away above it."""
+"""Smallest height of a terminal, in lines -> how many sentences stay on the screen. Older ones scroll away above it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """The facts that a display needs of a merge that begins or goes on."""
+    """What a display needs to know about a merge that begins or is resumed."""
 
     name: str
     root: Path
     steps: int
     domains: tuple[str, ...] = ()
     records: Sequence[StepRecord] = ()
-    """Those of the steps that are done."""
+    """Records of the steps that are done."""
 
 
 Displays = Callable[[RunStart], AbstractContextManager[Display]]
@@ -49,7 +49,7 @@ def _print_line(console: Console, line: str) -> None:
 
 
 class Silence:
-    """Nothing: errors and the result are not the display's."""
+    """Shows nothing. Errors and the result are still printed, since these are not the display's task."""
 
     def say(self, line: str) -> None: ...
 
@@ -63,7 +63,7 @@ class Silence:
 
 
 class Lines(Silence):
-    """A line for every sentence and every step."""
+    """Prints a line for every sentence and every step."""
 
     def __init__(self, console: Console, begun: RunStart) -> None:
         self._console = console
@@ -79,7 +79,7 @@ class Lines(Silence):
 
 
 class JsonLines(Silence):
-    """Every step as a line of JSON on standard output; sentences go to the display beside it."""
+    """Prints every step as a line of JSON on standard output, and passes sentences to another display."""
 
     def __init__(self, display: Display, steps: int) -> None:
         self._beside = display
@@ -98,9 +98,9 @@ def print_json(data: Mapping[str, object]) -> None:
 
 
 class Screen:
-    """One screen, drawn again every second. Sentences that leave it stay above it, whole, where a terminal scrolls back to.
+    """One screen, drawn again every second. Sentences that leave it are printed above it, in full, where the user can scroll.
 
-    A thread draws. It reads attributes that are replaced and never changed, so it sees each of them whole.
+    A thread draws. It reads attributes whose values are replaced and never changed in place, so it needs no lock.
     """
 
     def __init__(self, console: Console, begun: RunStart) -> None:
@@ -126,7 +126,8 @@ class Screen:
             _print_line(self._console, _format_step(self._course.recent[-1], self._course.steps))
 
     def say(self, line: str) -> None:
-        """Nothing is written here: a signal's handler says things too, in the middle of whatever the program writes."""
+        """Keep the sentence for the thread. Nothing is printed here, because a signal handler may call this while the program
+        is printing."""
         self._notes = (*self._notes, line)
 
     def doing(self, activity: str) -> None:
@@ -146,7 +147,7 @@ class Screen:
         self._scroll_notes(self._most_notes)
 
     def _scroll_notes(self, most: int) -> None:
-        """Move all sentences but the last few above the screen."""
+        """Print all sentences except the last `most` above the screen, and forget them."""
         above = self._notes[: max(0, len(self._notes) - most)]
         self._notes = self._notes[len(above) :]
         for line in above:
@@ -188,7 +189,7 @@ def step_facts(record: StepRecord) -> list[str]:
 
 
 def open_display(begun: RunStart) -> AbstractContextManager[Display]:
-    """Return a screen if standard error is a terminal, else lines on it: standard output holds only results."""
+    """Return a screen if standard error is a terminal, else lines there. Standard output is for results only."""
     console = Console(stderr=True)
     if not sys.stderr.isatty() or console.is_dumb_terminal:
         return nullcontext(Lines(console, begun))
@@ -196,7 +197,7 @@ def open_display(begun: RunStart) -> AbstractContextManager[Display]:
 
 
 def open_silent_display(begun: RunStart) -> AbstractContextManager[Display]:
-    """Return nothing to look at."""
+    """Return a display that shows nothing."""
     return nullcontext(Silence())
 
 

@@ -1,4 +1,4 @@
-"""Protocols that a merge needs of its display."""
+"""The protocol of a merge's display."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from opd.records.step import StepRecord
 
 
 class Display(Protocol):
-    """A display of a run that goes on."""
+    """Shows a running merge to the user."""
 
     def say(self, line: str) -> None:
-        """A sentence for the user. A signal's handler calls this too, in the middle of whatever goes on."""
+        """Tell the user a sentence. A signal handler may call this too, in the middle of any other call."""
         ...
 
     def doing(self, activity: str) -> None:
-        """The run does this now, until it says something else: a phase of a step by its name, or a few words."""
+        """Show what the run does from now on: `activity` is the name of a step's phase, or a few words."""
         ...
 
     def exams(
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
     ) -> None:
-        """Accuracy by domain of the student as it started, and of the experts; in `clear` domains these are better beyond chance.
-        None: not known."""
+        """Take the accuracies by domain of the student as it started and of the experts. `clear`: the domains in which the
+        expert is better beyond chance; None if that is not known."""
         ...
 
     def step(self, record: StepRecord) -> None:
-        """A step is done."""
+        """Show that a step is done."""
         ...

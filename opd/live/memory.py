@@ -8,15 +8,15 @@ from contextlib import suppress
 import psutil
 
 AGAIN_S = 5.0
-"""Seconds until the processes are looked at again: each look reads a file for every process of the machine."""
+"""Pause between two measurements, because each reads a file for every process of the machine."""
 DRIVER, WORKERS, RAY = "driver", "workers", "Ray"
 
 
 def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
-    """Return process -> bytes that no other process shares, of a driver and all that it started; empty if there is no such
-    process.
+    """Return the memory of a driver, its workers and Ray: pairs of a name and of bytes that are shared with no other process.
 
-    Experts' weights that teachers have mapped are not counted: they are the system's to take back.
+    It is empty if there is no such process. Experts' weights that teachers have mapped do not count, because the system can
+    drop their pages at any time.
     """
     sizes = dict.fromkeys((DRIVER, WORKERS, RAY), 0)
     try:
@@ -26,8 +26,8 @@ def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return ()
     for child in children:
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or belongs to somebody else
-            is_worker = " ".join(child.cmdline()).startswith("ray::")  # the name that Ray gives to who holds an actor
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended, or belongs to another user
+            is_worker = " ".join(child.cmdline()).startswith("ray::")  # Ray's title of a process with an actor
             sizes[WORKERS if is_worker else RAY] += _private_bytes(child)
     return tuple((process, nbytes) for process, nbytes in sizes.items() if nbytes)
 
@@ -38,7 +38,7 @@ def _private_bytes(process: psutil.Process) -> int:
 
 
 class Memory:
-    """The memory of one process and its workers, looked at now and then."""
+    """The memory of a driver and its workers, measured anew only every `AGAIN_S` seconds."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -46,7 +46,7 @@ class Memory:
         self._next = 0.0
 
     def read_usage(self) -> tuple[tuple[str, int], ...]:
-        """Return the result of `memory_of`, at most `AGAIN_S` ago."""
+        """Return a result of `memory_of` that is at most `AGAIN_S` seconds old."""
         if time.monotonic() >= self._next:
             self._usage = memory_of(self._pid)
             self._next = time.monotonic() + AGAIN_S

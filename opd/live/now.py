@@ -1,4 +1,4 @@
-"""The live state of a merge, and the file by which others learn it: `RUN_DIR/.live.json`."""
+"""The live state of a merge, and the file by which other processes read it: `RUN_DIR/.live.json`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 FINISHED, STOPPED, PAUSED, FAILED = "finished", "stopped", "paused", "failed"
 ENDS = (FINISHED, STOPPED, PAUSED, FAILED)
-"""The ways in which a merge can end, in its own words. One that was killed says nothing."""
+"""The ways in which a merge can end that it writes down itself. A merge that was killed writes nothing."""
 NOTES = 20
-"""Sentences that are kept, the last ones."""
+"""How many of the last sentences are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,25 +23,28 @@ class LiveState:
     began: str = ""
     """Time of its start, ISO 8601."""
     doing: str = ""
-    """Such as `rollout`; empty where nothing is known."""
+    """What the merge does, such as `rollout`; empty if that is not known."""
     notes: tuple[str, ...] = ()
     ended: str = ""
     """One of `ENDS`; empty while the merge is at work, and for good if it was killed."""
     why: str = ""
-    """Its reason for an early end."""
+    """The reason if it ended early."""
 
     def with_note(self, line: str) -> LiveState:
-        """The same moment with one sentence more."""
+        """Return the state with one more sentence."""
         return replace(self, notes=(*self.notes, line)[-NOTES:])
 
     def write(self, path: Path, scratch: Path) -> None:
-        """Put the file in its place, whole. It need not survive a power cut, so nothing is flushed. Raises: OSError."""
+        """Write the file under the name `scratch` and rename it to `path`, so that no reader sees half of it. Raises: OSError.
+
+        It is not flushed to the disk, because it need not survive a power cut.
+        """
         scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
         scratch.replace(path)
 
 
 def read_now(path: Path) -> LiveState | None:
-    """Read the live state that a merge wrote; None where there is no such file, or another release wrote it in another form."""
+    """Read the live state that a merge wrote; None if there is no such file, or if another release wrote it in another form."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""The sinks of a run's numbers: the metrics file, the evaluations' files, other sinks, and what a person sees."""
+"""The reporter of a run: it writes the metrics file and the evaluations, and passes numbers to sinks and the display."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.run.paths import RunPaths
 
 
 class RunReporter:
-    """Implements `opd.interfaces.Reporter`: the metrics file, the evaluations' directory, other sinks and the display."""
+    """Implements `opd.interfaces.Reporter`. The metrics file comes first, so that a sink never has a step that it lacks."""
 
     def __init__(self, metrics: MetricsFile, paths: RunPaths, shown: Display, sinks: Sequence[Sink] = ()) -> None:
         self._metrics = metrics
@@ -23,7 +23,7 @@ class RunReporter:
         self._sinks = sinks
 
     def phase(self, name: str) -> None:
-        """A phase of the step begins."""
+        """Show that this phase of the step begins."""
         self._shown.doing(name)
 
     def evaluation(self, name: str, result: Evaluation) -> None:
@@ -32,7 +32,7 @@ class RunReporter:
         result.save(self._paths.evaluation_file(name))
 
     def step(self, record: StepRecord) -> None:
-        """Store one step's record, then show it."""
+        """Store a step's record, pass it to the sinks, and show it."""
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
@@ -42,7 +42,7 @@ class RunReporter:
 
 
 def notes_of(record: StepRecord) -> Iterator[str]:
-    """Return the notices about a step for a person, a sentence for each thing."""
+    """Yield a sentence for the user about each unusual thing in a step."""
     for domain, episodes in record.episodes.items():
         if episodes.broken:
             yield f"step {record.step}: {episodes.broken} of {episodes.episodes} episodes of domain {domain} broke: {episodes.error}"

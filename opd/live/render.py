@@ -1,7 +1,7 @@
-"""A view as something that rich draws, fitted into the lines and cells that there are.
+"""Draw a view with rich, fitted into the lines and cells of the terminal.
 
-Styles are bold and three of the terminal's own colours. Those read well on a light and on a dark ground, which yellow, cyan,
-white and dim text do not; dim is for the empty part of a bar alone. No meaning hangs on a colour alone.
+Styles are bold and three of the terminal's own colours. These can be read on a light and on a dark background, unlike yellow,
+cyan, white and dim text; dim is used only for the empty part of a bar. No information is in a colour alone.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from opd.text import to_one_line
 GOOD, BAD, LOOK, STRONG, FAINT = "green", "red", "magenta", "bold", "dim"
 CUT, DOT, STEPS = "…", " · ", "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans({CUT: "~", "·": "|"} | dict(zip(STEPS, "__--==^^", strict=True)))
-"""Replacements of these characters on a terminal that has no Unicode."""
+"""Replacements of our special characters on a terminal without Unicode."""
 LONGEST = 2000
-"""Characters of a text of others that are looked at."""
+"""Most characters that are taken of a text that we did not write, such as a name or an error."""
 STATE_STYLES = {RUNNING: STRONG, FINISHED: STRONG, FAILED: f"{STRONG} {BAD}", KILLED: f"{STRONG} {BAD}"}
-"""Any other state is one to look at. Green is for bars alone: as text it is pale on a light ground."""
+"""State -> its style; any other state has the style `LOOK`, because the user should look at it. Green is used only for bars:
+green text is pale on a light background."""
 MOST_NOTES = 8
 MOST_WHY = 6
-"""Lines of the reason why a merge ended early."""
+"""Most lines of the reason why a merge ended early."""
 NAMES = {
     "rollout": "the student writes",
     "score": "the teachers score",
@@ -47,19 +48,20 @@ NAMES = {
 }
 """Phase of a step -> what happens in it."""
 BARS_FROM = 64
-"""Cells from which on the headroom is drawn too."""
+"""Smallest width in cells at which the headroom is also drawn as a bar."""
 GAP = 2
 """Cells between two columns."""
 
 
 class RunScreen:
-    """A view as lines that are at most as wide and at most as many as there is room for.
+    """A view as lines, no wider and no more than there is room for.
 
-    What matters least gives way first: empty lines, the curve, old notes, domains with a small loss.
+    If there is too little room, these are left out, in this order: empty lines, the curve, old notes, and domains with a
+    small loss.
     """
 
     def __init__(self, view: View, height: int | None = None) -> None:
-        """`height` is a line less than the terminal has unless it is given, which leaves the last one to the cursor."""
+        """`height`: most lines. By default it is one less than the terminal has, because the cursor needs the last line."""
         self._view = view
         self._height = height
 
@@ -91,7 +93,7 @@ class RunScreen:
 
 
 def _draw_head(view: View, width: int) -> Iterator[RenderableType]:
-    """Yield the name and the state, the progress, and what goes on."""
+    """Yield three lines: name, state and directory; the progress; and what the merge does now."""
     title = Table.grid(Column(), Column(no_wrap=True), Column(ratio=1, justify="right"), padding=(0, GAP), expand=True)
     state = Text(view.state, STATE_STYLES.get(view.state, f"{STRONG} {LOOK}"))
     title.add_row(ShortenedName(view.name, STRONG), state, ShortenedName(view.root))
@@ -102,7 +104,7 @@ def _draw_head(view: View, width: int) -> Iterator[RenderableType]:
 
 
 def _describe_now(view: View) -> list[str]:
-    """Return the present phase, its duration, and the time that is left."""
+    """Return phrases: the present phase with its duration, the time so far, and the time that is left."""
     parts = []
     if view.state == RUNNING:
         phase = NAMES.get(view.doing, view.doing) or "at work"
@@ -137,7 +139,7 @@ def _list_facts(view: View, width: int) -> Iterator[Text]:
 
 
 def _list_reasons(view: View) -> Iterator[Text]:
-    """Yield the reason of an early end over as many lines as it needs: it is what a user has to read."""
+    """Yield the reason of an early end, not cut to one line, because the user has to read it."""
     for line in view.why.splitlines():
         yield Text(to_one_line(line, LONGEST), overflow="fold")
 
@@ -149,7 +151,7 @@ def _list_notes(view: View) -> Iterator[Text]:
 
 
 def _draw_course(view: View, width: int) -> Iterator[Text]:
-    """Yield the loss from the first step to the last, on a logarithmic scale where it has one."""
+    """Yield the curve of the loss from the first step to the last, on a logarithmic scale if all losses are above 0."""
     if len(view.losses) < 2:
         return
     values = [log(loss) for loss in view.losses] if min(view.losses) > 0 else view.losses
@@ -158,7 +160,7 @@ def _draw_course(view: View, width: int) -> Iterator[Text]:
 
 
 def one_line_of(view: View) -> str:
-    """Return the view in one line, for where there is no screen."""
+    """Return the view as one line of text, for output without a screen."""
     parts = [f"{view.state}: step {view.done}/{view.steps}"]
     if view.loss is not None:
         parts.append(f"loss {view.loss:.4f}")
@@ -169,13 +171,13 @@ def one_line_of(view: View) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NumberColumn:
-    """A column of numbers."""
+    """A column of numbers in the table of domains."""
 
     title: str
     key: str
-    """Field of `DomainView`; a column that no domain has a value for is left out."""
+    """Field of `DomainView`; if no domain has a value for it, the column is left out."""
     rank: int
-    """Columns with a small number are the last to be left out."""
+    """On a narrow terminal the columns with the largest ranks are left out first."""
     format: Callable[[float], str]
 
     @property
@@ -183,7 +185,7 @@ class NumberColumn:
         return max(7, len(self.title))
 
     def make_cell(self, domain: DomainView) -> Text:
-        """Return the number of a domain."""
+        """Return the cell for a domain."""
         value: float | None = getattr(domain, self.key)
         if value is None:
             return Text("-")
@@ -212,10 +214,12 @@ COLUMNS = (
 
 
 def _draw_domains(view: View, width: int, height: int) -> Iterator[RenderableType]:
-    """Yield the table in at most so many lines; nothing where not even one domain fits, or no number is known."""
+    """Yield the table of domains in at most `height` lines; nothing if not even one domain fits, or if no number is known."""
     domains = view.domains
-    room = height - 1 - (len(domains) > 1)  # below the header, and above the row of all
-    room -= len(domains) > room  # and above the line about those that are left out
+    # `room` is the number of domains that fit: one line is the header, one the row `all`, and one, if some domains are left
+    # out, the line that says so.
+    room = height - 1 - (len(domains) > 1)
+    room -= len(domains) > room
     columns = [column for column in COLUMNS if any(getattr(domain, column.key) is not None for domain in domains)]
     bar_width = width // 8 if width >= BARS_FROM and any(domain.headroom is not None for domain in domains) else 0
     name_width = min(max(12, width // 4), max((len(domain.name) for domain in domains), default=0))
@@ -243,7 +247,7 @@ def _draw_domains(view: View, width: int, height: int) -> Iterator[RenderableTyp
 
 
 def _summarize(view: View) -> DomainView:
-    """Return the last row: the loss of all domains together, and means of what exams and rewards say."""
+    """Return the row `all`: the loss over all domains, and the means of accuracies and rewards."""
 
     def mean(key: str) -> float | None:
         values = [getattr(domain, key) for domain in view.domains]
@@ -260,7 +264,7 @@ def _summarize(view: View) -> DomainView:
 
 
 class ShortenedName:
-    """A name on one line, safe to show, and without its middle where it is too wide: names differ at both ends."""
+    """A name on one line without control characters. If it is too wide, its middle is cut, since names differ at both ends."""
 
     def __init__(self, name: str, style: str = "") -> None:
         self._name = to_one_line(name, LONGEST)
@@ -274,7 +278,7 @@ class ShortenedName:
 
 
 def shorten_middle(text: str, width: int) -> str:
-    """Return a text on one line with `CUT` in place of its middle, at most so many cells wide."""
+    """Return a text at most `width` cells wide, with `CUT` in place of its middle if it is wider."""
     if cell_len(text) <= width:
         return text
     if width <= 1:
@@ -287,7 +291,7 @@ def shorten_middle(text: str, width: int) -> str:
 
 
 def make_sentence(text: str, style: str = "") -> Text:
-    """Return a text on one line, safe to show, which is cut at its end where it is too wide."""
+    """Return a text on one line without control characters, which is cut at its end if it is too wide."""
     return Text(to_one_line(text, LONGEST), style, no_wrap=True, overflow="ellipsis")
 
 
@@ -297,7 +301,8 @@ def make_bar(share: float) -> ProgressBar:
 
 
 def draw_curve(values: Sequence[float], width: int) -> str:
-    """Return the values from the smallest to the largest as one line of steps; neighbours are averaged where they do not fit."""
+    """Return a curve as one line of the characters `STEPS`, from the smallest value to the largest. If there are more values
+    than `width`, neighbours are averaged."""
     values = [value for value in values if isfinite(value)]
     if not values or width < 1:
         return ""
@@ -325,7 +330,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def join_fitting(parts: Sequence[str], width: int, between: str = DOT) -> str:
-    """Return the first of the parts, as many as fit side by side, and the first one whatever its width."""
+    """Join as many of the first parts as fit into `width`; the first part is there even if it is wider."""
     while len(parts) > 1 and cell_len(between.join(parts)) > width:
         parts = parts[:-1]
     return between.join(parts)

@@ -1,4 +1,4 @@
-"""The state of a run directory, from its files alone: of a merge that goes on, ended, or was killed."""
+"""The state of a run directory, from its files alone: is the merge running, has it ended, or was it killed?"""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
 
 DEEPEST = 3
-"""Directories between the one that is asked for and a run directory in it, at most."""
+"""How many levels below a directory run directories are looked for."""
 
 
 def status_of(root: Path) -> View:
-    """Build the view of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
+    """Build the view of a run directory. Raises: RunDirError if it is no run directory, or if a file is damaged."""
     run, paths = read_run(root), _under_way(RunPaths(root))
     course, now = _read_course(run), read_now(paths.live)
     state = _merge_state(run, now)
@@ -53,7 +53,7 @@ def status_of(root: Path) -> View:
 
 
 def is_held(lock: Path) -> bool:
-    """Return True if a process holds the lock of a run directory. The system frees it when that process ends, however it ends."""
+    """Return True if a process holds the lock of a run directory. The system frees the lock whenever the process ends."""
     try:
         file = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:
@@ -68,7 +68,7 @@ def is_held(lock: Path) -> bool:
 
 
 def _under_way(paths: RunPaths) -> RunPaths:
-    """The run directory in which a merge works or worked last: of a merge in rounds the newest round's."""
+    """Return the run directory in which a merge works or worked last: for a merge in rounds, that of the newest round."""
     number = 1
     while paths.round_dir(number).root.exists():
         number += 1
@@ -93,13 +93,14 @@ def _merge_state(run: RunFiles, now: LiveState | None) -> str:
         return RUNNING
     if run.finished:
         return FINISHED
-    if now is None or now.ended == FINISHED:  # an older release left no word, or the merge was made longer since
+    # An older release wrote no live state; `FINISHED` stays in it if the merge was extended and not resumed yet.
+    if now is None or now.ended == FINISHED:
         return STOPPED
     return now.ended or KILLED
 
 
 def _explain_stop(view: View, now: LiveState | None) -> str:
-    """Return the reason why a merge is neither at work nor finished."""
+    """Return why a merge is neither running nor finished; empty if it is, or if that is not known."""
     if view.state in (RUNNING, FINISHED) or now is None:
         return ""
     if view.state == KILLED:
@@ -108,7 +109,7 @@ def _explain_stop(view: View, now: LiveState | None) -> str:
 
 
 def _next_steps(view: View, now: LiveState | None) -> tuple[str, ...]:
-    """Suggestions for the next command."""
+    """Return suggestions for what the user may do next."""
     root = quote_for_shell(view.root)
     if view.state == FINISHED:
         return (f"next: opd report {root}", f"model: {RunPaths(Path(view.root)).model}")
@@ -126,19 +127,19 @@ def _seconds_since(moment: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRow:
-    """One run among others."""
+    """One run in a list of runs."""
 
     root: Path
     view: View
-    """Its screen; for a run whose files are damaged the state alone, which says what is damaged."""
+    """View of the run; if its files are damaged, only the state is set, and says what is damaged."""
     written: datetime
-    """Time at which its last file was written."""
+    """Time of the newest file in it."""
     size: int
     """Bytes on the disk."""
 
 
 def runs_in(directory: Path) -> Iterator[RunRow]:
-    """Yield all runs in a directory, by their paths; a damaged one is there too. Runs inside of a run are not listed."""
+    """Yield all runs below a directory, damaged ones included, sorted by path. Runs inside of a run are not listed."""
     for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
@@ -158,14 +159,14 @@ def _find_run_directories(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def _on_disk(root: Path) -> tuple[datetime, int]:
-    """Return the time of the last write below a directory, and the bytes that its files take; hard links count once."""
+    """Return the time of the newest file below a directory, and the bytes that its files take. Hard links count once."""
     newest, sizes = 0.0, {}
     for directory, _, names in os.walk(root):
         for name in names:
             try:
                 facts = Path(directory, name).lstat()
             except FileNotFoundError:
-                continue  # the run goes on and has just deleted it
+                continue  # the running merge has just deleted it
             newest = max(newest, facts.st_mtime)
             sizes[facts.st_dev, facts.st_ino] = facts.st_blocks * 512
     return datetime.fromtimestamp(newest).astimezone(), sum(sizes.values())

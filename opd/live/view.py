@@ -1,4 +1,4 @@
-"""All that a screen shows of a merge, as one frozen record."""
+"""Everything that a screen shows about a merge, as one frozen record."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ RUNNING, KILLED = "running", "killed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainView:
-    """One domain; None for a number that the run does not have."""
+    """The numbers of one domain; None stands for a number that the run does not have."""
 
     name: str
     loss: float | None = None
-    """Mean over the last steps, nats a token."""
+    """Mean loss over the last steps, nats per token."""
     first_loss: float | None = None
-    """The same over the first steps."""
+    """Mean loss over the first steps."""
     agreement: float | None = None
     """Share of the tokens where student and teacher rank the same token first, over the last steps."""
     reward: float | None = None
@@ -32,7 +32,7 @@ class DomainView:
     """Accuracy in the newest exam."""
     expert: float | None = None
     headroom: float | None = None
-    """Share of the way from `before` to `expert`; None where there is no way to go."""
+    """Share of the way from `before` to `expert`; None if the expert is not better beyond chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,41 +47,43 @@ class View:
     steps: int
     done: int = 0
     elapsed_s: float | None = None
-    """Since this `opd merge` began; where that is not known, the seconds of all steps."""
+    """Seconds since this `opd merge` began; if that is not known, the seconds of all steps."""
     left_s: float | None = None
+    """Estimated seconds that are left."""
     doing: str = ""
+    """What the merge does now: a phase of a step, or a few words."""
     doing_s: float | None = None
-    """Since when it does this."""
+    """Seconds since it began to do this."""
     why: str = ""
-    """Its reason for an early end."""
+    """The reason if it ended early."""
     domains: tuple[DomainView, ...] = ()
     loss: float | None = None
     """Loss of the last step, over all domains."""
     losses: tuple[float, ...] = ()
     """Loss of every step."""
     mean_headroom: float | None = None
-    """Over the domains that have one."""
+    """Mean over the domains that have a headroom."""
     exam_step: int | None = None
-    """The step after which the newest exam was."""
+    """Step after which the newest exam was taken."""
     phases: tuple[tuple[str, float], ...] = ()
-    """Phases of the last step, with seconds."""
+    """Phases of the last step with their seconds, the longest first."""
     tokens_per_s: float | None = None
     gap: float | None = None
-    """Between the log-probs of trainer and engine after the last push, nats."""
+    """Mean difference of the log-probs of trainer and engine after the last push, nats."""
     quarantined: int = 0
     """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
-    """Process -> bytes."""
+    """Pairs of a kind of process and its bytes; see `opd.live.memory.memory_of`."""
     checkpoint: int | None = None
-    """The step of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     notes: tuple[str, ...] = ()
-    """Its sentences, the newest last."""
+    """Sentences that the merge said, the newest last."""
     hints: tuple[str, ...] = ()
     """Suggestions for the next command."""
 
 
 def _list_domains(course: Course) -> tuple[DomainView, ...]:
-    """The domains of a merge in their order."""
+    """Return the views of a merge's domains, in the order of the course."""
     last = course.recent[-1].domains if course.recent else {}
     views = []
     for name in dict.fromkeys((*course.domains, *course.before)):
@@ -106,7 +108,7 @@ def _list_domains(course: Course) -> tuple[DomainView, ...]:
 
 
 def view_of(course: Course) -> View:
-    """Build the view of a merge's course; the caller adds where it is, its state and what it does."""
+    """Build the view of a merge's course. The caller adds name, directory, state and what the merge does now."""
     domains, last = _list_domains(course), course.recent[-1] if course.recent else None
     headrooms = [domain.headroom for domain in domains if domain.headroom is not None]
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()

@@ -1,5 +1,5 @@
-"""The line on the screen before a merge begins. It is apart from `displays`, whose tables and curves nobody needs for bad
-input."""
+"""The line on the screen until a merge begins. It is a module of its own so that a refusal of bad input does not wait for the
+imports of `displays`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from opd.text import escape_control_characters
 
 @contextmanager
 def show_waiting(activity: str) -> Iterator[None]:
-    """Within, a terminal says what it waits for and for how long. The line goes away; elsewhere nothing is said."""
+    """Make a context in which a terminal shows what the user waits for, and for how long. The line goes away at the end.
+
+    If standard error is no terminal, nothing is shown.
+    """
     console = Console(stderr=True)
     hidden = not sys.stderr.isatty() or console.is_dumb_terminal
     columns = SpinnerColumn("line"), TextColumn("{task.description}, {task.elapsed:.0f} s", markup=False)

@@ -1,1 +1,1 @@
-"""The process and the machine that it runs on: addresses, compilers, devices, signals, what killed processes leave."""
+"""The process and its machine: addresses, compilers, devices, imports, signals, and the leftovers of killed processes."""

@@ -1,4 +1,4 @@
-"""Network addresses as a user writes them, and the hosts that may be reached without encryption."""
+"""Network addresses as a user writes them, and the hosts to which connections need no encryption."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Hosts that no other machine can reach."""
 LOOPBACK_DEVICE = "lo"
-"""Linux's name of the network device that has them."""
+"""Linux's name of the network device with these addresses."""
 GLOO_DEVICE = "GLOO_SOCKET_IFNAME"
 NCCL_DEVICE = "NCCL_SOCKET_IFNAME"
-"""The variables that gloo and NCCL read, with the name of the network device to speak through."""
+"""Environment variables from which gloo and NCCL read the name of the network device to use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Address:
     """A host and a port."""
 
     host: str
-    """Name or number, an IPv6 number without brackets."""
+    """A name or an IP address; an IPv6 address is without brackets."""
     port: int
 
     @property

@@ -1,4 +1,4 @@
-"""What torch.compile needs: a C++ compiler, and a place of its own for what it compiled."""
+"""What torch.compile needs: a C++ compiler, and a directory for compiled code that only this user can write to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from opd.machine import leftovers
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""The variable that torch reads, with the directory of what it compiled."""
+"""Environment variable from which torch reads the directory for compiled code."""
 HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+"""Environment variable; with `0` torch keeps no precompiled headers."""
 
 
 def find_compiler() -> str | None:
@@ -26,7 +27,10 @@ def find_compiler() -> str | None:
 
 @functools.cache
 def can_compile(key: str, action: str) -> bool:
-    """Return True if there is a C++ compiler. Without it a setting `key` has no effect: one warning says `action`, such as "layers run", and "eagerly"."""
+    """Return True if there is a C++ compiler. If there is none, the setting `key` has no effect, and the user is warned once.
+
+    `action`: the warning's subject and verb before "eagerly", such as "layers run".
+    """
     keep_compiled_code_private()
     has_compiler = find_compiler() is not None
     if not has_compiler:
@@ -35,11 +39,12 @@ def can_compile(key: str, action: str) -> bool:
 
 
 def keep_compiled_code_private() -> None:
-    """Let torch keep what it compiles where this user alone can write, unless `TORCHINDUCTOR_CACHE_DIR` names a place.
+    """Have torch keep compiled code where only this user can write, unless `TORCHINDUCTOR_CACHE_DIR` names a directory.
 
-    Torch's own place has a known name in the temporary directory. Torch takes it whoever made it, and loads the libraries and
-    headers that lie there. So we make it first. If another user was faster, or may write to it (torch makes it by the umask, which
-    often lets the group write), torch has a place of ours beside it; if that is not private either, a directory of this process.
+    Torch's default directory has a predictable name in the temporary directory. Torch uses it no matter who made it, and
+    loads the libraries and headers in it, so another user could plant code there. So we make it first. If another user made
+    it already, or may write to it (torch makes it with the umask, which often lets the group write), torch gets a directory
+    of ours beside it. If that one is not private either, it gets a temporary directory of this process.
     """
     if CACHE in os.environ:
         return
@@ -51,11 +56,11 @@ def keep_compiled_code_private() -> None:
             if _make_private(own_directory)
             else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
         )
-        os.environ[HEADERS] = "0"  # they are in torch's own place whatever the other variable says
+        os.environ[HEADERS] = "0"  # torch would keep headers in its default directory in spite of the other variable
 
 
 def _make_private(directory: Path) -> bool:
-    """Make a directory unless it is there. Returns True if it is this user's, and no other may write to it."""
+    """Make a directory unless it exists. Returns True if it belongs to this user and nobody else may write to it."""
     try:
         directory.mkdir(mode=0o700)
     except FileExistsError:
@@ -65,7 +70,7 @@ def _make_private(directory: Path) -> bool:
 
 
 def _default_cache_dir() -> Path:
-    """Return the directory that `torch._inductor` takes, without the seconds that an import of torch takes."""
+    """Return the default directory of `torch._inductor`. It is computed here, because importing torch takes seconds."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):

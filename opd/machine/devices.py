@@ -1,4 +1,4 @@
-"""Move records of tensors to a device, and return memory to the system."""
+"""Move records of tensors to a device, and give freed memory back to the system."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def to_device(record: T, device: torch.device) -> T:
 
 
 def trim_memory() -> None:
-    """Return to the system the memory that this process has freed and malloc keeps; without glibc nothing happens."""
+    """Give memory that this process has freed, but malloc still holds, back to the system. Without glibc it does nothing."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Importing large packages in less time. A merge has five processes that do little else in their first ten seconds."""
+"""Import large packages faster. A merge has five processes that mostly import in their first ten seconds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import importlib
 import sys
 
 TRANSFORMERS = "transformers.models.auto.modeling_auto"
-"""What every use of a transformers model imports first; its models' own modules come when they are asked for."""
+"""The module that every use of a transformers model imports first. Modules of single models are imported when needed."""
 _NOT_NEEDED = ("sklearn", "scipy")
-"""transformers loads them, where they are installed, for a kind of decoding and for losses of object detectors, and vLLM loads scipy for
-sound, none of which anybody here uses: two seconds, and a quarter to two thirds of one."""
+"""If they are installed, transformers imports them for a kind of decoding and for losses of object detectors, and vLLM
+imports scipy for sound. Nothing here uses these. Importing sklearn takes two seconds, scipy a quarter to two thirds of a
+second."""
 
 
 def import_lightly(*names: str) -> None:
-    """Import these modules without scikit-learn and scipy, and without looking for garbage meanwhile.
+    """Import these modules without scikit-learn and scipy, and without garbage collection meanwhile.
 
-    A module that wants these finds that they are not installed; whoever imports them later gets them. What is in memory at
-    the end stays there, so that no later collection looks at it again.
+    To the imported modules these two packages look as if they were not installed; a later import finds them. All objects
+    that exist at the end are frozen, so that later garbage collections need not go through them.
     """
     if all(name in sys.modules for name in names):
         return
@@ -34,6 +35,6 @@ def import_lightly(*names: str) -> None:
         for name in hidden:
             del sys.modules[name]
         gc.freeze()
-        atexit.register(gc.unfreeze)  # what C++ holds is counted as leaked if it is not collected at the end
+        atexit.register(gc.unfreeze)  # else objects that C++ code holds would be reported as leaks at the end
         if collects:
             gc.enable()

@@ -1,7 +1,7 @@
 """Processes and directories that a killed run leaves behind, and how the next command finds and removes them.
 
-Every process and every directory outside the run directory carries the mark of the driver that made it. A mark names one
-process and no other, ever: if that process is gone, what carries the mark is a leftover, and nothing else is.
+Every process, and every directory outside the run directory, carries the mark of the driver that made it. A mark belongs to
+one process and will never belong to another one. So if that process is gone, whatever carries its mark is a leftover.
 """
 
 from __future__ import annotations
@@ -17,38 +17,41 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "OPD_DRIVER"
-"""Environment variable with the mark; every process that a driver starts inherits it."""
+"""Environment variable with the driver's mark; every process that a driver starts inherits it."""
 OWNER = "OPD_OWNER"
-"""Environment variable with the mark of the worker that started a process, such as an agent's program, for itself alone."""
+"""Environment variable with the mark of a worker, in processes that serve this worker alone, such as an agent's program."""
 SHARED_MEMORY = Path("/dev/shm")
 RAY_VARIABLES = ("RAY_TMPDIR", "TMPDIR")
-"""Variables that name the directory of Ray's temporary one, by precedence."""
+"""Environment variables that name the directory in which Ray makes its temporary one; the first that is set counts."""
 END_TIMEOUT_S = 10.0
-_KEPT = "SPT_NOENV"
-"""Ray's and vLLM's processes set a title, which overwrites the environment that others see, and so the mark. This variable
-prevents that."""
+"""Longest wait for killed processes to be gone."""
+_KEEP_ENVIRONMENT = "SPT_NOENV"
+"""Processes of Ray and vLLM set a title, which overwrites the environment that other processes see, and so the mark. With
+this variable set, the title leaves the environment alone."""
 _MARK = re.compile(r"^opd-run-(\d+-\d+-\d+)-")
 SHORT = "opd-ray-"
-"""The beginning of the names of directories whose path has to be short. Such a one holds its mark in a file."""
+"""Beginning of the names of directories whose path has to be short. Their mark is in a file inside, not in the name."""
 _MARK_FILE = "opd-driver"
 
 
 def driver_mark() -> str:
-    """Return the mark of this process: its number, when it started, and the namespace that its number belongs to.
+    """Return the mark of this process: its number, the time of its start, and the namespace that its number belongs to.
 
-    The start is in ticks since the machine's start. By the clock it would be another one after the clock was set.
+    The time is in ticks since the machine started. A clock time would change when the clock is set.
     """
     return f"{os.getpid()}-{_read_start(os.getpid())[0]}-{_pid_namespace()}"
 
 
 def directory_prefix() -> str:
-    """Return the beginning of the names of this process's temporary directories, with its mark."""
+    """Return how the names of this process's temporary directories begin; it includes the process's mark."""
     return f"opd-run-{driver_mark()}-"
 
 
 def make_short_directory(parent: Path) -> Path:
-    """Make a directory that no other user can enter, whatever the umask, with this process's mark. Returns its path: `parent` and 17
-    bytes. Raises: OSError."""
+    """Make a directory that no other user can enter, whatever the umask, and put this process's mark into it.
+
+    Returns its path, which is 17 bytes longer than `parent`. Raises: OSError.
+    """
     directory = Path(tempfile.mkdtemp(prefix=SHORT, dir=parent))
     (directory / _MARK_FILE).write_text(driver_mark(), encoding="utf-8")
     return directory
@@ -56,18 +59,18 @@ def make_short_directory(parent: Path) -> Path:
 
 @contextmanager
 def mark_children() -> Iterator[None]:
-    """Let every process that is started within carry this one's mark, and so do the processes that it starts."""
-    os.environ |= {VARIABLE: driver_mark(), _KEPT: "1"}
+    """Make a context in which every started process carries this process's mark, and so do the processes that it starts."""
+    os.environ |= {VARIABLE: driver_mark(), _KEEP_ENVIRONMENT: "1"}
     try:
         yield
     finally:
-        for name in (VARIABLE, _KEPT):
+        for name in (VARIABLE, _KEEP_ENVIRONMENT):
             os.environ.pop(name, None)
 
 
 @contextmanager
 def mark_children_as_owned() -> Iterator[None]:
-    """Let every process that is started within carry this one's mark as that of its owner."""
+    """Make a context in which every started process carries this process's mark as the mark of its owner (`OWNER`)."""
     os.environ[OWNER] = driver_mark()
     try:
         yield
@@ -76,39 +79,43 @@ def mark_children_as_owned() -> Iterator[None]:
 
 
 def end_own_processes() -> list[str]:
-    """End every process that carries this one's mark, and remove the directories of those that are gone. Returns what was found."""
+    """End every process that carries this process's mark, and delete the directories of processes that are gone.
+
+    Returns the names of the processes and directories.
+    """
     return [*_kill_processes(_find_own_processes()), *delete_directories()]
 
 
 def end_abandoned_processes() -> list[str]:
-    """End what workers of this driver that are gone had started, and remove their directories. Returns what was found.
+    """End processes whose owner, a worker of this driver, is gone, and delete directories of processes that are gone.
 
-    Nobody would end an agent's program in time, and what it does would get in the way of the one that repeats its episode. A
-    process of a dead worker's engine holds memory that the next engine needs.
+    Otherwise an agent's program would go on and disturb the program that repeats its episode, and processes of a dead
+    worker's engine would hold memory that the next engine needs. Returns the names of the processes and directories.
     """
     abandoned = [p for p in _find_own_processes() if (owner := _read_mark(p, OWNER)) and not is_driver_alive(owner)]
     return [*_kill_processes(abandoned), *delete_directories()]
 
 
 def end_orphans() -> list[str]:
-    """End the processes and remove the directories of drivers that are gone. Returns what was found, for people."""
+    """End the processes and delete the directories of drivers that are gone. Returns their names, for people."""
     orphans = [p for p in psutil.process_iter() if (driver := _read_mark(p)) and not is_driver_alive(driver)]
     return [*_kill_processes(orphans), *delete_directories()]
 
 
 def _pid_namespace() -> int:
-    """Return the namespace of process numbers: containers count processes on their own, and may share a machine's /tmp."""
+    """Return the namespace of this process's number. Each container numbers its processes anew, and several may share a /tmp."""
     return Path("/proc/self/ns/pid").stat().st_ino
 
 
 def _read_start(pid: int) -> tuple[str, str]:
-    """Return when a process started (ticks since boot), and its state letter. Raises: OSError if there is none."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name may hold spaces and brackets
+    """Return when a process started (ticks since boot), and its state letter. Raises: OSError if there is no such process."""
+    # Fields are counted from behind the process's name, because the name may contain spaces and brackets.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[19], fields[0]
 
 
 def _find_own_processes() -> list[psutil.Process]:
-    """Return every process that carries this one's mark, but for this one."""
+    """Return every other process that carries this process's mark."""
     own_mark = driver_mark()
     return [p for p in psutil.process_iter() if p.pid != os.getpid() and _read_mark(p) == own_mark]
 
@@ -116,12 +123,12 @@ def _find_own_processes() -> list[psutil.Process]:
 def _read_mark(process: psutil.Process, variable: str = VARIABLE) -> str:
     try:
         return process.environ().get(variable, "")
-    except (psutil.Error, OSError):  # another user's, or gone meanwhile
+    except (psutil.Error, OSError):  # the process belongs to another user, or is gone by now
         return ""
 
 
 def is_driver_alive(driver: str) -> bool:
-    """Return True if the driver with this mark lives, and also where that cannot be seen: for one in another container."""
+    """Return True if the driver with this mark is alive, or if that cannot be known because it is in another container."""
     try:
         pid, started, namespace = map(int, driver.split("-"))
     except ValueError:
@@ -132,12 +139,12 @@ def is_driver_alive(driver: str) -> bool:
         ticks, state = _read_start(pid)
     except (FileNotFoundError, ProcessLookupError):
         return False
-    # A process with the number but another start is a later one; a zombie (Z) is dead, its parent has not noticed yet.
+    # A process with this number but another start is a later one. A zombie (Z) is dead, but its parent has not noticed yet.
     return int(ticks) == started and state != "Z"
 
 
 def _kill_processes(processes: list[psutil.Process]) -> list[str]:
-    """Kill the processes with SIGKILL, which also ends a process that is stopped. Returns their names."""
+    """Kill the processes with SIGKILL, which also ends suspended processes. Returns their names."""
     names = []
     for process in processes:
         try:
@@ -150,14 +157,14 @@ def _kill_processes(processes: list[psutil.Process]) -> list[str]:
 
 
 def delete_directories() -> list[str]:
-    """Remove the directories of processes that are gone. Returns their paths."""
+    """Delete the temporary directories of processes that are gone. Returns their paths."""
     removed = []
     parents = {SHARED_MEMORY, Path(tempfile.gettempdir()), ray_parent()}
     for parent in filter(Path.is_dir, parents):
         for path in (*parent.glob("opd-run-*"), *parent.glob(f"{SHORT}*")):
             driver = _read_directory_mark(path)
             if driver and path.is_dir() and not path.is_symlink() and not is_driver_alive(driver):
-                shutil.rmtree(path, ignore_errors=True)  # may belong to another user
+                shutil.rmtree(path, ignore_errors=True)  # ignores errors, since it may belong to another user
                 removed += [] if path.exists() else [str(path)]
     return removed
 
@@ -168,7 +175,7 @@ def ray_parent() -> Path:
 
 
 def _read_directory_mark(directory: Path) -> str:
-    """Return the mark of the process that made it; empty if it has none, or if it is another user's."""
+    """Return the mark of the process that made a directory; empty if it has none, or cannot be read (another user's)."""
     match = _MARK.match(directory.name)
     if match:
         return match[1]

@@ -21,9 +21,10 @@ from typing import NoReturn
 
 from opd.machine import leftovers
 
-LOOK_S = 0.05
-"""Pause between two looks whether the import is done."""
+POLL_S = 0.05
+"""Pause between two checks whether the import is done."""
 _IMPORT = "<frozen importlib._bootstrap>"
+"""File name of Python's import machinery in a stack."""
 
 
 class _Signal:
@@ -35,22 +36,22 @@ class _Signal:
 
 _pending_signal: _Signal | None = None
 _sender_lock = _thread.allocate_lock()
-"""Held while `_send_when_safe` looks and sends."""
+"""Held while `_send_when_safe` checks and sends."""
 _is_resent = False
 """True if the next signal is the postponed one that `_send_when_safe` sends, not a second one of the user."""
 
 
 def postpone_signal(number: int, frame: FrameType | None, raises: bool = True) -> bool:
-    """Return True if a handler must return and do nothing, because a module is being imported or a destructor runs. The signal comes
-    again afterwards.
+    """Return True if a handler must do nothing and return, because a module is being imported or a destructor runs.
 
-    `number` and `frame` are the handler's own arguments. A handler that does not raise need not wait: it passes
-    `raises=False`. A second signal of the user during the import ends the process at once, because the import may hang.
+    The signal is then sent again afterwards. `number` and `frame` are the handler's own arguments. A handler that does not
+    raise need not wait, so it passes `raises=False`. A second signal of the user during the import ends the process at once,
+    because the import may hang.
     """
     global _pending_signal, _is_resent
     is_resent, _is_resent = _is_resent, False
     if is_resent and not _pending_signal:
-        return True  # `_send_when_safe` sent it twice, and the first one was handled
+        return True  # `_send_when_safe` sent the signal twice, and the handler has taken the first one
     if not raises or not _would_lose_exception(frame):
         _pending_signal = None
         return False
@@ -65,7 +66,10 @@ def postpone_signal(number: int, frame: FrameType | None, raises: bool = True) -
 
 @contextmanager
 def postpone_interrupts() -> Iterator[None]:
-    """Within, Ctrl-C still raises KeyboardInterrupt, but never in the middle of an import. Does nothing in other threads."""
+    """Make a context in which Ctrl-C still raises KeyboardInterrupt, but never in the middle of an import.
+
+    It does nothing in other threads than the main one, or if another handler than Python's own is in place.
+    """
     global _pending_signal
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -83,8 +87,11 @@ def postpone_interrupts() -> Iterator[None]:
 
 
 def wait_for_sender() -> None:
-    """Wait until a postponed signal that is on its way has come. Call it before another handler takes the place of one that asks
-    `postpone_signal`: the other would take it for a new one."""
+    """Wait until a postponed signal that is being sent has arrived.
+
+    Call it before you replace a handler that asks `postpone_signal` by another one, which would take that signal for a new
+    one.
+    """
     with _sender_lock:
         pass
 
@@ -96,12 +103,13 @@ def end_at_once(number: int) -> NoReturn:
 
 
 def raise_interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle SIGINT: raise KeyboardInterrupt, now or when it is safe."""
     if not postpone_signal(number, frame):
         raise KeyboardInterrupt
 
 
 def _would_lose_exception(frame: FrameType | None) -> bool:
-    """Return True if an import or a destructor called the code of this frame, directly or further up the stack, or is this code."""
+    """Return True if this frame, or any frame that called it, is an import or a destructor."""
     while frame is not None:
         if frame.f_code.co_filename == _IMPORT or frame.f_code.co_name == "__del__":
             return True
@@ -110,10 +118,10 @@ def _would_lose_exception(frame: FrameType | None) -> bool:
 
 
 def _send_when_safe(pending: _Signal) -> None:
-    """Send the signal to the main thread once its import or destructor is done. Runs in a thread of its own.
+    """Send the signal to the main thread once its import or destructor is done. This runs in a thread of its own.
 
-    The signal goes to the main thread, so that it interrupts a system call in which that thread waits. It is sent until a
-    handler has taken it: one that arrives just before such a call does not interrupt the call.
+    It is sent to the main thread so that it interrupts a system call in which that thread waits. It is sent again until a
+    handler has taken it, because a signal that arrives just before such a call does not interrupt the call.
     """
     global _is_resent
     main = threading.main_thread().ident
@@ -125,4 +133,4 @@ def _send_when_safe(pending: _Signal) -> None:
             if not _would_lose_exception(sys._current_frames().get(main)):
                 _is_resent = True
                 signal.pthread_kill(main, pending.number)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

@@ -1,9 +1,9 @@
-"""Signals that say that a merge goes wrong, and what is done about it. Names only: what only reads them imports no signal.
+"""Monitors: signals that a merge goes wrong, and what happens then. This module has only names, so it imports no signal.
 
     a step's record ──▶ a signal reads it, and those before it ──▶ a limit is reached ──▶ warn: a line and the samples
                                                                                         ──▶ pause, stop: a checkpoint too, and the end
 
-A signal is a function of the records alone, so a resume, which reads them again, goes on with the very same readings.
+A signal is a function of the records alone. A resume reads the same records, so it continues with the same readings.
 """
 
 SIGNALS = {

@@ -1,4 +1,4 @@
-"""Reads every signal after each step and acts where a limit is reached."""
+"""After each step, read every signal, and act if a limit is reached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Readings = Mapping[str, Mapping[str, float]]
 
 
 class RunMonitors:
-    """Implements `opd.interfaces.Monitors`. All that it remembers is in the records of the steps."""
+    """Implements `opd.interfaces.Monitors`. Its whole state follows from the records of the steps."""
 
     def __init__(self, limits: MonitorsConfig, paths: RunPaths, tokenizer: Decoder, tolerance: float) -> None:
         """`tolerance` is the run's `sync.tolerance`, nats."""
@@ -43,7 +43,8 @@ class RunMonitors:
         self._error: RunError | None = None
 
     def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
-        """Take up the records of the steps that are done. Raises: RunError if a stop of the last one still holds."""
+        """Read the records of the steps that are done. Raises: RunError if the last one stopped the run and its limit is still
+        reached."""
         self._expert_tokens = {
             domain: score.mean_tokens for domain, score in expert.scores.items() if score.mean_tokens
         }
@@ -60,7 +61,7 @@ class RunMonitors:
             raise self._build_end_error(standing, step)
 
     def judge(self, record: StepRecord, rollouts: Sequence[Rollout]) -> tuple[AlarmRecord, ...]:
-        """Return the alarms of a step that is done; what those that begin saw is on disk. Raises: StorageError."""
+        """Return the alarms of a step that is done. If any of them begin in it, their file is written. Raises: StorageError."""
         self._append_record(record)
         readings = self._read_signals()
         self._alarms = self._find_alarms(readings, record.step)
@@ -72,7 +73,7 @@ class RunMonitors:
         return self._alarms
 
     def end_error(self) -> RunError | None:
-        """Return the error that ends the run after the step that was judged last; None if it goes on."""
+        """Return the error that ends the run after the last judged step; None if the run goes on."""
         return self._error
 
     def _append_record(self, record: StepRecord) -> None:
@@ -120,7 +121,7 @@ class RunMonitors:
             alarms.save(self._paths.alarms_file(step))
 
     def _build_end_error(self, ending: Sequence[AlarmRecord], step: int) -> RunError:
-        """Build the error that ends the run: the hardest of the alarms decide its kind."""
+        """Build the error that ends the run: RunError if any alarm is a stop, else Paused."""
         stops = [alarm for alarm in ending if alarm.action == "stop"]
         changes = " ".join(
             f"--set monitors.{alarm.signal}.stop=null" for alarm in {a.signal: a for a in stops}.values()

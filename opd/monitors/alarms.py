@@ -1,4 +1,4 @@
-"""What a monitor saw when it acted, as it lies on disk: `RUN_DIR/monitors/step-NNNNNN.json`."""
+"""The file about monitors that acted after a step, `RUN_DIR/monitors/step-NNNNNN.json`: their alarms, readings and samples."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from opd.records.types import Rollout
 from opd.settings.named import import_object
 
 FORMAT = 1
+"""Version of the file; a file of another one is refused."""
 SAMPLES = 4
 """Responses that are kept for each alarm of a domain."""
 SAMPLES_OF_STEP = 12
-"""The same for an alarm of the whole step."""
+"""Responses that are kept for an alarm of the whole step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmSample:
-    """A response of the step in which an alarm began."""
+    """A response of the step in which an alarm began, kept as an example."""
 
     signal: str
-    """The signal of the alarm that it stands for."""
+    """The signal of the alarm."""
     domain: str
     sample_id: str
     prompt: str
-    """Decoded, special tokens left in, like the response."""
+    """Decoded prompt; special tokens are left in, as in the response."""
     response: str
     tokens: int
     truncated: bool
     number: float | None = None
-    """How much of the signal this response shows; None where responses do not differ in it."""
+    """How strongly this response shows the signal (`Signal.shown_by`); None if the signal cannot be seen in one response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class Alarms:
     alarms: tuple[AlarmRecord, ...]
     samples: tuple[AlarmSample, ...]
     readings: Mapping[str, Mapping[str, float]]
-    """Signal -> domain -> reading, of every signal: what else was unusual at that time."""
+    """Signal -> domain -> reading. It has every signal, to show what else was unusual in this step."""
 
     def save(self, path: Path) -> None:
         """Write the file, whole or not at all. Raises: OSError."""
@@ -57,7 +58,7 @@ class Alarms:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Alarms:
-        """Inverse of what `save` writes. Raises: KeyError, TypeError or AssertionError for anything else."""
+        """Return the record of a file that `save` wrote. Raises: KeyError, TypeError or AssertionError for anything else."""
         assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
         alarms_record = cls(
             step=data["step"],
@@ -75,15 +76,18 @@ def load_signal(alarm: AlarmRecord) -> Signal:
 
 
 def format_alarm(alarm: AlarmRecord) -> str:
-    """Return the alarm for a person, without what to do about it."""
+    """Return the alarm as a sentence for the user, without advice."""
     whom = f"domain {alarm.domain}" if alarm.domain else "all domains"
     key = f"monitors.{alarm.signal}.{alarm.action}"
     return f"{alarm.signal}: {whom}: {load_signal(alarm).says.format(value=alarm.value)} ({key} is {alarm.limit:g})"
 
 
 def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: Decoder) -> list[AlarmSample]:
-    """Return the responses that show the alarm best, of its domain. Of a signal in which responses do not differ, the first ones of each
-    domain, for the person who is asked to look; a mere warning has none, because they would be ordinary ones."""
+    """Return the responses of the alarm's domain that show it best.
+
+    Some signals cannot be seen in a single response. For these it returns the first responses of each domain, because a
+    person who is asked to look wants to see some; for a mere warning it returns none, since they would be ordinary ones.
+    """
     shown_by = load_signal(alarm).shown_by
     if shown_by is None and alarm.action == "warn":
         return []
@@ -108,7 +112,7 @@ def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: D
 
 
 def _interleave_domains(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Return the first of each domain, then the second of each, and so on."""
+    """Return the first rollout of each domain, then the second of each, and so on."""
     counts: dict[str, int] = {}
     ranks = []
     for rollout in rollouts:

@@ -1,6 +1,6 @@
-"""All signals: how each reads the records, what its number means, and which responses show it best.
+"""All signals: how each is computed from records, what its number means, and which responses show it best.
 
-A new one is a reader and a `Signal` here, a line of `opd.monitors.SIGNALS`, and its limits in `opd/config/monitors.py`.
+A new signal needs a function and a `Signal` here, a line in `opd.monitors.SIGNALS`, and limits in `opd/config/monitors.py`.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from opd.records.tails import measure_repetition
 from opd.records.types import Rollout
 
 WHOLE_STEP = ""
-"""In the place of a domain, where a reading is of all domains together."""
+"""Stands in place of a domain if a reading is about all domains together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalHistory:
-    """The steps that one reading is taken from. `over` is the signal's key in the pipeline."""
+    """The steps from which a reading is taken. `over` is the signal's key in the pipeline: a number of steps."""
 
     first: Sequence[StepRecord]
     """The first `over` steps of the run."""
     before: Sequence[StepRecord]
-    """The `over` steps before the newest one, fewer while there are not so many."""
+    """The `over` steps before the newest one; fewer if there are not so many yet."""
     last: Sequence[StepRecord]
-    """The last `over` steps, the newest one at the end."""
+    """The last `over` steps, the newest at the end."""
     expert_tokens: Mapping[str, float]
-    """Domain -> mean tokens of its expert's answers in the exam; without the domains that have none."""
+    """Domain -> mean tokens of its expert's answers in the exam. Domains without an exam are left out."""
     tolerance: float
-    """The gap between engine and trainer that ends the run, nats (`sync.tolerance`)."""
+    """The gap between engine and trainer at which the run ends, in nats (`sync.tolerance`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signal:
-    """One number to watch. Every number is such that more is worse."""
+    """A number to watch. For every signal a larger number is worse."""
 
     says: str
-    """What a reading means, with `{value}` where it stands."""
+    """What a reading means, in words, with `{value}` in place of the number."""
     advice: str
-    """What a person may do about it."""
+    """What the user may do about it."""
     read: Callable[[SignalHistory], Mapping[str, float]]
-    """The readings by domain, or one for the `WHOLE_STEP`; none where the records do not tell."""
+    """Returns the readings by domain, or one for `WHOLE_STEP`; a domain is left out if its records lack the number."""
     shown_by: Callable[[Rollout], float] | None = None
-    """The responses with most of this become the samples; None: responses do not differ in it."""
+    """How strongly a response shows the signal; the strongest become samples. None: a single response does not show it."""
 
 
 def share_of_responses(
     steps: Sequence[StepRecord], counted: Callable[[StepRecord], Mapping[str, int]]
 ) -> dict[str, float]:
-    """Return domain -> how many of its responses in these steps are counted ones, 0 to 1."""
+    """Return domain -> share of its responses in these steps that `counted` counts, from 0 to 1."""
     shares = {}
     for domain in _list_domains(steps):
         samples = sum(record.domains[domain].samples for record in steps if domain in record.domains)
@@ -61,19 +61,22 @@ def share_of_responses(
 
 
 def tokens_of_responses(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return domain -> mean trained tokens of a response in these steps."""
+    """Return domain -> mean number of trained tokens per response in these steps."""
     lengths = {domain: compute_mean_length(steps, domain) for domain in _list_domains(steps)}
     return {domain: length for domain, length in lengths.items() if length is not None}
 
 
 def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
-    """Return domain -> mean over its trained tokens in these steps; without the domains whose teachers do not tell."""
+    """Return domain -> mean of the field `key` over its trained tokens in these steps.
+
+    A domain is left out if its records lack the field, which depends on the teachers' payload.
+    """
     means = {domain: compute_token_mean(select_domain(steps, domain), key) for domain in _list_domains(steps)}
     return {domain: mean for domain, mean in means.items() if mean is not None}
 
 
 def mean_probability(rollout: Rollout) -> float:
-    """Mean probability of the student's own tokens as it sampled them; 0 for an empty response, which shows nothing."""
+    """Return the mean probability with which the student sampled its tokens; 0 for an empty response."""
     own = zip(rollout.trained_positions, rollout.sampled_mask, strict=True)
     probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
     return fmean(probabilities) if probabilities else 0.0
@@ -83,7 +86,7 @@ def _list_domains(steps: Sequence[StepRecord]) -> list[str]:
     return list(dict.fromkeys(domain for record in steps for domain in record.domains))
 
 
-# Responses that run into a loop: the sign of a collapse, which a teacher that loops itself teaches within a few steps.
+# Responses that repeat themselves without end are a sign of collapse. A teacher that does so itself teaches it in a few steps.
 REPETITION = Signal(
     says="{value:.2f} of the responses run to their limit in a loop",
     advice="ask whether the domain's expert loops too; else lower trainer.lr or leave the domain out",
@@ -100,9 +103,9 @@ TRUNCATION = Signal(
 
 
 def _read_length(history: SignalHistory) -> Mapping[str, float]:
-    """Compare with the longer of two: the expert's mean answer in its exam, and the student's own mean in the first steps.
+    """Compare the mean length with the larger of two: the expert's in its exam, and the student's own in the first steps.
 
-    A student that has not learned the form yet may begin far above its expert and come down.
+    The latter is there because a student that has not learned the form of an answer may begin far above its expert.
     """
     start = tokens_of_responses(history.first)
     norms = {d: max(tokens, start[d]) for d, tokens in history.expert_tokens.items() if d in start}
@@ -118,13 +121,14 @@ LENGTH = Signal(
 
 
 def _read_entropy(history: SignalHistory) -> Mapping[str, float]:
-    """Compare with the teacher: a low entropy alone says nothing, since experts on short answers are sure too."""
+    """Return how far the student's entropy is below the teacher's. A low entropy alone is fine: experts on short answers have
+    one too."""
     student = means_of_tokens(history.last, "student_entropy")
     teacher = means_of_tokens(history.last, "teacher_entropy")
     return {domain: teacher[domain] - entropy for domain, entropy in student.items() if domain in teacher}
 
 
-# What reverse KL ends in when it seeks one of several right answers.
+# Reverse KL lowers the entropy when it makes the student choose one of several right answers.
 ENTROPY = Signal(
     says="the student's entropy is {value:.2f} nats a token below its teacher's",
     advice="choose an objective that keeps the teacher's spread, such as forward_kl or jsd (docs/objectives.md)",
@@ -137,7 +141,7 @@ def _read_disagreement(history: SignalHistory) -> Mapping[str, float]:
     return {domain: 1 - top for domain, top in means_of_tokens(history.last, "teacher_top1").items()}
 
 
-# Measured by what the student samples: what it never writes, reverse KL hardly teaches.
+# It is measured on tokens that the student samples. Reverse KL hardly teaches tokens that the student never writes.
 DISAGREEMENT = Signal(
     says="{value:.2f} of the student's tokens are not its teacher's first choice",
     advice="forward_kl also teaches what the student never writes (docs/objectives.md); `opd check` compares the two",
@@ -152,11 +156,14 @@ def _read_gap(history: SignalHistory) -> Mapping[str, float]:
 
 
 def _has_fresh_tokens(record: StepRecord) -> bool:
-    """Return True if the step trained on tokens of the weights that it began with: others tell nothing, and their gap stands as 0."""
+    """Return True if the step trained on tokens that were sampled with its own weights, which have the age 0.
+
+    Tokens of older weights say nothing about engine and trainer; a step with only such tokens has 0 as its gap.
+    """
     return not record.skipped and (not record.token_ages or "0" in record.token_ages)
 
 
-# Log-probs of the sampled tokens that drift apart, before `sync.tolerance` ends the run.
+# Warns if the log-probs of engine and trainer drift apart, before `sync.tolerance` ends the run.
 GAP = Signal(
     says="engine and trainer differ by {value:.2f} of sync.tolerance",
     advice="see docs/troubleshooting.md, `engine and trainer differ`",

@@ -1,10 +1,10 @@
-"""Prompts: from a file, directory or hub data set to what each step trains on.
+"""Prompts: from a file, directory or hub data set to the prompts of each step.
 
     sources ─ readers ─→ line by line, checked ─ rows ─→ Arrow ─ encode ─→ table ─ mix ─→ the prompts of a step
 
-Column names are TRL's: `prompt` is text or a list of chat messages, `completion` (same kind) is only read when an expert is
-trained on the file, `answer` and `metadata` only by the verifier. A row of any format becomes one line of canonical JSON
-(`line.py`), so the same rows are the same prompts wherever they come from.
+Column names are TRL's. `prompt` is text or a list of chat messages. `completion`, of the same kind, is used only when an
+expert is trained on the file; `answer` and `metadata` are used only by the verifier. A row of any format becomes one line of
+canonical JSON (`line.py`), so the same rows are the same prompts, whatever file they come from.
 """
 
 from opd.prompts.balance import Balance, samples_by_weight

@@ -1,9 +1,10 @@
-"""Prompts as Arrow record batches: few are kept in memory, many in a file that is made once and memory-mapped.
+"""Prompts as Arrow record batches: a few are kept in memory, many in a file that is made once and memory-mapped.
 
-    $HF_DATASETS_CACHE/opd/KEY.arrow        default of the first part: ~/.cache/huggingface/datasets
+    $HF_DATASETS_CACHE/opd/KEY.arrow        the directory's default: ~/.cache/huggingface/datasets
 
-KEY is a hash of all that decides the content, so a file is never out of date. It is written beside its place, flushed and
-renamed: whole or not there. Two processes that need the file at the same time both write it, the same bytes: no lock.
+KEY is a hash of all that decides the content, so a file is never out of date. A file is written under another name, flushed
+and renamed, so it is whole or does not exist. Two processes that need it at the same time both write the same bytes, so no
+lock is needed.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from opd.errors import StorageError
 from opd.files import atomic_file, raise_storage_errors
 
 IN_MEMORY_BYTES = 8 << 20
-"""Sources up to this size are read anew each time and leave nothing on disk."""
+"""Sources up to this size are read anew each time, and no file is written for them."""
 BATCH_BYTES = 4 << 20
+"""A batch ends when its cells of bytes have this size."""
 STALE_S = 24 * 3600
-"""A temporary file of this age belongs to a process that was killed."""
+"""A temporary file of this age was left by a killed process."""
 
 
 class Batches:
@@ -66,13 +68,14 @@ class Batches:
 
 
 def cache_dir() -> Path:
-    """Return the cache's directory, inside that of the library `datasets`; that library's environment variables move it."""
+    """Return the directory of the cached files. It is inside the cache of `datasets` and follows that library's variables."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     return Path(os.environ.get("HF_DATASETS_CACHE") or Path(home) / "datasets").expanduser() / "opd"
 
 
 def open_batches(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.RecordBatch]], *, cached: bool) -> Batches:
-    """Return the batches that `make` gives. With `cached`, those of the file with this key, which `make` fills if it is missing.
+    """Return the batches that `make` makes. With `cached` they are read from the file of this key, which is first written from
+    `make` if it does not exist.
 
     Raises: StorageError if the file cannot be written. If `make` raises, no file is left.
     """
@@ -83,7 +86,7 @@ def open_batches(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.Rec
         return _map_file(path)
     except FileNotFoundError:
         pass
-    except pa.ArrowInvalid:  # the file is cut off: a disk lost what it had reported as written
+    except pa.ArrowInvalid:  # the file is cut: the disk lost bytes that it had reported as written
         path.unlink(missing_ok=True)
     try:
         with raise_storage_errors(path):
@@ -94,7 +97,7 @@ def open_batches(key: str, schema: pa.Schema, make: Callable[[], Iterable[pa.Rec
 
 
 def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 1024) -> Iterable[pa.RecordBatch]:
-    """Collect rows, one cell for each field of the schema; a batch ends at `sizes` rows or at a few MB of bytes cells."""
+    """Yield rows, each with a cell for every field, as batches. A batch ends at `sizes` rows or at `BATCH_BYTES`."""
     columns: list[list[Any]] = [[] for _ in schema]
     nbytes = 0
     for row in rows:
@@ -109,7 +112,7 @@ def in_batches(rows: Iterable[Sequence[Any]], schema: pa.Schema, sizes: int = 10
 
 
 def _map_file(path: Path) -> Batches:
-    """Map the file: the system reads its pages when a row is asked for and may drop them, so they cost no memory of ours."""
+    """Map a file. The system reads a page when it is needed and may drop it again, so the pages do not count as our memory."""
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
     return Batches(reader.get_batch(number) for number in range(reader.num_record_batches))
 
@@ -124,7 +127,10 @@ def _write_batches(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBat
 
 
 def _sweep_temporary_files(new: Path) -> None:
-    """Delete what killed processes left beside `new`. The age is by the disk's clock, which wrote the time of `new` too."""
+    """Delete temporary files that killed processes left beside `new`.
+
+    Their age is measured against the time of `new`, because a disk in the network may have another clock.
+    """
     now = new.stat().st_mtime
     for path in new.parent.glob(".*.tmp"):
         try:

@@ -1,11 +1,11 @@
-"""The number of samples of a step that each domain gets, from what the steps before it showed.
+"""Decides how many samples of a step each domain gets, from the records of the steps before.
 
     records ──▶ signals of each domain ──▶ real numbers of samples ──▶ whole numbers
                 (loss, slope, cut, length)  (within floor and cap)      (right on average)
 
-Only training decides, never an exam. The numbers are a function of the section, the weights, the seed and the records of the
-steps before. A resume has these records, so it takes the same prompts. There are no powers and logarithms in it, whose last
-bits differ between machines.
+Only training decides, never an exam. The numbers depend on the section, the weights, the seed and the records of the steps
+before. A resume has these records, so it takes the same prompts. The arithmetic has no powers and logarithms, because their
+last bits differ between machines.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from opd.config.balance import GapBalance, TokensBalance
 from opd.records.step import DomainRecord, StepRecord
 
 LEAST_PULL = 1e-6
-"""The least pull of a domain, as a share of the strongest: the bisection needs numbers above 0."""
+"""Smallest pull of a domain, as a share of the strongest pull; the bisection needs numbers above 0."""
 
 STEEPEST = 2.0
-"""Bound of a rising slope: what a divergence can reach; an estimate from sampled tokens can be near 0 by chance."""
+"""Largest slope that counts. A divergence does not rise faster; but one estimated from sampled tokens can be near 0 by
+chance, and then the quotient would be huge."""
 
 
 class Balance:
-    """The domains' numbers of samples, step by step."""
+    """Decides the number of samples of each domain, step by step."""
 
     def __init__(
         self, section: TokensBalance | GapBalance, weights: Mapping[str, float], total: int, seed: int
     ) -> None:
-        """`total` samples in each step, at least one for each domain."""
+        """`total`: samples in each step, at least one for each domain. `weights`: the `weight` of each domain."""
         self._section = section
         self._seed = seed
         self._total = total
@@ -47,11 +48,11 @@ class Balance:
             )
 
     def exact_counts(self) -> dict[str, float]:
-        """Samples of each domain in the next step, not yet whole; they add up to the total."""
+        """Return the samples of each domain in the next step as real numbers, which add up to the total."""
         section, counts = self._section, in_proportion(self._total, self._weights)
         if isinstance(section, GapBalance):
             gaps = {name: signals.gap for name, signals in self._signals.items()}
-            # What is shared out in tokens has its least number of samples below.
+            # If tokens are shared out, `at_least_one` below sees to one sample for each domain.
             least, own = (
                 (1.0, samples_by_weight(self._total, self._weights)) if section.of == "samples" else (0.0, counts)
             )
@@ -61,30 +62,31 @@ class Balance:
         return at_least_one(counts, self._prompts_per_token()) if section.of == "tokens" else counts
 
     def count_samples(self, step: int) -> dict[str, int]:
-        """Samples of each domain in the next step, which is `step`."""
+        """Return the samples of each domain in the next step, as whole numbers. `step` is that step; it seeds the rounding."""
         return round_counts(self.exact_counts(), self._total, random.Random(f"{self._seed}/balance/{step}").random())
 
     def _prompts_per_token(self) -> dict[str, float]:
-        """Prompts for each trained token; a domain that has not been trained yet counts as the others do on average."""
+        """Return the prompts per trained token of each domain; one that has not been trained yet gets the others' average."""
         rates = {name: 1 / length for name, signals in self._signals.items() if (length := signals.length.value)}
         average = sum(rates.values()) / len(rates) if rates else 1.0
         return {name: rates.get(name, average) for name in self._signals}
 
 
 class TrainingMeans:
-    """Means of the training of one domain. A step in which the domain had no trained token changes nothing."""
+    """Running means of one domain's training. A step in which the domain had no trained token changes nothing."""
 
     def __init__(self, window: int, per: Literal["token", "response"] = "token") -> None:
         self._window, self._per = window, per
         self._steps = 0
+        # Of the loss: over the first `window` steps, over the last ones, and over twice as many.
         self._start, self._loss, self._slow = Mean(), Mean(window), Mean(2 * window)
         self._cut = Mean(window)
         self._least_cut = 1.0
         self.length = Mean(window)
-        """Trained tokens for each prompt that was dealt out, whatever segments its episode has."""
+        """Trained tokens per prompt, however many segments the prompt's episode has."""
 
     def record_means(self, stats: DomainRecord, cut: int, prompts: int) -> None:
-        """Take in the next step's means, of which `cut` responses ended at their limit; the step took so many `prompts`."""
+        """Take in a step's numbers: `stats` of its samples, of which `cut` ended at their limit, and the number of `prompts`."""
         if not stats.tokens:
             return
         self.length.add(stats.tokens, prompts)
@@ -97,11 +99,12 @@ class TrainingMeans:
 
     @property
     def gap(self) -> float:
-        """Share that is left to learn, 1 in the first steps: distance * slope + cut.
+        """How much is left to learn: distance * slope + cut, and 1 in the first `window` steps.
 
-        The slope is the loss divided by its mean over twice the window, which extrapolates by about a window: a domain that
-        falls fast needs less, one that rises needs more. Cut responses count as far as their share is above the lowest that the
-        domain had: a student that repeats itself to the limit has a small loss, but an expert may write to the limit, too.
+        The distance is that of `_relative_distance`. The slope is the loss divided by its mean over twice the window, which
+        extrapolates by about a window: a domain whose loss falls fast needs less, one whose loss rises needs more. `cut` is by
+        how much the share of cut responses is above the lowest that the domain had. It is there because a student that
+        repeats itself to the limit has a small loss; and relative, because an expert may write to the limit too.
         """
         loss, slow, start = (mean.value or 0.0 for mean in (self._loss, self._slow, self._start))
         if self._steps < self._window or start <= 0:
@@ -110,12 +113,12 @@ class TrainingMeans:
         return self._relative_distance(max(0.0, loss), start) * slope + (self._cut.value or 0.0) - self._least_cut
 
     def _relative_distance(self, loss: float, start: float) -> float:
-        """From 0, as the expert, to about 1, as in the first steps.
+        """Return the distance from the expert: 0 at the expert, about 1 in the first steps.
 
-        Per token: the loss divided by that of the first steps, because domains do not start equally far from their experts.
-        Per response: with x nats a response, a sure expert's response comes with probability exp(-x), so 1 - exp(-x) of them
-        are missed. x / (1 + x) is close to it and needs no exponential. A domain of 22 tokens that each lack 0.05 nats misses
-        two answers of three.
+        Per token it is the loss divided by that of the first steps, because domains do not start equally far from their
+        experts. Per response: at x nats per response, the student gives a sure expert's response with probability exp(-x),
+        so it misses 1 - exp(-x) of them. x / (1 + x) is close to that and needs no exponential. For example, a response of 22
+        tokens with 0.05 nats each is missed in two cases of three by the exact formula.
         """
         if self._per == "token":
             return loss / start
@@ -131,40 +134,39 @@ class Mean:
         self._total = self._count = 0.0
 
     def add(self, total: float, count: float) -> None:
-        """Take in the next step's sum and what it is a sum over."""
+        """Take in the next step: a sum and the number of things in it."""
         self._total = self._keep * self._total + total
         self._count = self._keep * self._count + count
 
     @property
     def value(self) -> float | None:
-        """None before anything was added."""
+        """The mean; None before anything was added."""
         return self._total / self._count if self._count else None
 
 
 def in_proportion(total: int, weights: Mapping[str, float]) -> dict[str, float]:
-    """`total` in proportion to the weights, as real numbers."""
+    """Return real numbers in proportion to the weights, with the sum `total`."""
     assert total >= len(weights) > 0
     weight_sum = sum(weights.values())
     return {name: total * weight / weight_sum for name, weight in weights.items()}
 
 
 def samples_by_weight(total: int, weights: Mapping[str, float]) -> dict[str, float]:
-    """`total` samples in proportion to the weights, not yet whole, at least one each."""
+    """Return real numbers of samples in proportion to the weights, each at least 1, with the sum `total`."""
     return at_least_one(in_proportion(total, weights), dict.fromkeys(weights, 1.0))
 
 
 def at_least_one(base: Mapping[str, float], pull: Mapping[str, float]) -> dict[str, float]:
-    """Return `fit_proportions` with no bounds but one: each domain gets at least one sample."""
+    """Return `fit_proportions` with one bound only: each domain gets at least one sample."""
     return fit_proportions(base, pull, dict.fromkeys(base, 1.0), dict.fromkeys(base, sum(base.values())))
 
 
 def fit_proportions(
     base: Mapping[str, float], pull: Mapping[str, float], low: Mapping[str, float], high: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return numbers in proportion to `base * pull`, each within its bounds, with the same sum as `base`, for which they
-    leave room.
+    """Return numbers in proportion to `base * pull`, each between `low` and `high`, with the same sum as `base`.
 
-    If no pull is above 0, all are alike.
+    The bounds have to allow that sum. If no pull is above 0, all pulls count as equal.
     """
     strongest = max(pull.values())
     pulls = {name: max(own / strongest, LEAST_PULL) if strongest > 0 else 1.0 for name, own in pull.items()}
@@ -175,17 +177,17 @@ def fit_proportions(
 
     total = sum(base.values())
     below, above = 0.0, max(high[name] / number for name, number in targets.items())
-    while below < (middle := (below + above) / 2) < above:  # the sum grows with the scale: bisect to the last bit
+    # The sum grows with the scale, so bisect, until no number lies between the two ends.
+    while below < (middle := (below + above) / 2) < above:
         below, above = (middle, above) if sum(clip_scaled(middle).values()) < total else (below, middle)
     return clip_scaled(above)
 
 
 def round_counts(exact: Mapping[str, float], total: int, draw: float) -> dict[str, int]:
-    """Return whole numbers with the sum `total`, each the exact one rounded down or up; a random `draw` in 0..1 makes their
-    means exact.
+    """Return whole numbers with the sum `total`, each the exact number rounded down or up.
 
-    Systematic sampling: the exact numbers lie end to end on a ruler, and each gets the marks 1 - draw, 2 - draw, ... on its
-    piece.
+    With a random `draw` from 0 to 1, the mean over many draws is the exact number. This is systematic sampling: the exact
+    numbers are laid end to end on a ruler, and each gets as many as there are marks 1 - draw, 2 - draw, ... on its piece.
     """
     counts: dict[str, int] = {}
     position, marks = 0.0, 0

@@ -1,4 +1,5 @@
-"""A model's chat template is a program: tried in a process of its own before it is rendered here, and its errors are one kind."""
+"""Chat templates of models. A template is a program, so it is first tried in a process of its own with limits; when it is
+rendered here, its various errors become one kind."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from opd.interfaces import Tokenizer
 from opd.prompts.line import Messages
 
 CPU_S, BYTES, CHARACTERS = 2, 1 << 30, 1 << 20
-"""Limits of a template for a few short messages: seconds, memory of the whole process, and what it may write."""
+"""Limits of a template for a few short messages: CPU seconds, bytes of memory of the process, and characters of output."""
 WALL_S = 60
-"""Deadline for that where the machine is busy."""
+"""Deadline of the whole trial, in case the machine is so busy that it gets no CPU time."""
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"word": "it"}}}
 _USER, _SAID = {"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It."}
 _CHATS = [
@@ -29,9 +30,9 @@ _TOOL = {"type": "function", "function": {"name": "look_up", "description": "Loo
 
 
 def apply_template(tokenizer: Tokenizer, messages: Messages, *, add_generation_prompt: bool, **variables: Any) -> str:
-    """Return what the tokenizer's chat template makes of messages.
+    """Return the text that the tokenizer's chat template makes of messages.
 
-    Raises: jinja2's TemplateError, ValueError or TypeError if it refuses them, or fails.
+    Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses the messages, or fails.
     """
     from jinja2 import TemplateRuntimeError
 
@@ -47,7 +48,7 @@ def apply_template(tokenizer: Tokenizer, messages: Messages, *, add_generation_p
 
 
 def refuse_runaway_template(tokenizer: Any, model: object) -> None:
-    """Render the chat template of a model, if it has one, where it can take little. Raises: ModelError if it takes more."""
+    """Try a model's chat template, if it has one, in a process with limits. Raises: ModelError if it goes beyond them."""
     template = getattr(tokenizer, "chat_template", None)
     variables = {key: str(value) for key, value in tokenizer.special_tokens_map.items()} if template else {}
     for source in template.values() if isinstance(template, dict) else [template]:
@@ -64,10 +65,10 @@ def refuse_runaway_template(tokenizer: Any, model: object) -> None:
 
 @lru_cache(maxsize=16)
 def _find_fault(template: str, variables: str) -> str:
-    """Return what is wrong with a template; empty if nothing is."""
+    """Return which limit a template exceeds; empty if none. `variables`: the special tokens by name, as JSON."""
     request = {"template": template, "variables": json.loads(variables), "chats": _CHATS, "tools": [_TOOL]}
     limits = {"cpu_s": CPU_S, "bytes": BYTES, "characters": CHARACTERS}
-    # Not -I: jinja2 may be found by PYTHONPATH, or stand in the user's own site-packages.
+    # -P and not -I, because jinja2 may be on PYTHONPATH or in the user's own site-packages.
     command = [sys.executable, "-P", str(Path(__file__).with_name("template_child.py"))]
     too_long = f"it takes more than {CPU_S} s"
     try:
@@ -76,7 +77,9 @@ def _find_fault(template: str, variables: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return too_long
-    if process.returncode:  # ended by a limit: of time, or of memory where Python cannot say so
+    if (
+        process.returncode
+    ):  # negative if the system killed it at the time limit; else Python ended, as for lack of memory
         return (
             too_long if process.returncode < 0 else f"it ends Python: {(process.stderr.splitlines() or ['?'])[-1]:.200}"
         )

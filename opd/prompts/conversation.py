@@ -1,5 +1,8 @@
-"""Conversations of other people's files, as chat templates read them: messages with one text each, calls of tools, the tools, and
-variables of the template. OpenAI's, TRL's and ShareGPT's forms are read."""
+"""Convert conversations in users' files to the form that chat templates read.
+
+That form has messages with one text each, calls of tools, descriptions of tools, and variables of the template. Files may be
+in the forms of OpenAI, TRL and ShareGPT.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from opd.config.prompts import RENDERING
 from opd.prompts.broken import BrokenRow
 
 Messages = list[dict[str, Any]]
-"""Each with `role` and `content`, both text; those of the assistant may have `tool_calls`."""
+"""Each message has `role` and `content`, both text; messages of the assistant may have `tool_calls`."""
 SPEAKERS = {"human": "user", "gpt": "assistant"}
-"""Roles as ShareGPT calls them -> as chat templates do."""
+"""ShareGPT's name of a role -> name in chat templates."""
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts of a message that are text."""
@@ -22,7 +25,7 @@ FROM_SHAREGPT = (
     """who.get(m["from"], m["from"]), "content": m["value"]} for m in ms]; [print(json.dumps({**(d := json.loads(l)), """
     """**{c: new(d[c]) for c in ("prompt", "completion") if c in d}})) for l in sys.stdin]' < OLD.jsonl > NEW.jsonl"""
 )
-"""Makes `role` and `content` of `from` and `value`."""
+"""Command for the user that turns `from` and `value` into `role` and `content`."""
 
 
 def rename_turn_keys(message: Any) -> Any:
@@ -33,7 +36,7 @@ def rename_turn_keys(message: Any) -> Any:
 
 
 def is_learned(message: Mapping[str, Any]) -> bool:
-    """Return False for a turn that OpenAI's `weight` says nobody is to learn."""
+    """Return False for a turn that is not to be learned: one with OpenAI's `weight` 0."""
     return bool(message.get("weight", 1))
 
 
@@ -49,7 +52,7 @@ def read_messages(column: str, messages: list[Any]) -> Messages:
 
 
 def _read_message(message: Any) -> dict[str, Any]:
-    """Return a message with its parts as one text, and without OpenAI's `weight`, which is for training. Raises: BrokenRow."""
+    """Return a message with its parts joined to one text, and without OpenAI's `weight`. Raises: BrokenRow."""
     fix = "give every message a `role` and a `content`, both text"
     if not isinstance(message, dict):
         raise BrokenRow(f"{message!r:.60}", fix)
@@ -78,7 +81,7 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def join_text_parts(content: Any) -> Any:
-    """Return the text of a list of parts, each on a line of its own as vLLM has it; other content as it is. Raises: BrokenRow."""
+    """Return the text of a list of parts, joined by line breaks as vLLM does; other content as it is. Raises: BrokenRow."""
     if not isinstance(content, list):
         return content
     texts = []
@@ -95,7 +98,10 @@ def join_text_parts(content: Any) -> Any:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Return a call with its arguments as a mapping, as templates want it; OpenAI's API has them as JSON in a text. Raises: BrokenRow."""
+    """Return a call with its arguments as a mapping, which templates need. OpenAI's API has them as JSON text.
+
+    Raises: BrokenRow.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BrokenRow(
@@ -110,7 +116,10 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def add_system_message(messages: Messages, system: Any, column: str) -> Messages:
-    """Return the messages after what the row's own column says to the system. Raises: BrokenRow if they begin with another such text."""
+    """Return the messages with the text of the row's system column as the first message.
+
+    Raises: BrokenRow if they already begin with another system message, or if `system` is no text.
+    """
     if not isinstance(system, str):
         raise BrokenRow(f"column `{column}`: {system!r:.60}, no text", _advise_skipping("system"))
     if not system.strip() or not messages:
@@ -126,9 +135,9 @@ def add_system_message(messages: Messages, system: Any, column: str) -> Messages
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
-    """Return the tools of a row, as chat templates take them: a list, or the JSON of one; each of a function, or its description alone.
+    """Return the tools of a row in the form that chat templates take. Raises: BrokenRow.
 
-    Raises: BrokenRow.
+    `value` is a list, or the JSON text of one. Each tool is a mapping with `function`, or just the function's description.
     """
     tools = _parse_json(value)
     tools = [_complete_tool(_parse_json(tool)) for tool in tools] if isinstance(tools, list) else [None]
@@ -142,7 +151,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
 
 
 def _complete_tool(tool: Any) -> dict[str, Any] | None:
-    """Return a tool with its description under `function`; None for what is no tool."""
+    """Return a tool with its description under `function`; None if the value is no tool."""
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
     named = (

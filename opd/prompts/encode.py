@@ -1,5 +1,8 @@
-"""From a prompt to the token ids that the engine reads: text after what the tokenizer puts in front of it, such as a begin token;
-chat messages through the model's own template, which writes its own."""
+"""Encode prompts to the token ids that an engine reads.
+
+A prompt of plain text comes after whatever the tokenizer puts in front of a text, such as a begin token. Chat messages go
+through the model's chat template, which writes its own begin token.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,16 @@ from opd.prompts.conversation import Messages
 from opd.prompts.harmless import escape_specials, escape_specials_inside, escape_variables, special_texts
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
-"""Roles whose messages a chat template may leave out on purpose."""
+"""Roles that chat templates know; a template may leave out their messages on purpose."""
 _LETTER = "a"
+"""Text by which `ids_in_front` finds what a tokenizer adds."""
 
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
-    """Load the tokenizer of a model directory; no code from the directory is run, and no hub is asked. `add_special_tokens` as
-    for `put_nothing_in_front`.
+    """Load the tokenizer of a model directory. No code from the directory is run, and no hub is asked.
 
-    Raises: ModelError for a directory without a tokenizer, and what `put_nothing_in_front` raises.
+    Without `add_special_tokens` it is passed to `put_nothing_in_front`. Raises: ModelError for a directory without a
+    tokenizer, and what `put_nothing_in_front` raises.
     """
     if not model_dir.is_dir():
         raise ModelError.at(
@@ -35,7 +39,7 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # From a Mistral directory that also has tekken.json, transformers would take that one, with ids and templates of its own.
+        # If a Mistral directory also has tekken.json, transformers would prefer it, with other ids and templates.
         tokenizer = AutoTokenizer.from_pretrained(
             model_dir, trust_remote_code=False, local_files_only=True, mistral_format=False
         )
@@ -52,9 +56,10 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
 
 
 def put_nothing_in_front(tokenizer: Any) -> None:
-    """Have the tokenizer add nothing to a text, whatever its files say. It is not to be saved then: its files would say so, too.
+    """Change a tokenizer so that it adds nothing to a text, whatever its files say.
 
-    Raises: ConfigError for a tokenizer that is written in Python and adds something.
+    Do not save it afterwards, since the saved files would have the change. Raises: ConfigError for a tokenizer written in
+    Python that adds something.
     """
     if hasattr(tokenizer, "backend_tokenizer"):
         tokenizer.backend_tokenizer.post_processor = None
@@ -68,8 +73,11 @@ def put_nothing_in_front(tokenizer: Any) -> None:
 
 
 def ids_in_front(tokenizer: Tokenizer) -> list[int]:
-    """Return the ids that the tokenizer puts in front of a text, such as a begin token. Those that it puts behind are left out,
-    as the model writes on there. Raises: ValueError for a tokenizer whose special tokens change the others."""
+    """Return the ids that the tokenizer puts in front of a text, such as a begin token.
+
+    Ids that it puts behind the text are left out, because the model goes on writing there. Raises: ValueError if the ids of
+    the text itself change when special tokens are added.
+    """
     plain, full = (_encode_texts(tokenizer, [_LETTER], add_special_tokens=add)[0] for add in (False, True))
     for start in range(len(full) - len(plain) + 1):
         if full[start : start + len(plain)] == plain:
@@ -80,18 +88,18 @@ def ids_in_front(tokenizer: Tokenizer) -> list[int]:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any
 ) -> tuple[int, ...]:
-    """Return the token ids of a prompt. `day` is the date for a chat template that asks for one; None: today. `variables` are
-    the template's."""
+    """Return the token ids of a prompt. `day`: date for a chat template that asks for one; None: today. `variables`: further
+    variables of the template."""
     (ids,) = _encode_texts(tokenizer, [render_prompt(tokenizer, prompt, day, **variables)])
     return tuple(_with_begin_tokens(ids, ids_in_front(tokenizer)) if isinstance(prompt, str) else ids)
 
 
 def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None = None, **variables: Any) -> str:
-    """Return the text that is tokenised, without what the tokenizer puts in front of plain text; `variables` are the chat
-    template's. It ends where the model writes, unless they say otherwise. A prompt that is text stays as it is, special tokens
-    in it included; in messages they are broken up, as a message cannot bring a turn of its own.
+    """Return the text of a prompt that is then tokenised, without what the tokenizer puts in front of plain text.
 
-    Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses it.
+    It ends where the model begins to write, unless `variables`, those of the chat template, say otherwise. A prompt of plain
+    text stays as it is, with any special tokens in it. In messages special tokens are broken up, so that a message cannot
+    contain the end of its turn. Raises: jinja2's TemplateError, ValueError or TypeError if the template refuses the messages.
     """
     if isinstance(prompt, str):
         return prompt
@@ -101,15 +109,16 @@ def render_prompt(tokenizer: Tokenizer, prompt: str | Messages, day: date | None
 
 
 def render_messages(tokenizer: Tokenizer, prompt: Messages, day: date | None = None, **variables: Any) -> str:
-    """Return what the chat template makes of messages as they are. Raises: as `render_prompt`."""
-    # transformers gives templates a function of this name; a variable of the same name takes precedence.
+    """Return the chat template's text for messages, which are passed unchanged. Raises: as `render_prompt`."""
+    # transformers gives templates a function `strftime_now`; a variable of the same name takes precedence.
     clock = {} if day is None else {"strftime_now": datetime.combine(day, time()).strftime}
     variables = {"add_generation_prompt": True, **clock, **variables}
     return apply_template(tokenizer, prompt, **variables)
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text that goes on, or that a chat template wrote: special tokens in it included, none added."""
+    """Return the ids of a text, with special tokens for those spelt out in it. None are added, so use it for text that
+    continues another one, or that a chat template wrote."""
     return list(_encode_texts(tokenizer, [text])[0])
 
 
@@ -119,11 +128,10 @@ def encode_prompts(
     day: date | None = None,
     variables: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sequence[int]]:
-    """Return the token ids of many prompts at once. A prompt without a visible sign, or of special tokens only, gets no ids.
-    `variables`: what the chat template is given beside the messages of each prompt.
+    """Return the token ids of many prompts at once. A prompt of white space only, or of special tokens only, gets no ids.
 
-    Raises: what `render_prompt` raises, and ValueError if the chat template leaves the question out, because then all prompts
-    would be the same.
+    `variables`: further variables of the chat template for each prompt. Raises: what `render_prompt` raises, and ValueError
+    if the chat template leaves the question out, because then all prompts would be equal.
     """
     row_variables = variables or [{}] * len(prompts)
     asking = {
@@ -140,8 +148,11 @@ def encode_prompts(
 
 
 def make_row_error(row_label: str, whose: str, error: Exception) -> PromptError:
-    """Return the refusal of a row that cannot be encoded. `error` says why: no chat template, one that refuses the messages, or
-    text that is not Unicode. `whose` is the model that would read it: student or base."""
+    """Return the error about a row that cannot be encoded.
+
+    `error` is the reason: there is no chat template, it refuses the messages, or a text is not Unicode. `whose`: the model
+    that would read the row, `student` or `base`.
+    """
     return PromptError.at(
         row_label,
         found=str(error),
@@ -151,7 +162,7 @@ def make_row_error(row_label: str, whose: str, error: Exception) -> PromptError:
 
 
 def _with_begin_tokens(ids: list[int], front: list[int]) -> list[int]:
-    """Return the ids of a text after the begin tokens, which are not added twice if the text spells them out."""
+    """Return the ids of a text with the begin tokens in front, unless the text spells them out itself."""
     return ids if ids[: len(front)] == front else front + ids
 
 
@@ -172,6 +183,7 @@ def _is_blank(prompt: str | Messages) -> bool:
 def _render_question(
     tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]
 ) -> str:
+    """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, or one with an odd role."""
     text = render_prompt(tokenizer, prompt, day, **variables)
     if not isinstance(prompt, str):
         specials = special_texts(tokenizer)

@@ -1,4 +1,4 @@
-"""One row of a prompts file: its columns, and how a broken one is refused. The same for every file format."""
+"""One row of a prompts file: its columns, and the checks that refuse a broken row, the same for every file format."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ from opd.settings.wording import describe_error
 from opd.settings.yaml_files import keys_of
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
-_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps makes a new one for each row
+_COMPACT = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":")
+)  # json.dumps would make a new encoder for each row
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20
-"""A longer row cannot be a prompt: the longest contexts of today are a few MB of text."""
+"""Most bytes of a row. A longer one cannot be a prompt, since the longest contexts of today are a few MB of text."""
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'
 
 
 def _as_text(answer: Any) -> Any:
-    """Return a finite number as JSON spells it, so that the row is the same from a CSV file. A whole number has no point: pandas
-    makes `2.0` of the 2 in a column with empty cells."""
+    """Return a finite number as JSON spells it, so that the row is the same as from a CSV file; any other value as it is.
+
+    A whole number is written without a point, because pandas makes `2.0` of a 2 in a column with empty cells.
+    """
     if not isinstance(answer, int | float) or isinstance(answer, bool) or not math.isfinite(answer):
         return answer
-    # Beyond 2^53 a float stands for several whole numbers.
+    # From 2^53 on one float stands for several whole numbers, so it is left as a float.
     is_whole = isinstance(answer, float) and answer.is_integer() and abs(answer) < 1 << 53
     return json.dumps(int(answer) if is_whole else answer)
 
 
 class PromptLine(BaseModel):
-    """One row. Unknown columns are ignored: data sets carry many."""
+    """One row. Columns that we do not know are ignored, because data sets have many."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -55,19 +59,20 @@ class PromptLine(BaseModel):
     answer: Annotated[str, BeforeValidator(_as_text)] = ""
     metadata: dict[str, Any] = Field(default_factory=dict)
     tools: list[dict[str, Any]] = Field(default_factory=list)
-    """Tools that the chat template tells of."""
+    """Tools of which the chat template tells the model."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Variables of the chat template beside the messages."""
+        """The variables that the chat template gets besides the messages."""
         return self.chat_template_kwargs | ({"tools": self.tools} if self.tools else {})
 
     def as_json(self) -> bytes:
-        """Canonical JSON: the same bytes whatever the file's format. A lone surrogate, which is no Unicode, comes back unchanged.
+        """Return the row as canonical JSON: the same bytes whatever the file's format.
 
-        Raises: BrokenRow for a value that JSON has no form for, such as a table's dates.
+        A lone surrogate, which is no valid Unicode, survives `from_json` unchanged. Raises: BrokenRow for a value that JSON
+        cannot hold, such as a date in a table.
         """
         columns = {name: value for name, value in self.__dict__.items() if value or name not in CHAT_COLUMNS}
         try:
@@ -79,12 +84,12 @@ class PromptLine(BaseModel):
     def from_json(cls, line: bytes) -> PromptLine:
         """Return the row that `as_json` wrote."""
         columns = json.loads(line.decode("utf-8", "surrogatepass"))
-        # Given, because pydantic takes far longer to look up a default than to take a value.
+        # Defaults are given here, because pydantic takes far longer to look up a default than to take a value.
         return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
 
 
 def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
-    """Return the column that JSON has no form for."""
+    """Return the name of the column whose value JSON cannot hold, for an error."""
     for name, value in columns.items():
         try:
             _COMPACT.encode(value)
@@ -94,7 +99,7 @@ def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
 
 
 def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> PromptLine:
-    """Check one row. `columns`: our name -> the data set's name, where they differ, or None for a column that is not read.
+    """Check one row and return it. `columns`: our name -> the data set's name if it differs, None for a column not to read.
 
     Raises: BrokenRow.
     """
@@ -114,35 +119,39 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
 
 
 def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -> dict[str, Any]:
-    """Return the row by our names, its conversation as chat templates read it. Raises: BrokenRow."""
+    """Return the row's columns by our names, with conversations in the form that chat templates read. Raises: BrokenRow."""
     if names["prompt"] not in data:
         raise BrokenRow(*no_column(str(names["prompt"]), data))
     row: dict[str, Any] = {column: data[name] for column, name in names.items() if name is not None and name in data}
     for column in SPOKEN:
         if isinstance(row.get(column), list):
             row[column] = read_messages(str(names[column]), row[column])
-    of_chat = {column: value for column in CHAT_COLUMNS if (value := row.pop(column, None))}
-    if not isinstance(row["prompt"], list):
+    chat_columns = {column: value for column in CHAT_COLUMNS if (value := row.pop(column, None))}
+    if not isinstance(row["prompt"], list):  # plain text, for which these columns mean nothing
         return row
-    if "system" in of_chat:
-        row["prompt"] = add_system_message(row["prompt"], of_chat["system"], str(names["system"]))
-    if "tools" in of_chat:
-        row["tools"] = read_tools(of_chat["tools"], str(names["tools"]))
-    if "chat_template_kwargs" in of_chat:
+    if "system" in chat_columns:
+        row["prompt"] = add_system_message(row["prompt"], chat_columns["system"], str(names["system"]))
+    if "tools" in chat_columns:
+        row["tools"] = read_tools(chat_columns["tools"], str(names["tools"]))
+    if "chat_template_kwargs" in chat_columns:
         row["chat_template_kwargs"] = read_variables(
-            of_chat["chat_template_kwargs"], str(names["chat_template_kwargs"])
+            chat_columns["chat_template_kwargs"], str(names["chat_template_kwargs"])
         )
     return row
 
 
 def columns_in_use(columns: Mapping[Column, str | None], *, chat: bool) -> set[str | None]:
-    """Return the data set's names of the columns that are read. `chat`: of a row whose prompt is a conversation."""
+    """Return the data set's names of the columns that are read. `chat`: whether the row's prompt is a conversation."""
     return {columns.get(column, column) for column in COLUMNS if chat or column not in CHAT_COLUMNS}
 
 
 def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
-    """Return the row with its prompt as a chat: texts become messages of user and assistant, `from` and `value` become `role` and
-    `content`, and the assistant's last turn becomes the completion and the answer, unless the row has its own."""
+    """Return the row with its prompt as a chat, for `chat: true`.
+
+    A prompt or completion that is text becomes a message of the user or the assistant. `from` and `value` become `role` and
+    `content`. If the prompt ends with a turn of the assistant, that turn becomes the completion and the answer, unless the
+    row has its own; a turn with OpenAI's `weight` 0 is dropped.
+    """
     if not isinstance(data, dict):
         return data  # `read_row` refuses it
     prompt_column, completion_column, answer_column = (
@@ -176,7 +185,7 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
 
 
 def _read_answers(data: Mapping[str, Any], turn: Any, answer_column: str | None) -> dict[str, str]:
-    """Return the column `answer_column` with the text of the assistant's turn, if it is to be read and the row has no answer."""
+    """Return the assistant's text under `answer_column`. Empty if the row has an answer, or if the column is not to be read."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
     return (
         {answer_column: _turn_text(turn)}
@@ -186,7 +195,7 @@ def _read_answers(data: Mapping[str, Any], turn: Any, answer_column: str | None)
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
-    """Return the text of a turn; none for one that calls a tool, or that `read_messages` is about to refuse."""
+    """Return the text of a turn; empty for one that calls a tool, or that `read_messages` will refuse."""
     try:
         text = join_text_parts(message.get("content"))
     except BrokenRow:
@@ -195,7 +204,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
 
 
 def _parse_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises: ValueError for a key given twice, of which Python would keep the last."""
+    """Return a JSON object as a dictionary. Raises: ValueError for a key given twice; Python would keep the last value."""
     data = dict(pairs)
     if len(data) < len(pairs):
         names = [name for name, _ in pairs]
@@ -223,7 +232,7 @@ def parse_json_line(line: bytes) -> Any:
 
 
 def no_column(name: str, data: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the problem and its remedy, if a column that is needed has another name or is missing."""
+    """Return `fault` and `fix` of a `BrokenRow` for a required column that is missing or has another name."""
     fault = f"no column `{name}`{', but ' + list_keys(data) if data else ''}"
     if name != "prompt":
         return fault, "correct the names under `columns` and `filter` of the pipeline's `prompts`"

@@ -1,4 +1,7 @@
-"""The domain mix of each step: a function of (seed, step) or, if it is balanced, of the seed and the records of the steps before."""
+"""The prompts of each step, mixed from all domains.
+
+They depend on the seed and the step alone; with a balance, on the seed and the records of the steps before.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from opd.records.step import StepRecord
 from opd.records.types import Prompt
 
 GOLDEN = (5**0.5 - 1) / 2
-"""Multiples of it, modulo 1, fill 0..1 as evenly as a sequence without an end can."""
+"""The golden ratio minus 1. Its multiples, modulo 1, fill 0..1 as evenly as an endless sequence can."""
 
 
 def shuffle_numbers(count: int, seed: str) -> array[int]:
     """Return the numbers below `count` in an order that `seed` decides, the same in every process and release.
 
-    The standard library hashes a string seed with SHA-512. An array holds a million numbers in 8 MB, a list in 40 MB; both
-    are shuffled alike.
+    That is because the standard library hashes a string seed with SHA-512. The result is an array because it holds a million
+    numbers in 8 MB, where a list needs 40 MB.
     """
     order = array("q", range(count))
     random.Random(seed).shuffle(order)
@@ -27,23 +30,23 @@ def shuffle_numbers(count: int, seed: str) -> array[int]:
 
 
 class MixedPrompts:
-    """Every domain in every step, with the same share of each."""
+    """Takes prompts of every domain in every step; each domain has the same share in all steps."""
 
     def __init__(
         self, by_domain: Mapping[str, Sequence[Prompt]], exact: Mapping[str, float], seed: int, n: int = 1
     ) -> None:
-        """`exact` prompts of each domain in a step on average, each `n` times; together a whole number."""
+        """`exact`: average number of prompts of each domain in a step; the sum is a whole number. Each prompt comes `n` times."""
         assert set(by_domain) == set(exact)
         self._domains = EndlessDomains(by_domain, seed, n)
         self._exact = exact
         self._total = round(sum(exact.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
         self._offsets = array("q", [0] * len(exact))
-        """Running totals, step after step: the prompts of each domain before step 1, before step 2, and so on, as far as
-        needed."""
+        """How many prompts of each domain were taken before step 1, then the same before step 2, and so on; it grows on
+        demand."""
 
     def take(self, step: int) -> list[Prompt]:
-        """Return the prompts of one step (from 1), grouped by domain: a pure function of (seed, step)."""
+        """Return the prompts of a step (counted from 1), grouped by domain. They depend on the seed and the step alone."""
         num = len(self._exact)
         for earlier in range(len(self._offsets) // num, step):
             counts = self._count_prompts(earlier).values()
@@ -52,16 +55,16 @@ class MixedPrompts:
         return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._count_prompts(step))
 
     def _count_prompts(self, step: int) -> dict[str, int]:
-        """Prompts of each domain in a step. What is left over by rounding down goes to other domains in each step."""
+        """Return the number of prompts of each domain in a step. In each step other domains are rounded up."""
         return round_counts(self._exact, self._total, (self._first_draw + step * GOLDEN) % 1)
 
 
 class BalancedPrompts:
-    """Every domain in every step, with as many prompts as the balance says. Implements `PromptSource` and `Sink`.
+    """Takes prompts of every domain in every step; the balance decides how many. Implements `PromptSource` and `Sink`.
 
-    `take` depends on nothing but the seed and the records of the steps before, which arrive as they do at every sink. So a
-    resume has no other state to restore: it passes the records that it finds in `metrics.jsonl`. Where prompts are taken
-    ahead, those of a step depend on the records up to the one that is there when they are taken, and on no later one.
+    What `take` returns depends only on the seed and the records of the steps before, which arrive by `step` as at every sink.
+    So a resume has no further state to restore: it passes the records from `metrics.jsonl`. If prompts are taken ahead of
+    their step, they depend on the records up to `ahead + 1` steps before it, whether later ones have arrived or not.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class BalancedPrompts:
         n: int = 1,
         ahead: int = 0,
     ) -> None:
-        """`records` are those of the steps that an interrupted run has taken, from step 1. The balance deals out prompts; each
-        comes `n` times, and they are taken `ahead` steps before the step is trained."""
+        """`records`: the records of the steps, from 1, that an interrupted run has taken. `n`: how often each prompt comes.
+        `ahead`: how many steps before its training a step's prompts are taken."""
         self._domains = EndlessDomains(by_domain, seed, n)
         self._balance = balance
         self._n = n
@@ -82,12 +85,12 @@ class BalancedPrompts:
         self._last = 0
         self._ahead = ahead
         self._counts = {step: balance.count_samples(step) for step in range(1, ahead + 2)}
-        """Prompts by domain of the steps whose record has not come."""
+        """Step -> number of prompts of each domain, for decided steps whose record has not come yet."""
         for record in records:
             self.step(record)
 
     def step(self, record: StepRecord) -> None:
-        """Take in the record of the step that was taken last."""
+        """Take in the record of the next step, and decide the counts of the step `ahead + 1` steps later."""
         assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
         self._last = record.step
         self._offsets.update({name: number // self._n for name, number in record.prompts.items()})
@@ -97,7 +100,7 @@ class BalancedPrompts:
         self._counts[decided] = self._balance.count_samples(decided)
 
     def take(self, step: int) -> list[Prompt]:
-        """Return the prompts of a step after those whose records came in, grouped by domain."""
+        """Return the prompts of a step whose record has not come yet, grouped by domain."""
         assert step in self._counts, f"prompts of step {step} with records up to {self._last}"
         starts = Counter(self._offsets)
         for earlier in range(self._last + 1, step):
@@ -106,19 +109,19 @@ class BalancedPrompts:
 
 
 class EndlessDomains:
-    """Each domain as a sequence without an end, in a fresh seeded order per epoch."""
+    """Each domain's prompts as an endless sequence: epoch after epoch, each in an order of its own that the seed decides."""
 
     def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int, n: int = 1) -> None:
-        """`n`: times that each prompt comes, one after the other: once for each response."""
+        """`n`: how often each prompt comes in a row, once for each response to it."""
         self._by_domain = by_domain
         self._seed = seed
         self._n = n
         self._orders: dict[tuple[str, int], array[int]] = {}
         self._read: tuple[tuple[dict[str, int], dict[str, int]], list[Prompt]] = ({}, {}), []
-        """The last request and its answer: a schedule that writes ahead takes the prompts of each step twice."""
+        """The last request and its result, because a schedule that writes ahead takes the prompts of each step twice."""
 
     def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
-        """`counts` prompts of each domain from its place in `starts`, domain after domain."""
+        """Return `counts[domain]` prompts of each domain from the position `starts[domain]` on, domain after domain."""
         request = dict(starts), dict(counts)
         if request != self._read[0]:
             windows = (self._take_window(name, starts[name], count) for name, count in counts.items())
@@ -135,6 +138,6 @@ class EndlessDomains:
         key = (domain, epoch)
         if key not in self._orders:
             order = shuffle_numbers(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
-            # A step can reach from one epoch into the next: keep the order of the epoch before, drop older ones.
+            # A step can reach from one epoch into the next, so the order of the epoch before is kept, too.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

@@ -1,5 +1,5 @@
-"""Tell what a user should know about a source of prompts: columns that nothing reads, answers that come from the last turn, and what a
-chat template leaves out."""
+"""Notices about a source of prompts: columns that nothing reads, answers taken from the last turn, and parts of prompts that
+the chat template leaves out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def collect_notices(
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Yield sentences about prompts that have been read. `day` and `variables` as for `load_prompts`."""
+    """Yield sentences for the user about prompts that have been read. `day` and `variables`: see `load_prompts`."""
     rows, label = prompts.rows, prompts.rows.label
     if rows.unread:
         yield f"{label}: columns that are not read: {', '.join(rows.unread)}"
@@ -42,7 +42,7 @@ def collect_notices(
     for trait, subject in ((SYSTEM, "the system message"), (TOOLS, "the tools"), (VARIABLES, "chat_template_kwargs")):
         have = prompts.with_trait(trait) & (prompts.lengths > 0)
         if have.any():
-            line = rows[int(prompts.indices[np.flatnonzero(have)[0]])]
+            line = rows[int(prompts.indices[np.flatnonzero(have)[0]])]  # the first such prompt stands for all
             if _is_lost(trait, line, tokenizer, day, {**(variables or {}), **line.variables}):
                 yield f"{label}: the chat template leaves out {subject} of {_format_count(have)} prompts"
 
@@ -52,14 +52,15 @@ def _format_count(mask: Any) -> str:
 
 
 def _is_lost(trait: int, line: PromptLine, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> bool:
-    """Return True if the chat template writes nothing of what the prompt has there."""
+    """Return True if the chat template leaves out what the prompt has of this trait."""
     if trait == VARIABLES:
         return not any(name in str(tokenizer.chat_template) for name in line.chat_template_kwargs)
     text = render_prompt(tokenizer, line.prompt, day, **variables)
     if trait == TOOLS:
         return not any(tool["function"]["name"] in text for tool in line.tools)
     assert not isinstance(line.prompt, str), "a text has no traits"
-    specials = special_texts(tokenizer)  # which the template was given broken up
+    # The template got the messages with these texts broken up, so look for the messages in that form.
+    specials = special_texts(tokenizer)
     system_texts = [
         escape_specials(message["content"], specials).strip()
         for message in line.prompt

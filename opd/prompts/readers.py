@@ -1,8 +1,8 @@
-"""Rows of a source, one after the other, each with its place for error messages.
+"""Read the rows of a source one after the other, each with its place for error messages.
 
-The library `datasets` reads CSV, Parquet and saved data sets, in batches. It does not read JSONL: it guesses a column's type from
-blocks of 10 MB, so a row would depend on its neighbours (`{"a": 1}` becomes `{"a": 1, "b": None}`), and it cannot say which
-line is broken.
+The library `datasets` reads CSV, Parquet and saved data sets for us, in batches. JSONL we read ourselves. The library guesses
+a column's type from blocks of 10 MB, so a row would depend on its neighbours (`{"a": 1}` becomes `{"a": 1, "b": None}`), and
+it cannot say which line is broken.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from opd.prompts.sources import Source, import_datasets, kind_of, open_unpacked,
 
 BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20
-"""Characters of a JSON array that are read at a time."""
+"""Characters of a JSON array that are read at once."""
 GZIP_ERRORS = (EOFError, zlib.error)
-"""Errors that a damaged gzip file raises, beside an OSError."""
+"""Errors that a damaged gzip file raises, besides OSError."""
 csv.field_size_limit(MAX_LINE_BYTES)  # Python's own limit is 128 KiB
 
 
@@ -37,21 +37,23 @@ class RowLocation(NamedTuple):
 
     file: str
     number: int
-    """Counted from 1: the line of a JSONL file, the row of any other. A CSV's header is not a row."""
+    """Number, from 1, of the line of a JSONL file or of the row of any other file. The header of a CSV file is not a row."""
     line: bool
+    """True if `number` is that of a line."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.number}" if self.line else f"{self.file}, row {self.number}"
 
     def make_error(self, problem: BrokenRow) -> PromptError:
-        """Return the error that a user sees about this row."""
+        """Return the error about this row that the user sees."""
         return problem.make_error(str(self), wanted=f"{'one JSON object' if self.line else 'a row'} with {FORM}")
 
 
 Row = tuple[RowLocation, Any]
-"""A place, and the row's columns by the data set's names (for JSONL any value that the line holds); None if the filter drops
-the row."""
+"""A place, and the row's columns by the data set's names (for JSONL the line's value, whatever it is). The second is None if
+the filter drops the row."""
 Clean = Callable[[dict[str, Any], str], dict[str, Any]]
+"""Converts a row of a table to what JSONL would hold; it gets the row and the name of the prompt's column."""
 
 
 def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
@@ -76,7 +78,7 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
 
 
 def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
-    """Return True if the pipeline's filter keeps the row. `text`: all cells of the data set are text."""
+    """Return True if the pipeline's filter keeps the row. `text`: whether all cells of the data set are text."""
     rule = config.filter
     if rule is None:
         return True
@@ -84,7 +86,7 @@ def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
     cell = row.get(rule.column) if isinstance(row, dict) else None
     if text:
         return cell in [value if isinstance(value, str) else json.dumps(value) for value in allowed]
-    # In Python True equals 1; in a data set it does not.
+    # Python's True equals 1, but for a data set they are different values.
     return any(cell == value and isinstance(cell, bool) == isinstance(value, bool) for value in allowed)
 
 
@@ -92,7 +94,7 @@ def passes_filter(row: Any, config: PromptsConfig, *, text: bool) -> bool:
 
 
 def _json_rows(file: Path, shown: str) -> Iterator[Row]:
-    """Yield the objects of a JSONL file, or of a file that is one array of JSON. Raises: PromptError."""
+    """Yield the rows of a JSONL file, or of a file that is one JSON array. Raises: PromptError."""
     try:
         with open_unpacked(file) as stream:
             if stream.read(len(codecs.BOM_UTF8)) != codecs.BOM_UTF8:
@@ -106,23 +108,24 @@ def _json_rows(file: Path, shown: str) -> Iterator[Row]:
 
 
 def _is_array(start: bytes) -> bool:
-    """Return True if a file begins as an array of objects. A row of JSONL is an object, whatever else it begins with."""
+    """Return True if a file begins like an array of objects. A file that begins in any other way is read as JSONL."""
     text = start.lstrip()
     return text.startswith(b"[") and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
 def _array_rows(stream: IO[bytes], shown: str) -> Iterator[Row]:
-    """Yield the values of one array, as many at a time as a buffer holds. Raises: PromptError naming the row."""
+    """Yield the values of one JSON array; only a part of it is in memory at a time. Raises: PromptError naming the row."""
     text, number, at_end = "", 0, False
     decoded = codecs.getreader("utf-8")(stream)
     while True:
         location = RowLocation(shown, number + 1, line=False)
-        text = text.lstrip(" \t\r\n," if number else " \t\r\n[")
+        text = text.lstrip(" \t\r\n," if number else " \t\r\n[")  # what stands before the next value
         if text.startswith("]"):
             return
         try:
             row, end = PARSER.raw_decode(text)
         except (RecursionError, ValueError) as error:
+            # The value may just be incomplete: read on, unless the file has ended or the value is too long.
             if at_end or len(text) > MAX_LINE_BYTES:
                 fault = (
                     f"a row of more than {len(text):,} bytes" if not at_end else f"JSON that cannot be read: {error}"
@@ -142,9 +145,9 @@ def _array_rows(stream: IO[bytes], shown: str) -> Iterator[Row]:
 
 
 def _json_lines(stream: IO[bytes], shown: str) -> Iterator[Row]:
-    """Yield the objects of a JSONL file. CRLF and blank lines are accepted."""
+    """Yield the rows of a JSONL file. CRLF and blank lines are accepted. Raises: PromptError."""
     number = 0
-    while line := stream.readline(MAX_LINE_BYTES + 2):
+    while line := stream.readline(MAX_LINE_BYTES + 2):  # 2 for CRLF
         number += 1
         location = RowLocation(shown, number, line=True)
         body = line.removesuffix(b"\n").removesuffix(b"\r")
@@ -161,7 +164,7 @@ def _json_lines(stream: IO[bytes], shown: str) -> Iterator[Row]:
 
 
 def _skip_line(stream: Any) -> int:
-    """Read to the end of the line; returns the number of bytes."""
+    """Read to the end of the line, and return the number of bytes."""
     total = 0
     while part := stream.readline(MAX_LINE_BYTES):
         total += len(part.removesuffix(b"\n"))
@@ -171,15 +174,18 @@ def _skip_line(stream: Any) -> int:
 
 
 def _from_json(row: Any, prompt: str) -> Any:
-    """Drop columns and keys of chat messages that are null: `datasets` writes such nulls, and those of a table are dropped,
-    too. A null `role` or `content` stays, so that the message is refused by that key."""
+    """Return a row of JSONL without null columns, and without null keys of chat messages.
+
+    `datasets` writes such nulls when it exports JSONL, and nulls of tables are dropped too. A null `role` or `content` stays,
+    so that the error about the message names this key.
+    """
     if not isinstance(row, dict):
         return row
     return {name: _drop_empty_keys(value, ("role", "content")) for name, value in _without_empty(row, prompt).items()}
 
 
 def _without_empty(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Drop columns that are null, or NaN, which pandas writes in their place."""
+    """Return the row without columns that are null, or NaN, which pandas writes for null. The prompt's column stays."""
     return {name: value for name, value in row.items() if name == prompt or not _is_missing(value)}
 
 
@@ -191,7 +197,7 @@ def _is_missing(value: Any) -> bool:
 
 
 def _read_tables(shown: str, batches: Iterator[Any], clean: Clean, config: PromptsConfig) -> Iterator[Row]:
-    """Yield rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
+    """Yield the rows of Arrow tables. Raises: PromptError, also for an error that the library finds in the file."""
     number, text = 0, clean is _from_text
     prompt, metadata = config.prompt_column, config.columns.get("metadata", "metadata")
     while (table := _next_batch(shown, batches)) is not None:
@@ -216,22 +222,19 @@ def _next_batch(shown: str, batches: Iterator[Any]) -> Any:
             return next(batches, None)
     except PromptError:
         raise
-    except (
-        OSError,
-        ValueError,
-        csv.Error,
-        pa.ArrowException,
-        *GZIP_ERRORS,
-    ) as error:  # errors of pandas are ValueErrors
+    # Errors of pandas are ValueErrors.
+    except (OSError, ValueError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:
         raise _make_unreadable_error(shown, error) from None
 
 
 def _refuse_large_row(table: Any, shown: str, rows_before: int) -> None:
-    """Refuse a row that is too large, before Python makes copies of it. `rows_before`: the number of rows before this table.
-    Raises: PromptError."""
+    """Refuse a row that is too large, before Python copies it. `rows_before`: rows of the file before this table.
+
+    Raises: PromptError.
+    """
     import pyarrow as pa
 
-    # Every row of a column with a dictionary would count the whole of it.
+    # A column with a dictionary is left out, because each of its rows would count the whole dictionary.
     plain = table.select([field.name for field in table.schema if not pa.types.is_dictionary(field.type)])
     if plain.nbytes <= MAX_LINE_BYTES:
         return
@@ -242,7 +245,7 @@ def _refuse_large_row(table: Any, shown: str, rows_before: int) -> None:
 
 
 def refuse_large_groups(file: Path, shown: str, columns: Sequence[str]) -> None:
-    """Refuse a Parquet file with rows that are too large on average, from its footer: nothing is unpacked. Raises: PromptError."""
+    """Refuse a Parquet file whose rows are too large on average. Only its footer is read. Raises: PromptError."""
     from pyarrow import parquet
 
     metadata, row = parquet.read_metadata(file), 0
@@ -274,10 +277,10 @@ def _parquet_tables(file: Path, shown: str, config: PromptsConfig) -> Iterator[A
 
 
 def _read_csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
-    """Tables of a CSV file. Every cell is text: `007` stays `007`, and `NA` is no missing value."""
+    """Yield a CSV file as Arrow tables. Every cell is text: `007` stays `007`, and `NA` is not a missing value."""
     columns = _choose_columns(shown, _read_header(file), config)
     if file.stat().st_size > MAX_LINE_BYTES:
-        for _ in csv_rows(file):  # a cell that is too long is an error of the module's; pandas has no limit
+        for _ in csv_rows(file):  # the module `csv` raises for a cell that is too long; pandas has no limit
             pass
     datasets = import_datasets()
     stream = datasets.load_dataset(
@@ -294,8 +297,8 @@ def _read_csv(file: Path, shown: str, config: PromptsConfig) -> Iterator[Any]:
 def _read_header(file: Path) -> list[str]:
     """Return the names of the columns. Raises: ValueError if the first row has more cells.
 
-    From such cells pandas would make names of rows, and every cell of the file would move by a column. Later rows that are too long
-    it refuses itself.
+    pandas would take the first cell of each row for the row's name then, so that all cells would move by a column. Later rows
+    that are too long are refused by pandas itself.
     """
     rows = csv_rows(file)
     names = next(rows, [])
@@ -305,13 +308,13 @@ def _read_header(file: Path) -> list[str]:
 
 
 def csv_rows(file: Path) -> Iterator[list[str]]:
-    """Yield the rows of a CSV file, the header first; blank lines are passed over, as pandas does. Raises: OSError, csv.Error."""
+    """Yield the rows of a CSV file, the header first. Blank lines are skipped, as by pandas. Raises: OSError, csv.Error."""
     with open_unpacked(file) as opened, io.TextIOWrapper(opened, "utf-8-sig", errors="replace", newline="") as text:
         yield from (row for row in csv.reader(text) if row)
 
 
 def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> None:
-    """Look at the columns of a CSV or Parquet file alone. Raises: PromptError, also for a Parquet file that is none."""
+    """Check the columns of a CSV or Parquet file, without its rows. Raises: PromptError, also if it is no Parquet file."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -378,7 +381,7 @@ def _make_unreadable_error(shown: str, error: Exception) -> PromptError:
 
 
 def _first_bad_line(shown: str) -> str:
-    """Find the line that is not UTF-8, which the library does not name. A file of the hub has no path to look at."""
+    """Return the place of the first line that is not UTF-8, which the library does not tell; for a file of the hub its name."""
     if not Path(shown).is_file():
         return shown
     with open_unpacked(Path(shown)) as opened:
@@ -394,13 +397,13 @@ def _first_bad_line(shown: str) -> str:
 
 
 def _from_table(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Convert a row of a typed table: an empty cell is a column that the row does not have."""
+    """Convert a row of a typed table. A column whose cell is empty is left out."""
     filled = _without_empty(row, prompt)
     return {name: _without_nulls(value) if isinstance(value, list) else value for name, value in filled.items()}
 
 
 def _drop_empty_keys(value: Any, keep_keys: Sequence[str] = ()) -> Any:
-    """Drop the empty keys of chat messages, but keep `keep_keys`."""
+    """Return chat messages without keys that are null, except `keep_keys`; any other value as it is."""
     if isinstance(value, list) and value and all(isinstance(message, dict) for message in value):
         return [
             {key: part for key, part in message.items() if part is not None or key in keep_keys} for message in value
@@ -409,7 +412,7 @@ def _drop_empty_keys(value: Any, keep_keys: Sequence[str] = ()) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Drop the empty keys of chat messages, their parts, calls and tools: in a table every mapping has the keys of all."""
+    """Return a value without null keys at any depth. In a table every mapping has the keys of all mappings of its column."""
     if isinstance(value, list):
         return [_without_nulls(part) for part in value]
     if isinstance(value, dict):
@@ -418,7 +421,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _from_text(row: dict[str, Any], prompt: str) -> dict[str, Any]:
-    """Convert a row of a CSV file: an empty cell is a column that the row does not have. Raises: BrokenRow."""
+    """Convert a row of a CSV file. A column whose cell is empty is left out. Raises: BrokenRow for chat messages as text."""
     for name, value in row.items():
         if value and value.startswith("[{") and _is_chat(value):
             raise BrokenRow(
@@ -437,7 +440,10 @@ def _is_chat(text: str) -> bool:
 
 
 def _with_metadata(row: dict[str, Any], metadata: str | None) -> dict[str, Any]:
-    """Parse metadata that a table holds as JSON text, because its rows seldom have the same keys. Raises: BrokenRow."""
+    """Return the row with its metadata parsed, if it is text. Raises: BrokenRow.
+
+    Tables hold metadata as JSON text, because rows seldom have the same keys.
+    """
     if metadata is None or not isinstance(row.get(metadata), str):
         return row
     try:

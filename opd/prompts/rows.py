@@ -1,4 +1,4 @@
-"""The rows of a source that a pipeline wants: checked one by one, then found again by number.
+"""The rows that a pipeline wants of a source. Each is checked and stored, and can then be read by its number.
 
 source_rows ─ filter ─→ read_row ─→ canonical JSON in Arrow ─ shuffle_seed, limit ─→ Rows
 """
@@ -24,13 +24,13 @@ from opd.prompts.readers import RowLocation, column_names, refuse_missing_column
 from opd.prompts.sources import Source, find_source, is_hub_name
 
 FORMAT = 3
-"""Version of the cached rows; raise it if the same file would give other rows. With 1 a CSV whose first row had too many cells was
-accepted, with 2 system messages and tools in columns of their own were not read."""
+"""Version of the cached rows; raise it if the same file would now give other rows. Version 1 accepted a CSV file whose first
+row had too many cells. Version 2 did not read system messages and tools in columns of their own."""
 SCHEMA = pa.schema(
     [("row", pa.int64()), ("line", pa.large_binary()), ("unread", pa.list_(pa.string())), ("answered", pa.bool_())]
 )
-"""`unread`: columns of the row that nothing reads, those of rows before it left out. `answered`: its answer is the last turn of the
-conversation."""
+"""`row`: its number in the source. `line`: canonical JSON. `unread`: columns of the row that nothing reads, without those of
+earlier rows. `answered`: the row's answer is the last turn of its conversation."""
 
 Stored = tuple[int, bytes, list[str], bool]
 """The cells of a row of `SCHEMA`."""
@@ -38,13 +38,13 @@ Stored = tuple[int, bytes, list[str], bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows(Sequence[PromptLine]):
-    """Rows in the order of the file, or shuffled; read from memory or a mapped file when asked for."""
+    """Rows in the order of the file, or shuffled. Each is read from memory, or from a mapped file, when it is asked for."""
 
     label: str
     key: str
-    """Hash of everything that decides which rows these are, and of what is in them."""
+    """Hash of everything that decides which rows these are and what they contain."""
     cached: bool
-    """True if the rows are many: then what is made of them is cached too."""
+    """True if the source is so large that its rows are cached in a file; then their token ids are cached too."""
     unread: tuple[str, ...]
     """Columns of the source that are not read."""
     _batches: Batches
@@ -67,17 +67,14 @@ class Rows(Sequence[PromptLine]):
         return (self[i] for i in range(len(self)))
 
     def row_number(self, index: int) -> int:
-        """Return the row's number in the source, from 0. It names the prompt, so filter and shuffle do not change it."""
+        """Return the row's number in the source, from 0. It is part of the prompt's name, so it ignores filter and shuffle."""
         return int(self._batches.read_cell("row", self._source_index(index)))
 
     @property
     def num_answered(self) -> int:
         """Number of rows whose answer is the last turn of the conversation."""
-        return int(
-            np.count_nonzero(
-                self._batches.read_numbers("answered")[self._order if self._order is not None else slice(None)]
-            )
-        )
+        answered = self._batches.read_numbers("answered")
+        return int(np.count_nonzero(answered if self._order is None else answered[self._order]))
 
     def read_lines(self, start: int, stop: int) -> list[PromptLine]:
         """Return the rows from `start` to before `stop`, in one go."""
@@ -95,7 +92,7 @@ class Rows(Sequence[PromptLine]):
 def open_rows(prompts: Path | PromptsConfig) -> Rows:
     """Read and check every row that the pipeline wants.
 
-    Raises: PromptError naming the file and the row that is broken or over-long, or a source that is missing or empty.
+    Raises: PromptError for a row that is broken or too long, naming file and row, or for a source that is missing or empty.
     """
     config = as_prompts_config(prompts)
     source = find_source(prompts)
@@ -123,9 +120,9 @@ def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches
 
 
 def refuse_wrong_start(prompts: Path | PromptsConfig) -> None:
-    """Look at the first row of a local source, or at the columns of a table: no library is imported, and nothing is kept.
+    """Check the first row of each local JSONL file, or the columns of each table. Raises: PromptError.
 
-    A source that only the library `datasets` can find is passed over. Raises: PromptError.
+    It is fast: `datasets` is not imported, and nothing is kept. A source that only `datasets` can find is not checked.
     """
     config = as_prompts_config(prompts)
     if is_hub_name(prompts) or config.path.is_dir():
@@ -146,7 +143,7 @@ def read_prompt_lines(prompts: Path | PromptsConfig) -> list[PromptLine]:
 
 
 def _read_unchanged(source: Source, config: PromptsConfig, states: object) -> Iterator[Stored]:
-    """Yield the rows of `_check_rows`. Raises: PromptError, also if the files have changed since they were hashed."""
+    """Yield the rows of `_check_rows`. Raises: PromptError, also if the files have changed since `states` was taken."""
     yield from _check_rows(source, config)
     if source.file_states() != states:
         raise PromptError.at(
@@ -158,20 +155,23 @@ def _read_unchanged(source: Source, config: PromptsConfig, states: object) -> It
 
 
 def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
-    """Yield each row as it is stored: checked, filtered, no more than the limit. Raises: PromptError."""
+    """Yield each row in its stored form: checked, filtered, and, unless they are shuffled, only up to the limit.
+
+    Raises: PromptError.
+    """
     present: set[str] = set()
     unread: set[str] = set()
     named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
-    of_text, of_chat = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
+    text_columns, chat_columns = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
     total = read = 0
     for number, (location, row) in enumerate(source_rows(source, config)):
         total = number + 1
-        if row is None:
+        if row is None:  # the filter drops it
             continue
         line = _check_line(location, row, config)
         present.update(name for name in named if name in row)
         read += 1
-        used = of_text if isinstance(line.prompt, str) else of_chat
+        used = text_columns if isinstance(line.prompt, str) else chat_columns
         new = [name for name in row if name not in used and name not in unread and row[name] not in (None, "", [], {})]
         unread.update(new)
         answered = bool(line.answer) and row.get(answers) in (None, "")
@@ -229,7 +229,7 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 
 
 def _cache_key(source: Source, config: PromptsConfig) -> str:
-    """Hash of all that decides the rows before shuffle and limit."""
+    """Return the hash of all that decides the stored rows. Shuffling happens later; the limit counts only without it."""
     settings = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
     limit = config.limit if config.shuffle_seed is None else None
     return _extend_key("", [FORMAT, source.kind, source.content_hash(), settings, limit])

@@ -22,16 +22,16 @@ from opd.files import blake3_file
 
 FORMATS = "a file of prompts (JSONL, CSV, Parquet) or a directory that the library `datasets` saved"
 KINDS = {".parquet": "parquet", ".csv": "csv"}
-"""Ending of a file's name, without that of gzip -> its kind. Every other file is JSONL."""
+"""Ending of a file's name (without that of gzip) -> kind of the file. Every other file is JSONL."""
 GZIP_ENDING, GZIP_START = ".gz", b"\x1f\x8b"
 OTHERS = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip", ".zst": "unzstd", ".7z": "7z x"}
-"""Endings of packed files that are not read -> the command that unpacks them."""
+"""Ending of a packed file that we do not read -> the command that unpacks it."""
 FROM_LIBRARY = {"json": "jsonl", "csv": "csv", "parquet": "parquet"}
-"""Reader of `datasets` -> our kind. Every other reader of the library is refused: some of them unpickle."""
+"""Reader of `datasets` -> kind of file. The library's other readers are refused, because some of them unpickle."""
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
 """Files that `save_to_disk` writes into a directory with one data set, and into one with several splits."""
 ENDINGS = (*KINDS, ".jsonl", ".json", GZIP_ENDING)
-"""Endings of files that no data set of the hub is meant by."""
+"""Endings by which a path such as `data/file.csv` means a file, and not a data set of the hub."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -40,9 +40,9 @@ class Source:
     """Prompts on this machine, not opened yet."""
 
     label: str
-    """Its name in messages: path or name as in the pipeline, and the split if the pipeline has one."""
+    """Name of the source in messages: the path or name in the pipeline, and the split if the pipeline has one."""
     kind: str
-    """`jsonl`, `csv`, `parquet`, or `saved` by `datasets`."""
+    """`jsonl`, `csv`, `parquet`, or `saved`, which means by `save_to_disk` of `datasets`."""
     files: tuple[Path, ...]
     """All files that are read, in order."""
     directory: Path | None = None
@@ -55,13 +55,13 @@ class Source:
         return sum(file.stat().st_size for file in self.files)
 
     def content_hash(self) -> str:
-        """BLAKE3 of one file's bytes, or of the names and hashes of several files. Raises: OSError."""
+        """Return the BLAKE3 hash of one file's bytes, or of the names and hashes of several files. Raises: OSError."""
         if self.directory is None and len(self.files) == 1:
             return blake3_file(self.files[0])
         return blake3(json.dumps([[file.name, blake3_file(file)] for file in self.files]).encode()).hexdigest()
 
     def file_states(self) -> list[tuple[int, int]]:
-        """Return the sizes and times, which change if somebody writes to the files. Raises: OSError."""
+        """Return size and time of each file, which change if somebody writes to it. Raises: OSError."""
         return [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self.files)]
 
 
@@ -75,14 +75,14 @@ def _unpacked_name(file: Path) -> Path:
 
 
 def open_unpacked(file: Path) -> IO[bytes]:
-    """Open a file to read its bytes, unpacked where they are gzip's. Raises: OSError."""
+    """Open a file to read its bytes; if they are packed by gzip, they are unpacked. Raises: OSError."""
     with file.open("rb") as opened:
         packed = opened.read(len(GZIP_START)) == GZIP_START
     return cast(IO[bytes], gzip.open(file)) if packed else file.open("rb")
 
 
 def is_hub_name(prompts: Path | PromptsConfig) -> bool:
-    """True for a mapping whose path is `owner/name` and does not exist here. A path without a mapping is always local."""
+    """Return True for a mapping whose path is `owner/name` and does not exist here. A path without a mapping is local."""
     if not isinstance(prompts, PromptsConfig) or prompts.path.exists():
         return False
     return HUB_NAME.fullmatch(prompts.path.as_posix()) is not None and prompts.path.suffix not in ENDINGS
@@ -94,7 +94,7 @@ def is_here(prompts: Path | PromptsConfig) -> bool:
 
 
 def find_source(prompts: Path | PromptsConfig) -> Source:
-    """Find the files. Raises: PromptError if there are none, or if they have another form than the pipeline says."""
+    """Find the files of a source. Raises: PromptError if there are none, or if keys of the pipeline do not fit them."""
     config = as_prompts_config(prompts)
     label = str(config.path) + (f" (split {config.split})" if config.split else "")
     try:
@@ -134,10 +134,10 @@ def import_datasets() -> Any:
 
 @contextmanager
 def quiet_datasets() -> Iterator[None]:
-    """Within, `datasets` neither logs nor imports torch.
+    """Make a context in which `datasets` neither logs nor imports torch.
 
-    It would log each error that it raises, so that a user reads it twice. It would import torch for every stream of rows,
-    to make it a data set of torch's as well: two seconds and 200 MB.
+    It would log each error that it also raises, so a user would read it twice. For every stream of rows it would import
+    torch, which takes two seconds and 200 MB, to make the stream a data set of torch as well.
     """
     datasets = import_datasets()
     logging, config = datasets.utils.logging, datasets.config
@@ -169,7 +169,10 @@ def _make_missing_error(config: PromptsConfig, error: FileNotFoundError) -> Prom
 
 
 def _refuse_no_file(path: Path) -> None:
-    """Refuse pipes and devices: prompts are read more than once, and nobody may ever write to a pipe. Raises: PromptError, OSError."""
+    """Refuse pipes and devices. Prompts are read more than once, and reading a pipe may block forever.
+
+    Raises: PromptError, OSError.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise PromptError.at(
             path,
@@ -245,15 +248,15 @@ def _choose_split(config: PromptsConfig, splits: Sequence[str], label: str) -> s
 
 
 def _data_files(config: PromptsConfig, label: str) -> Source:
-    """Return the files of a directory or hub repository, with splits as `datasets` finds them; files of the hub are downloaded.
+    """Return the files of a directory or of a hub repository, whose files are downloaded. `datasets` decides on the splits.
 
-    The library runs no code of a repository. The files are then read as local ones are, so broken rows are named.
+    The library runs no code of a repository. We then read the files like any local file, so that errors name the row.
     """
     datasets = import_datasets()
     is_local = config.path.is_dir()
     try:
         with quiet_datasets():
-            # The library resolves links and `..`, and names the files by what comes out.
+            # The library resolves links and `..`, and its names of files begin with the resolved path.
             path = str(config.path.resolve()) if is_local else config.path.as_posix()
             builder = _load_builder(path, config)
             by_split: Mapping[str, Sequence[str]] = builder.config.data_files or {}
@@ -274,17 +277,14 @@ def _data_files(config: PromptsConfig, label: str) -> Source:
 
 
 def _load_builder(path: str, config: PromptsConfig) -> Any:
-    """Return the builder of the data set that `datasets` would load. Raises: PromptError for a README that it cannot read, and
-    what the library raises."""
+    """Return the builder of the data set that `datasets` would load.
+
+    Raises: PromptError if the library cannot read the README's header; other errors of the library as they are.
+    """
     try:
         return import_datasets().load_dataset_builder(path, config.name, revision=config.revision)
-    except (
-        yaml.YAMLError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        TypeError,
-    ) as error:  # of values that YAML's tags do not allow
+    # PyYAML raises the other four for values that their tags do not allow.
+    except (yaml.YAMLError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise PromptError.at(
             config.path,
             found=f"a README.md whose header `datasets` cannot read ({type(error).__name__}: {error})",
@@ -294,7 +294,7 @@ def _load_builder(path: str, config: PromptsConfig) -> Any:
 
 
 def _refuse_outside(root: str, names: Sequence[str], label: str) -> None:
-    """Refuse files outside the data set, which its README could name. Raises: PromptError."""
+    """Refuse files outside the data set, since its README could name any file. Raises: PromptError."""
     for name in names:
         if not name.startswith(f"{root.rstrip('/')}/") or ".." in Path(name).parts:
             raise PromptError.at(

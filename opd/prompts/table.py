@@ -1,4 +1,4 @@
-"""The prompts of one domain, tokenised. A `Prompt` is only made when somebody asks for it.
+"""The prompts of one domain, tokenised. A `Prompt` is made only when it is asked for.
 
 Rows ─ encode_prompts ─→ token ids, hash of the text, hash of the ids in Arrow ─→ PromptTable ─ where ─→ PromptTable
 """
@@ -42,9 +42,10 @@ SCHEMA = pa.schema(
     ]
 )
 SYSTEM, TOOLS, VARIABLES, ENDED = 1, 2, 4, 8
-"""Traits of a prompt, of which a notice may have to speak: a system message, tools, variables of the chat template, and messages that
-end with the assistant's turn."""
+"""Bits of the column `traits`, for `opd.prompts.notices`: the prompt has a system message, tools, or variables of the chat
+template; its messages end with a turn of the assistant."""
 ENCODED_AT_ONCE = 512
+"""Prompts that the tokenizer gets in one call."""
 _SORTED = json.JSONEncoder(sort_keys=True, ensure_ascii=False)  # json.dumps would make a new encoder for each prompt
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -52,13 +53,13 @@ Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 @dataclass(frozen=True, eq=False)
 class PromptTable(Sequence[Prompt]):
-    """Some of a source's prompts, in order. A million cost a few numbers each; `Prompt`s are made when asked for."""
+    """Some of a source's prompts, in order. It holds only a few numbers for each, so a million prompts are no problem."""
 
     domain: str
     rows: Rows
     _tokens: Batches
     indices: Indices
-    """Their places in `rows`."""
+    """The prompts' indices in `rows`."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -86,7 +87,7 @@ class PromptTable(Sequence[Prompt]):
 
     @cached_property
     def lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        """[prompts] number of tokens of each; 0 if the prompt asks nothing."""
+        """Number of tokens of each prompt, [prompts]; 0 for a prompt without text."""
         return self._tokens.read_numbers("length")[self.indices]
 
     def select_prompts(self, mask: Mask) -> PromptTable:
@@ -94,7 +95,7 @@ class PromptTable(Sequence[Prompt]):
         return replace(self, indices=self.indices[mask])
 
     def with_trait(self, trait: int) -> Mask:
-        """Return the mask of the prompts that have a trait."""
+        """Return the mask of the prompts that have a trait, such as `SYSTEM`."""
         return (self._tokens.read_numbers("traits")[self.indices] & trait) > 0
 
     def prompt_ids(self, mask: Mask, limit: int) -> list[str]:
@@ -102,27 +103,29 @@ class PromptTable(Sequence[Prompt]):
         return [f"{self.domain}/{self.rows.row_number(int(at))}" for at in self.indices[mask][:limit]]
 
     def held_out(self, share: float) -> Mask:
-        """Return the mask of the prompts that `is_held_out` keeps back."""
+        """Return the mask of the prompts for which `is_held_out` is true."""
         return self._tokens.read_numbers("side")[self.indices] < np.uint64(math.ceil(share * 2**64))
 
     def select_equal_prompts(self, prompts: Sequence[Prompt]) -> PromptTable:
-        """Return the prompts whose token ids one of `prompts` has. They are compared by 64-bit hashes, so one too many is
-        possible, though hardly ever; none is missed."""
+        """Return the prompts that have the same token ids as one of `prompts`.
+
+        They are compared by 64-bit hashes. So none is missed, and it is very unlikely that a wrong one is among them.
+        """
         digests = np.array([_hash_token_ids(prompt.token_ids) for prompt in prompts], np.uint64)
         return self.select_prompts(np.isin(self._tokens.read_numbers("digest")[self.indices], digests))
 
 
 def split_side(prompt: str | Messages) -> int:
-    """Return 64 bits of a hash of the prompt's text, which decide on which side of a split it is."""
+    """Return 64 bits of a hash of the prompt's text. They decide whether the prompt is for training or for exams."""
     text = _SORTED.encode(prompt)
     digest = hashlib.sha256(f"opd holdout {text}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def is_held_out(prompt: str | Messages, share: float) -> bool:
-    """Return True if the prompt is held out of training: a function of its text and the share alone.
+    """Return True if the prompt is held out of training. It depends on the prompt's text and the share alone.
 
-    A larger share keeps everything back that a smaller one does.
+    A prompt that is held out at some share is held out at every larger share too.
     """
     return split_side(prompt) < share * 2**64
 
@@ -134,14 +137,13 @@ def load_prompts(
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> PromptTable:
-    """Load all prompts of one domain, tokenised; one that asks nothing has no token ids. `day` as for `encode_prompt`;
-    `variables` are those of the chat template, unless a row has its own.
+    """Load all prompts of one domain, tokenised. A prompt without text gets no token ids.
 
-    Raises: PromptError.
+    `day`: see `encode_prompt`. `variables`: variables of the chat template; a row's own take precedence. Raises: PromptError.
     """
     template_variables = variables or {}
     rows = open_rows(prompts)
-    # No hash covers all that decides the ids of a tokenizer written in Python, so its ids are not cached.
+    # A tokenizer written in Python has no hash that would cover all that its ids depend on, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = open_batches(
         f"tokens-{_cache_key(rows, tokenizer, day, template_variables)}" if cached else "",
@@ -161,7 +163,7 @@ def _encode_prompts(
         lines = rows.read_lines(start, start + ENCODED_AT_ONCE)
         return list(zip(lines, _encode_rows(rows, start, lines, domain, tokenizer, day, variables), strict=True))
 
-    # The tokenizer releases Python's lock: it encodes the next prompts while this thread hashes and writes these.
+    # The tokenizer releases Python's global lock, so it can encode the next prompts while this thread hashes these.
     with ThreadPoolExecutor(1) as ahead:
         pending = ahead.submit(encode, 0)
         for start in range(0, len(rows), ENCODED_AT_ONCE):
@@ -201,7 +203,7 @@ def _encode_rows(
             tokenizer, [line.prompt for line in lines], day, [{**variables, **line.variables} for line in lines]
         )
     except (TemplateError, ValueError, TypeError) as error:
-        if len(lines) > 1:  # find out which one
+        if len(lines) > 1:  # encode them one by one, to find out which one fails
             return [
                 _encode_rows(rows, start + i, [prompt_line], domain, tokenizer, day, variables)[0]
                 for i, prompt_line in enumerate(lines)
@@ -216,7 +218,8 @@ def _hash_token_ids(token_ids: Sequence[int]) -> int:
 
 
 def _cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
-    """Hash of rows, tokenizer, chat template and its variables, day, and the libraries' versions: another release may give other ids."""
+    """Return the hash of all that decides the token ids: rows, tokenizer, chat template with its variables, day, and the
+    versions of the libraries."""
     parts = {
         "format": FORMAT,
         "rows": rows.key,

@@ -1,7 +1,7 @@
-"""Render a chat template once, with little time and memory. A script of its own, which imports nothing of ours, so that it starts fast.
+"""Render a chat template with limits on time, memory and output. It is a script that imports nothing of ours, so it starts fast.
 
-Reads {"template", "variables", "chats", "tools", "cpu_s", "bytes", "characters"} as JSON on standard input and prints what is wrong
-with the template, if it takes too much; other errors are told where the template is used.
+It reads {"template", "variables", "chats", "tools", "cpu_s", "bytes", "characters"} as JSON from standard input. It prints what
+is wrong with the template if it goes beyond a limit. Other errors are ignored here; they show where the template is used.
 """
 
 import json
@@ -26,7 +26,7 @@ def _to_json(value: Any, **options: Any) -> str:
 
 def _find_fault(request: dict[str, Any]) -> str:
     """Return what is wrong with the template; empty if nothing is."""
-    # As transformers sets it up; its tag `generation` only counts tokens.
+    # The environment is the one that transformers makes. Its tag `generation` only marks text, so it is removed below.
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals.update(

@@ -1,4 +1,4 @@
-"""The agents of a merge: the audit of their sampled tokens, how they did from step to step, and episodes turn by turn."""
+"""The agents of a merge in its report: what became of their sampled tokens, curves over the steps, and episodes turn by turn."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:  # it needs matplotlib, which those who only read a run do not
     from opd.report.drawing import Plot
 
 LEVELS = (0.05, 0.2, 0.5, 1.0, 2.0)
-"""Nats from which on a token has the next colour."""
+"""Losses in nats from which a token has the next colour."""
 MOST_CHARACTERS = 1_500_000
-"""The room for episodes on the page, about; those that do not fit are counted."""
-OF_A_TOKEN = 60
-"""Characters that the page has for a token beside its text."""
-BY = {"teacher": ", the expert", "taught": ", the expert", "blocked": ", blocked"}
-"""Origin of a piece -> what is said of its turn."""
+"""Most characters of HTML for all episodes on the page, by estimate. The page says how many episodes did not fit."""
+MARKUP_PER_TOKEN = 60
+"""Characters of HTML around each token's text, by estimate."""
+TURN_SUFFIXES = {"teacher": ", the expert", "taught": ", the expert", "blocked": ", blocked"}
+"""Origin of a piece -> what follows the number of its turn on the page."""
 COUNTS = ("episodes", "tokens", "segments", "forks", "lost_turns", "invalid_calls", "broken")
 
 
 def episode_rows(records: Sequence[StepRecord]) -> dict[str, dict[str, Any]]:
-    """Return domain -> what became of its episodes in all these steps; empty without agents.
+    """Return domain -> sums and means over its episodes in all these steps; empty without agents.
 
     `trained` is the share of the sampled tokens that carried loss; `by_turn` has tokens, loss and gap of each turn.
     """
@@ -54,7 +54,7 @@ def _make_row(records: Sequence[EpisodesRecord]) -> dict[str, Any]:
 
 
 def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Add counts up by key, the most frequent first."""
+    """Add the counts up by key, and return the largest sums first."""
     total: Counter[str] = Counter()
     for entry in counts:
         total.update(entry)
@@ -71,13 +71,19 @@ def _make_turn_row(turns: Sequence[TurnRecord]) -> dict[str, float | None]:
 
 
 def _no_reward(records: Iterable[EpisodesRecord]) -> float | None:
-    """Return the reward of records that have none, as all of their episodes ended without one: 0, as in an exam, if another
-    record of the domain has a reward, else None."""
+    """Return the value that stands for a missing reward in these records of a domain.
+
+    A record lacks a reward if all of its episodes ended without one. They count as 0, as in an exam, if another record of
+    the domain has a reward; else the domain has no rewards, and the value is None.
+    """
     return 0.0 if any(record.reward is not None for record in records) else None
 
 
 def _weighted_mean(records: Sequence[Any], key: str, weight: str, missing: float | None = None) -> float | None:
-    """Return the mean of a field, weighted by another one; `missing` stands for None, and is left out if it is None too."""
+    """Return the mean of the field `key`, weighted by the field `weight`; None if there is nothing to average.
+
+    `missing` takes the place of None in the field; if `missing` is None too, such records are left out.
+    """
     values = [
         (missing if getattr(record, key) is None else getattr(record, key), getattr(record, weight))
         for record in records
@@ -87,8 +93,10 @@ def _weighted_mean(records: Sequence[Any], key: str, weight: str, missing: float
 
 
 def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str, list[float | None]]]:
-    """Return the curves `episode_reward` and `episode_turns` by domain: means of an episode with a value for each point, which
-    is a group of steps; empty without agents."""
+    """Return the curves `episode_reward` and `episode_turns` by domain; empty without agents.
+
+    Each point is a group of steps, and the curve's value there is the mean over the episodes in them.
+    """
     domains = sorted({domain for part in points for record in part for domain in record.episodes})
     if not domains:
         return {}
@@ -102,7 +110,7 @@ def episode_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, dict[str
 
 
 def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
-    """Reward and turns from step to step; loss and gap from turn to turn. `names` are the domains in the page's order."""
+    """Plot reward and turns over the steps, and loss and gap over the turns. `names`: the domains in the page's order."""
     from opd.report import figures
 
     episodes = report.get("episodes")
@@ -124,11 +132,15 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
-    """Return the episodes of the page, and how many did not fit: for each domain those of the newest step that was kept, and of
-    the oldest the first one, which nobody picked, to compare with."""
+    """Return the episodes of the page, and how many more did not fit on it.
+
+    These are all episodes of the newest step with traces. To compare with, each domain also has its first episode of the
+    oldest step, which was kept because it came first and not because of its result.
+    """
     steps = sorted(run.traces)
     chosen = [(step, trace) for step in steps[-1:] for trace in run.traces[step].episodes]
-    chosen += [(step, t) for step in steps[:-1][:1] for t in run.traces[step].episodes if "first" in t.why]
+    oldest = steps[:1] if len(steps) > 1 else []
+    chosen += [(step, trace) for step in oldest for trace in run.traces[step].episodes if "first" in trace.why]
     chosen.sort(key=lambda pair: (pair[1].domain, -pair[0]))
     fitting, room = [], MOST_CHARACTERS
     for step, trace in chosen:
@@ -142,7 +154,7 @@ def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
 def _trace_cost(trace: EpisodeTrace) -> int:
     pieces = [piece for segment in trace.segments for piece in segment.pieces]
     texts = sum(len(segment.prompt) for segment in trace.segments)
-    return texts + sum(OF_A_TOKEN + sum(len(text) + OF_A_TOKEN for text in piece.texts) for piece in pieces)
+    return texts + sum(MARKUP_PER_TOKEN + sum(len(text) + MARKUP_PER_TOKEN for text in piece.texts) for piece in pieces)
 
 
 def _show_episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
@@ -158,7 +170,7 @@ def _show_episode(step: int, trace: EpisodeTrace) -> dict[str, Any]:
 
 
 def _is_copy(segment: SegmentTrace) -> bool:
-    """Return True if the segment begins with a copy of what another one has."""
+    """Return True if the segment begins with a copy of its parent's tokens, as every segment but a sub-agent's does."""
     return segment.parent is not None and segment.origin != "sub_agent"
 
 
@@ -171,13 +183,13 @@ def _segment_title(segment: SegmentTrace, trace: EpisodeTrace) -> str:
 
 
 def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
-    """Return the author of a piece, and its tokens with level and loss; the level is -1 where a token carries none."""
+    """Return a piece as the page shows it: its author, and its tokens with loss and colour (`level`; -1 without a loss)."""
     trained = piece.origin in ("policy", "blocked", "taught")
     has_losses = trained and bool(piece.losses)
     mean = sum(piece.losses) / len(piece.losses) if has_losses else None
     losses = piece.losses if has_losses else (None,) * len(piece.texts)
     return {
-        "who": "environment" if piece.origin == "environment" else f"turn {turn}{BY.get(piece.origin, '')}",
+        "who": "environment" if piece.origin == "environment" else f"turn {turn}{TURN_SUFFIXES.get(piece.origin, '')}",
         "kind": piece.origin,
         "length": piece.length,
         "version": piece.policy_version,
@@ -195,5 +207,5 @@ def _show_piece(turn: int, piece: Piece) -> dict[str, Any]:
 
 
 def loss_level(loss: float | None) -> int:
-    """Return the index of a loss's colour, from 0; -1 without one."""
+    """Return the index of the colour for a loss, from 0; -1 for None."""
     return -1 if loss is None else sum(loss >= bound for bound in LEVELS)

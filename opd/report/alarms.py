@@ -12,8 +12,11 @@ from opd.report.run import RunFiles
 
 
 def alarm_rows(run: RunFiles) -> list[dict[str, Any]]:
-    """In the order in which they began: signal, domain (empty for all), action, the limit, the steps, the worst reading, the
-    same in words, what to do, the samples of the step in which it began, and whether the merge ended by it."""
+    """Return a row for each alarm, in the order in which they began.
+
+    A row has signal, domain (empty for all), action, limit, first and last step, the worst reading (`worst`, and in words
+    `says`), `advice`, samples of the step in which it began, and `ended`, whether it ended the merge.
+    """
     alarms: dict[tuple[str, str, str, int], list[tuple[int, AlarmRecord]]] = {}
     for record in run.records:
         for alarm in record.alarms:

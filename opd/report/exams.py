@@ -1,5 +1,4 @@
-"""Results of exams beside the accuracy of a domain: how long answers were, how episodes went, and success by the length of the
-task."""
+"""Results of exams besides accuracy: lengths of answers, figures of episodes, and success by the length of the task."""
 
 from __future__ import annotations
 
@@ -17,24 +16,24 @@ MODELS = {"before": "student before", "after": "merged", "expert": "expert"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentExam:
-    """One model on one domain of agents."""
+    """The result of one model on one domain of agents."""
 
     domain: str
     model: str
-    """Its name, for people."""
+    """Name of the model, for people: a value of `MODELS`."""
     score: DomainScore
 
 
 def latest_exam(run: RunFiles) -> Evaluation | None:
-    """Return the exam of the merged model: that at the end, or while the merge goes on the last so far."""
+    """Return the exam of the merged model: the one at the end, or the newest so far if the merge is not finished."""
     if run.finished:
-        return run.after  # None if its file is gone: an earlier exam is not that of the final model
+        return run.after  # None if its file is missing; an earlier exam would be one of another model
     return run.during[max(run.during)] if run.during else None
 
 
 def answer_stats(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return domain -> model -> questions, mean_tokens, truncated, and `failed` verifiers; of episodes also turns and
-    invalid_calls."""
+    """Return domain -> model -> number of questions, mean_tokens, truncated, and how many verifiers `failed`; for domains with
+    episodes also turns and invalid_calls."""
     stats: dict[str, dict[str, dict[str, float]]] = {}
     for name, evaluation in evaluations.items():
         for domain, score in evaluation.scores.items():
@@ -50,10 +49,10 @@ def answer_stats(evaluations: Mapping[str, Evaluation]) -> dict[str, dict[str, d
 
 
 def success_by_length(run: RunFiles) -> dict[str, Any]:
-    """`by_length`: domain -> groups of tasks, the shortest first; nothing if no exam has such groups.
+    """Return the report's key `by_length`: domain -> groups of tasks, the shortest first. Empty if no exam has such groups.
 
-    A group has fewest and most right moves (null: no limit), questions, and for `before`, `after` and `expert` the accuracy
-    and `..._interval`, null where the model's file does not say it.
+    A group has `fewest` and `most` right moves (null: no limit), the number of questions, and for `before`, `after` and
+    `expert` the accuracy and `..._interval`; these are null if the model's file does not have them.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in align_lengths(_available_exams(run)):
@@ -81,11 +80,11 @@ def agent_exams(run: RunFiles) -> list[AgentExam]:
 
 
 def moves_label(group: Mapping[str, Any]) -> str:
-    """Return the name of a group of `success_by_length`."""
+    """Return how a group of `success_by_length` is called for people, by its range of right moves."""
     return describe_span(group["fewest"], group["most"])
 
 
 def _available_exams(run: RunFiles) -> dict[str, Evaluation]:
-    """Return the exams that there are, by key of `MODELS`, in its order."""
+    """Return key of `MODELS` -> exam, for the exams that exist, in the order of `MODELS`."""
     exams = {"before": run.before, "after": latest_exam(run), "expert": run.expert}
     return {key: exam for key, exam in exams.items() if exam is not None}

@@ -14,19 +14,22 @@ from opd.report.drawing import COLOURS, WIDTH, Plot, domain_style, draw_plot, fo
 from opd.report.exams import moves_label
 
 LONGEST_NAME = 32
-"""Characters of a name beside an axis."""
+"""Most characters of a name beside an axis."""
 
 # What the merge gained
 
 BARS = (("before", "student before"), ("after", "merged"), ("expert", "expert"))
+"""Keys of the report and their labels, in the order of the bars."""
 BAR_COLOURS = {"before": "before", "after": "merged", "expert": "expert"}
 ROW = 0.42
-"""Inches for one domain's row."""
+"""Height of one domain's row, in inches."""
 
 
 def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
-    """Draw bars: student before, merged, expert on every domain, with intervals where they are known; no bar for experts that the
-    run does not have."""
+    """Draw bars for student before, merged and expert on every domain, with intervals where they are known.
+
+    A run without experts gets no bars for them.
+    """
     bars = [(key, label) for key, label in BARS if all(d[key] is not None for d in domains.values())]
 
     def draw(axes: Axes) -> None:
@@ -48,7 +51,7 @@ def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
 
 
 def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
-    """Draw points with intervals: how much of the way to its expert the student went."""
+    """Draw a point with its interval for each domain: the headroom, which is how far the student came towards its expert."""
     with_headroom = {name: d for name, d in domains.items() if d["headroom"] is not None}
 
     def draw(axes: Axes) -> None:
@@ -76,8 +79,8 @@ def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None)
 
 
 def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
-    """Draw points with intervals against the length of the task: student before, merged and expert, of those that took the
-    exam."""
+    """Draw success with its intervals against the length of the task, for those of student before, merged and expert that
+    took the exam."""
     shown = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
 
     def draw(axes: Axes) -> None:
@@ -120,7 +123,7 @@ def _use_percent_axis(axes: Axes, label: str) -> None:
 
 
 def draw_rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[float | None]]) -> Plot:
-    """Headroom after each round: the mean, and a thin line for each domain."""
+    """Draw the headroom after each round: the mean, and a thin line for each domain."""
     rounds = range(len(mean) + 1)
 
     def draw(axes: Axes) -> None:
@@ -146,7 +149,10 @@ Curve = Sequence[float | None]
 def draw_by_domain(
     name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
 ) -> Plot:
-    """Draw a line for each domain. Options: `log` or `percent` for the y axis, `label` for its name, `markers`."""
+    """Draw a line over the steps for each domain.
+
+    Options: `log` or `percent` (scale of the y axis), `label` (its name), `markers` (a dot at each value), `note`.
+    """
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(values.values()):
@@ -165,7 +171,7 @@ def draw_by_domain(
 
 
 def draw_by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
-    """Draw a line for each domain over the turns of its episodes, as many as it has."""
+    """Draw a line over the turns of an episode for each domain, as long as its episodes are."""
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(values.values()):
@@ -187,8 +193,10 @@ def draw_lines(
     values: Mapping[str, tuple[str, Curve]],
     **options: Any,
 ) -> Plot:
-    """Draw lines with a colour each: label -> (colour variable, curve). Options as in `draw_by_domain`, and `band`: two curves
-    around the first line."""
+    """Draw lines over the steps, each in a colour of its own. `values`: label -> (colour variable, curve).
+
+    Options are those of `draw_by_domain`, and `band`: the two curves between which an area around the first line is filled.
+    """
 
     def draw(axes: Axes) -> None:
         if "band" in options:
@@ -210,7 +218,7 @@ def draw_lines(
 
 
 def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
-    """Label the steps, and below each the response tokens trained on by then."""
+    """Label the x axis with steps, and below each step with the response tokens that were trained on by then."""
 
     def format_tick(value: float, _: int | None = None) -> str:
         return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
@@ -233,7 +241,7 @@ def _y_axis(axes: Axes, options: Mapping[str, Any]) -> None:
 
 
 def _use_log_axis(axes: Axes) -> None:
-    """Make the y axis logarithmic, if what is drawn has anything above 0: a loss of a run without teachers is 0."""
+    """Make the y axis logarithmic, unless no value is above 0: the loss of a run without teachers is 0 throughout."""
     if not any((np.asarray(line.get_ydata(), dtype=float) > 0).any() for line in axes.get_lines()):
         return
     axes.set_yscale("log", nonpositive="mask")
@@ -242,7 +250,7 @@ def _use_log_axis(axes: Axes) -> None:
 
 
 def draw_phases(phase_s: Mapping[str, float]) -> Plot:
-    """Draw bars: seconds of each phase of a step over the whole run."""
+    """Draw a bar for each phase of a step: its seconds in the whole run."""
     total = sum(phase_s.values()) or 1.0
 
     def draw(axes: Axes) -> None:
@@ -257,7 +265,7 @@ def draw_phases(phase_s: Mapping[str, float]) -> Plot:
 
 
 def draw_utilisation(shares: Mapping[str, float]) -> Plot:
-    """Draw bars: the share of the time in which each role was at work."""
+    """Draw a bar for each role: the share of the time in which it was at work."""
 
     def draw(axes: Axes) -> None:
         bars = axes.barh(range(len(shares)), [100 * share for share in shares.values()], 0.6, color=COLOURS["expert"])
@@ -272,9 +280,9 @@ def draw_utilisation(shares: Mapping[str, float]) -> Plot:
 
 
 def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
-    """Loss against the place in the response, at the start, in the middle and at the end of the merge."""
+    """Draw the loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
-    # In a short merge two or three of these are the same step: a later entry replaces an earlier one.
+    # In a short merge two or three of these are the same step; then the entry that comes later here replaces the earlier one.
     chosen = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
     chosen = dict(sorted(chosen.items()))
 
@@ -293,11 +301,11 @@ def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
 # Beside other models
 
 CELL = 0.34
-"""Inches for one domain's column; a model's row is a little lower."""
+"""Width of one domain's column, in inches; a model's row is a little lower."""
 
 
 def draw_matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str]) -> Plot:
-    """Heat map: every model (rows) on every domain (columns)."""
+    """Draw a heat map of the accuracy of every model (rows) on every domain (columns)."""
 
     def draw(axes: Axes) -> None:
         for row, scores in enumerate(models.values()):
@@ -323,7 +331,7 @@ def draw_matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str
 
 
 def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
-    """Draw points with intervals: mean headroom of each method, the merge among them."""
+    """Draw a point with its interval for each method, this merge among them: its mean headroom."""
 
     def draw(axes: Axes) -> None:
         ends = [0.0, 1.0]
@@ -342,7 +350,7 @@ def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
 
 
 def draw_budgets(curve: Mapping[str, Sequence[tuple[float, float, Sequence[float] | None]]]) -> Plot:
-    """Draw the mean headroom against tokens trained on: label -> points (tokens, mean headroom, interval)."""
+    """Draw the mean headroom against the tokens trained on. `curve`: label -> points (tokens, mean headroom, interval)."""
     colours = ["merged", *(f"s{i}" for i in (1, 4, 3, 5, 6, 8))]
 
     def draw(axes: Axes) -> None:

@@ -14,13 +14,13 @@ SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """Thresholds in 0..1, or None for no threshold. They apply to the measured values, not to the ends of their intervals."""
+    """Thresholds from 0 to 1; None means no threshold. They apply to the measured values, not to the ends of intervals."""
 
     min_headroom: float | None = None
-    """The least share of the headroom that every domain must recover. A domain whose expert was not better than the student beyond
-    chance has no headroom; only `max_regression` judges it."""
+    """Smallest share of the headroom that every domain must recover. A domain has no headroom if its expert is not better
+    than the student beyond chance; then only `max_regression` judges it."""
     max_regression: float | None = None
-    """The most accuracy that a domain may lose against the student before the merge."""
+    """Largest loss of accuracy of a domain against the student before the merge."""
 
     def __post_init__(self) -> None:
         for name, value in (("--min-headroom", self.min_headroom), ("--max-regression", self.max_regression)):

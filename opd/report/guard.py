@@ -1,4 +1,4 @@
-"""The guard's part in a merge: attempts over the steps, and what became of them, rule by rule."""
+"""The guard in the report of a merge: blocked turns over the steps, and for each rule what it found and what followed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from opd.records.step import StepRecord
 
 
 def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | None:
-    """None where no guard looked on. `points` are the steps of a merge, those of a point of its curves together.
+    """Return the report's key `guard`; None if no guard was on. `points`: groups of a merge's steps, one for each point of a
+    curve.
 
-    `domains`: episodes, checked calls, turns with something blocked; `rules`: a row for each domain and rule with hits, blocked,
-    who decided, and examples; `course`: blocked turns an episode, against the steps.
+    `domains` has the number of episodes, checked calls, and turns with something blocked. `rules` has a row for each domain
+    and rule, with hits, blocked calls, who decided, and examples. `course` has the blocked turns per episode at each point.
     """
     records = [record for part in points for record in part]
     names = dict.fromkeys(n for record in records for n, episodes in record.episodes.items() if episodes.guard)
@@ -27,7 +28,7 @@ def guard_report(points: Sequence[Sequence[StepRecord]]) -> dict[str, Any] | Non
         "rules": [row for name, episodes in by_domain.items() for row in _rule_rows(name, episodes)],
         "course": {
             "step": [part[-1].step for part in points],
-            "blocked": {name: [_format_rate(_guard_records(part, name)) for part in points] for name in names},
+            "blocked": {name: [_blocked_per_episode(_guard_records(part, name)) for part in points] for name in names},
         },
     }
 
@@ -45,7 +46,7 @@ def _sum_records(records: Sequence[EpisodesRecord]) -> dict[str, int]:
     }
 
 
-def _format_rate(records: Sequence[EpisodesRecord]) -> float | None:
+def _blocked_per_episode(records: Sequence[EpisodesRecord]) -> float | None:
     sums = _sum_records(records)
     return sums["blocked_turns"] / sums["episodes"] if sums["episodes"] else None
 

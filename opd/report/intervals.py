@@ -1,17 +1,17 @@
 """95 % intervals of numbers that are computed from several measured accuracies.
 
-Each accuracy comes with its own interval, lopsided near 0 and 1 (Wilson's). MOVER, the method of variance estimates
-recovery (Zou and Donner, "Construction of confidence limits about effect measures", Statistics in Medicine 27, 2008),
-carries such limits over to a sum: with c_i theta_i in [l_i, u_i],
+Each accuracy comes with its own interval (Wilson's), which is lopsided near 0 and 1. MOVER, the method of variance
+estimates recovery (Zou and Donner, "Construction of confidence limits about effect measures", Statistics in Medicine 27,
+2008), gives limits for a sum of such numbers: with c_i theta_i in [l_i, u_i],
 
     lower = sum c_i theta_i - sqrt(sum (c_i theta_i - l_i)^2),  upper likewise.
 
-For the headroom, a ratio, the sum is inverted as Fieller does it: the interval is every h for which the interval of
-(after - before) - h (expert - before) holds 0. Nothing is assumed to be symmetric or far from 1, where the delta method
-would give an interval of no width (an accuracy of 1.00 on 100 questions has a standard error of 0).
+Headroom is a ratio, so the sum is inverted as Fieller does it: its interval is every h for which the interval of
+(after - before) - h (expert - before) contains 0. This assumes neither symmetric intervals nor accuracies far from 1. There
+the delta method would give an interval of width 0: an accuracy of 1.00 on 100 questions has a standard error of 0.
 
 The accuracies are treated as independent. In fact student, expert and merged model answer the same questions, and what is
-hard for one is usually hard for the others, so the intervals are a little wider than they need to be.
+hard for one is usually hard for the others. So the intervals are a little wider than they need to be.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from math import hypot
 
 ROUNDS = 80
-"""Rounds of the bisection: each halves what is left."""
+"""Rounds of the bisection. Each halves the interval, so after 80 it has no width in double precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def combine_terms(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
-    """sum_i c_i theta_i over terms (c_i, theta_i)."""
+    """Return sum_i c_i theta_i with its interval by MOVER; `terms` are the pairs (c_i, theta_i)."""
     value = sum(c * e.value for c, e in terms)
     down = [c * (e.value - (e.low if c > 0 else e.high)) for c, e in terms]
     up = [c * ((e.high if c > 0 else e.low) - e.value) for c, e in terms]
@@ -42,7 +42,7 @@ def combine_terms(terms: Sequence[tuple[float, Estimate]]) -> Estimate:
 
 
 def subtract_estimates(first: Estimate, second: Estimate) -> Estimate:
-    """first - second."""
+    """Return first - second with its interval."""
     return combine_terms([(1.0, first), (-1.0, second)])
 
 
@@ -52,22 +52,21 @@ def mean_estimate(estimates: Sequence[Estimate]) -> Estimate:
 
 
 def is_clear(before: Estimate, expert: Estimate) -> bool:
-    """Return True if the interval of expert - before lies above 0. Otherwise headroom has no bounds: any share of it, positive or
-    negative, fits the measurements."""
+    """Return True if the interval of expert - before lies above 0.
+
+    Otherwise the interval of the headroom has no ends: any share, positive or negative, would fit the measurements.
+    """
     return subtract_estimates(expert, before).low > 0
 
 
 def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Estimate | None:
-    """(after - before) / (expert - before), not cut at 0 or 1.
-
-    None unless `is_clear`.
-    """
+    """Return the headroom (after - before) / (expert - before) with its interval, not cut at 0 or 1; None unless `is_clear`."""
     if not is_clear(before, expert):
         return None
     value = (after.value - before.value) / (expert.value - before.value)
 
     def residual(h: float) -> Estimate:
-        """(after - before) - h (expert - before); falls with h."""
+        """Return (after - before) - h (expert - before), which falls as h grows."""
         return combine_terms([(1.0, after), (h - 1.0, before), (-h, expert)])
 
     return Estimate(
@@ -78,7 +77,10 @@ def headroom_interval(before: Estimate, after: Estimate, expert: Estimate) -> Es
 
 
 def _find_crossing(limit: Callable[[float], float], start: float, step: float) -> float:
-    """Return the h at which `limit`, which falls with h, crosses 0; looks from `start` in the direction of `step`."""
+    """Return the h at which `limit(h)`, which falls as h grows, crosses 0.
+
+    The search goes from `start` in the direction of `step`, and doubles `step` until it is past the crossing.
+    """
     far = start + step
     while limit(far) * step > 0:  # ends, because `headroom_interval` has checked that expert - before is clearly not 0
         step *= 2

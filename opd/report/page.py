@@ -1,4 +1,4 @@
-"""report.html: one file that needs no network. The template escapes all text; invisible characters are spelled out first."""
+"""Render report.html: one file that needs no network. Invisible characters are spelled out, then the template escapes all text."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from opd.report.tables import trained_on
 SAMPLES_PER_DOMAIN = 4
 MOST_SAMPLES = 200
 LONGEST_TEXT = 1500
-"""Characters of a prompt or an answer; with the two limits above the page stays well below 5 MB."""
-OPTIONAL = (
+"""Most characters of a prompt or an answer. With the two limits above the page stays well below 5 MB."""
+OPTIONAL = (  # keys that a report may lack
     "alarms",
     "gate",
     "answers",
@@ -43,6 +43,7 @@ OPTIONAL = (
     "stale",
     "unfinished",
 )
+# Keys that a domain of a report may lack.
 INTERVALS = tuple(f"{key}_interval" for key in ("before", "after", "expert", "headroom", "regression"))
 
 INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -50,27 +51,27 @@ INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\
 
 
 def show_control_characters(text: object) -> str:
-    """Spell out characters such as `\\x1b`, which can hide or reorder text on the page, or are no text at all."""
+    """Spell out the characters of `INVISIBLE`, as `\\x1b`: they can hide or reorder text on the page, or are no text at all."""
     return INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
-def shorten_text(text: str, most: int = LONGEST_TEXT) -> str:
-    """`text`, or its beginning and how much is missing."""
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"
+def shorten_text(text: str, limit: int = LONGEST_TEXT) -> str:
+    """Return `text`; if it has more characters than `limit`, its beginning and how many are missing."""
+    return text if len(text) <= limit else f"{text[:limit]} … ({len(text) - limit:,} more characters)"
 
 
 def format_percent(value: float | None) -> str:
-    """0.948 -> `94.8 %`."""
+    """Format a share: 0.948 as `94.8 %`, None as a dash."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 
 def percent_interval(interval: Sequence[float] | None) -> str:
-    """[0.9, 0.99] -> `90.0 to 99.0 %`."""
+    """Format an interval of shares: [0.9, 0.99] as `90.0 to 99.0 %`, None as a dash."""
     return "–" if interval is None else f"{100 * interval[0]:.1f} to {100 * interval[1]:.1f} %"
 
 
 def format_duration(seconds: float) -> str:
-    """312.7 -> `5 min 13 s`."""
+    """Format seconds: 312.7 as `5 min 13 s`."""
     rounded = round(seconds)
     if rounded < 60:
         return f"{seconds:.1f} s"
@@ -80,7 +81,7 @@ def format_duration(seconds: float) -> str:
 
 
 def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
-    """Return the page of a report and of the run directory that it was made from."""
+    """Return the HTML page of a report, which was made from the files of `run`."""
     environment = Environment(
         loader=FunctionLoader(lambda name: _read_own_file(f"{name}.html.jinja")),
         autoescape=True,
@@ -129,7 +130,7 @@ def _read_own_file(name: str) -> str:
 
 
 def _cached_exam_notes(run: RunFiles) -> list[str]:
-    """Return a sentence for each other run from which exams of the student before or of experts were taken over."""
+    """Return a sentence for each other run from which results of exams were taken over: the student's before, the experts'."""
     domains: dict[tuple[str, str], list[str]] = {}
     for exam in filter(None, (run.before, run.expert)):
         for domain, source in exam.cached.items():
@@ -152,7 +153,7 @@ def _extreme_domain(report: Mapping[str, Any], key: str, choose: Any) -> tuple[s
 
 
 def _curve_domains(report: Mapping[str, Any]) -> list[str]:
-    """Domains in the order of every plot, which gives each domain its colour."""
+    """Return the domains in the order that all plots use. A domain's place in it decides its colour."""
     names = set(report.get("curves", {}).get("loss", {}))
     for point in report.get("evaluations", ()):
         names |= set(point["accuracy"])
@@ -188,7 +189,7 @@ def _section_plots(report: Mapping[str, Any], run: RunFiles) -> dict[str, list[P
 
 
 def _length_plots(report: Mapping[str, Any]) -> list[Plot]:
-    """Success against the length of the task, for each domain that has tasks of more than one length."""
+    """Plot success against the length of the task, for each domain that has tasks of more than one length."""
     return [
         figures.draw_by_length(f"by-length-{number}", show_control_characters(domain), groups)
         for number, (domain, groups) in enumerate(report.get("by_length", {}).items())
@@ -248,16 +249,16 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     if not curves:
         return []
     step, tokens, names = curves["step"], curves["tokens"], _curve_domains(report)
-    gap = [None] * len(step)
+    no_values = [None] * len(step)
 
-    def of(key: str) -> dict[str, Sequence[float | None]]:
-        return {name: curves[key].get(name, gap) for name in names}
+    def by_domain(key: str) -> dict[str, Sequence[float | None]]:
+        return {name: curves[key].get(name, no_values) for name in names}
 
     cut = {"truncated": ("bad", curves["truncated"])}
     plots = [
-        figures.draw_by_domain("loss", "Loss", step, tokens, of("loss"), log=True, label="nats a token"),
+        figures.draw_by_domain("loss", "Loss", step, tokens, by_domain("loss"), log=True, label="nats a token"),
         figures.draw_by_domain(
-            "length", "Length of the student's responses", step, tokens, of("length"), label="tokens"
+            "length", "Length of the student's responses", step, tokens, by_domain("length"), label="tokens"
         ),
         figures.draw_lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
         *reward_plots(curves, names),
@@ -266,15 +267,15 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     ]
     if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
         title = "Tokens where student and expert have the same first choice"
-        plots.append(figures.draw_by_domain("agreement", title, step, tokens, of("argmax_agreement"), percent=True))
+        agreement = by_domain("argmax_agreement")
+        plots.append(figures.draw_by_domain("agreement", title, step, tokens, agreement, percent=True))
     if curves["positions"]:
         plots.append(figures.draw_positions(step, curves["positions"]))
     return plots
 
 
 def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
-    """Plot the share that each domain has of every step: its samples, and its trained tokens, by which it counts in a token
-    mean."""
+    """Plot each domain's share of every step: of the samples, and of the trained tokens, which is its weight in a token mean."""
     return [
         figures.draw_by_domain(
             f"{of}-share",
@@ -289,7 +290,7 @@ def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
 
 def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
-    """Entropy of student and experts in one plot; no plot if the records have no entropies."""
+    """Plot the entropies of student and experts together; return no plot if the records have no entropies."""
     student, experts = (_mean_over_domains(curves[key]) for key in ("student_entropy", "teacher_entropy"))
     lines = {
         label: (colour, curve)
@@ -343,6 +344,7 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
     usable = [b for b in report["baselines"] if b["mean_headroom"] is not None and not b["stale"]]
     if not usable:
         return []
+    # Of a method with several budgets only the largest stands among the methods; the second plot has all of them.
     most_tokens = {b["label"]: max(c["tokens"] or 0 for c in usable if c["label"] == b["label"]) for b in usable}
     rows = [
         {**b, "name": show_control_characters(baseline_name(b))}
@@ -364,14 +366,16 @@ def _baseline_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 
 def baseline_name(row: Mapping[str, Any]) -> str:
-    """Return the label, and the share of the merge's tokens where the method trains on less than all of them."""
+    """Return a baseline's label, with its share of the merge's tokens if that is less than all of them."""
     share = row["token_share"]
     return row["label"] + ("" if share in (None, 1.0) else f", {100 * share:.0f} % of the tokens")
 
 
 def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
-    """Return the same prompts answered by student, merged model and expert: a few of each domain, the merged model's worst
-    answers first."""
+    """Return some exam prompts with the answers of the student before, the merged model and the expert.
+
+    Each domain gets a few prompts, those with the merged model's worst answers first.
+    """
     models = [
         {answer.prompt_id: answer for answer in evaluation.answers} if evaluation else {}
         for evaluation in (run.before, latest_exam(run), run.expert)
@@ -388,7 +392,7 @@ def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
 
 
 def _expert_rows(run: RunFiles, report: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for the student and each expert: name, domains, what it is, hashes of its files."""
+    """Return a row for the student and for each expert: name, domains, hashes of its files, and its facts from the manifest."""
     if not run.manifest:
         return []
     sizes = report.get("models", {})

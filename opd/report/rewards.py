@@ -1,4 +1,4 @@
-"""The reward's curves of a merge, and their plots. A merge without rewards has none."""
+"""Curves of a merge's rewards, and their plots. A merge without rewards has none."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 from opd.records.rewards import RewardRecord
 from opd.records.step import StepRecord
 
-if TYPE_CHECKING:  # it needs matplotlib, which who writes report.json does not
+if TYPE_CHECKING:  # it imports matplotlib, which report.json does not need
     from opd.report.drawing import Plot
 
-OF_THE_STEP = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weight", "cosine": "cosine"}
-"""Curve -> field of a step's reward record."""
+STEP_CURVES = {"policy_loss": "loss", "masked": "masked", "reward_weight": "weight", "cosine": "cosine"}
+"""Curve over all domains -> field of a step's reward record."""
 
 
 def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]) -> dict[str, Any]:
-    """Return the curves by name, each with a value for each point, a group of steps; empty for a merge without rewards.
+    """Return the curves by name; empty for a merge without rewards. `points`: groups of steps, one for each point of a curve.
 
-    reward (by domain): mean over the episodes. policy_loss, masked, reward_weight, cosine: means over the steps, null where no
-    step has the number. explained_variance: of the returns, by a critic, if there is one.
+    `reward`, by domain, is the mean over the episodes. policy_loss, masked, reward_weight and cosine are means over the
+    steps, null if no step has the number. explained_variance, only with a critic, is its share of the returns' variance.
     """
     rewards = [[record.reward for record in part if record.reward is not None] for part in points]
     if not any(rewards):
         return {}
     curves: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in rewards] for name in domains}}
-    for curve, key in OF_THE_STEP.items():
+    for curve, key in STEP_CURVES.items():
         curves[curve] = [_mean_or_none([getattr(record, key) for record in part]) for part in rewards]
     explained = [_mean_or_none([record.credit.get("explained_variance") for record in part]) for part in rewards]
     return curves | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
@@ -44,7 +44,7 @@ def _mean_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
-    """Plots of the reward by domain, and of its stream beside the divergence."""
+    """Plot the reward by domain, and the numbers of the policy gradient beside the divergence."""
     from opd.report import figures
 
     if "reward" not in curves:

@@ -9,8 +9,7 @@ from opd.records.step import StepRecord
 
 
 def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
-    """Return role -> share of the time of all steps in which it was at work; without steps of a release that did not measure
-    it."""
+    """Return role -> share of the steps' time in which it was at work. Steps of releases that did not measure it are left out."""
     timed_records = [record for record in records if record.busy_s]
     seconds = sum(record.seconds for record in timed_records)
     roles = dict.fromkeys(role for record in timed_records for role in record.busy_s)
@@ -18,7 +17,7 @@ def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def token_ages(records: Sequence[StepRecord]) -> dict[str, int]:
-    """Return age -> trained tokens of the whole merge."""
+    """Return age -> trained tokens of that age in the whole merge. An age is the number of weight pushes since sampling."""
     total = Counter[str]()
     for record in records:
         total.update(record.token_ages)

@@ -1,4 +1,4 @@
-"""Reads a run directory, finished or not. Only one of `pipeline.yaml` and `report.json` has to be there."""
+"""Read a run directory for its report, whether the merge is finished or not. `pipeline.yaml` or `report.json` has to exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ManifestExpert(BaseModel):
-    """The part that the report reads of an expert in manifest.json."""
+    """What the report reads about an expert in manifest.json."""
 
     domains: list[str]
     weights: dict[str, str]
@@ -47,7 +47,7 @@ class ManifestModels(BaseModel):
 
 
 class DomainFigures(BaseModel):
-    """The part that the report reads of a domain in report.json."""
+    """What the report reads about a domain in report.json."""
 
     before: float | None = None
     after: float | None = None
@@ -56,7 +56,7 @@ class DomainFigures(BaseModel):
 
 
 class StoredReport(BaseModel):
-    """The part that the report reads of report.json; it has more."""
+    """What is read of report.json, to check its types. The file has more."""
 
     name: str
     steps: int
@@ -69,7 +69,7 @@ class StoredReport(BaseModel):
 
 
 class ManifestShape(BaseModel):
-    """The part that the report reads of manifest.json; it has more."""
+    """What is read of manifest.json, to check its types. The file has more."""
 
     student: dict[str, str] = {}
     experts: dict[str, ManifestExpert] = {}
@@ -80,7 +80,8 @@ class ManifestShape(BaseModel):
 
 
 STORED = ("name", "steps", "domains", "wall_s", "phase_s", "response_tokens", "response_tokens_per_s", "versions")
-"""Keys of a stored report that cannot be computed again; the accuracies too, if the report is the only file."""
+"""Keys that are taken from a stored report. All but `domains` cannot be computed again; `domains`, which has the accuracies,
+is used only if the evaluation files are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,41 +90,41 @@ class RunFiles:
 
     root: Path
     stored: dict[str, Any] | None
-    """report.json; None as long as the merge has never finished."""
+    """Content of report.json; None if the merge has never finished."""
     pipeline_text: str
     pipeline: dict[str, Any]
-    """Empty where there is no pipeline.yaml."""
+    """Empty if there is no pipeline.yaml."""
     manifest: dict[str, Any]
     records: list[StepRecord]
-    """metrics.jsonl, a record for each step."""
+    """Content of metrics.jsonl: a record for each step."""
     before: Evaluation | None
     expert: Evaluation | None
     after: Evaluation | None
-    """The evaluation at the end; None while the merge goes on."""
+    """The evaluation at the end; None if the merge is not finished."""
     during: dict[int, Evaluation]
     """Step -> evaluation during the merge, in order."""
     alarms: dict[int, Alarms]
-    """Step -> what the monitors saw that acted after it, in order."""
+    """Step -> readings of the monitors that acted after it, in order."""
     traces: dict[int, StepTraces]
-    """Step -> episodes that were kept of it, in order."""
+    """Step -> the episodes that were kept of it, in order."""
     matrix: dict[str, Evaluation]
-    """Name of a model -> that model on every domain."""
+    """Name of a model -> its evaluation on every domain."""
     baselines: list[BaselineResult]
-    """Other methods on the same experts and questions, one for each file."""
+    """Results of other methods with the same experts and questions, one for each file."""
     rounds: list[RunFiles]
-    """The rounds that have begun, if the merge has several. `records`, `during` and the exams then cover all rounds; steps
-    are counted on from round to round."""
+    """The rounds that have begun, if the merge has several. `records`, `during` and the exams then cover all rounds, and
+    steps are numbered through from the first round to the last."""
     planned_steps: int | None
-    """Steps of the whole merge; None where there is no pipeline."""
+    """Steps of the whole merge; None if there is no pipeline."""
 
     @property
     def without_teachers(self) -> bool:
-        """True if the run learns from rewards alone: then there are no experts to compare it with."""
+        """True if the run learns from rewards alone. Then there are no experts to compare it with."""
         return bool(self.pipeline) and self.pipeline.get("experts") == {}
 
     @property
     def finished(self) -> bool:
-        """True if the report covers all planned steps. After a resume with more steps it does not."""
+        """True if report.json covers all planned steps. It does not while an extended merge takes its new steps."""
         if self.stored is None:
             return False
         step_counts = {self.stored["steps"], *([len(self.records)] if self.records else ())}
@@ -131,7 +132,7 @@ class RunFiles:
 
 
 def read_run(root: Path) -> RunFiles:
-    """Read all files of a run directory. Raises: RunDirError if it is none, or if one of its files is damaged."""
+    """Read all files of a run directory. Raises: RunDirError if it is no run directory, or if a file is damaged."""
     paths = RunPaths(root)
     if not paths.pipeline.exists() and not paths.report.exists():
         raise RunDirError.at(
@@ -170,9 +171,10 @@ def read_run(root: Path) -> RunFiles:
 
 
 def _drop_unrecorded_exams(run: RunFiles) -> RunFiles:
-    """Drop exams of steps without a record: an exam is written before the record of its step, and a kill may come in between.
+    """Drop exams of steps without a record. An exam is written before its step's record, and a kill may come in between.
 
-    The exam at an earlier end becomes one during the merge if the merge goes on from there; if it went back, it is dropped.
+    If the merge was finished and goes on from its end, the exam of that end becomes one during the merge. If it goes on
+    from an earlier step, that exam is dropped.
     """
     last_step = len(run.records)
     during = {step: evaluation for step, evaluation in run.during.items() if step <= last_step}
@@ -184,7 +186,10 @@ def _drop_unrecorded_exams(run: RunFiles) -> RunFiles:
 
 
 def chain_rounds(run: RunFiles) -> RunFiles:
-    """Show a merge in rounds as one: steps are counted on, and the end of each round is an evaluation during the merge."""
+    """Return a merge of several rounds as if it were one merge.
+
+    Steps are numbered through all rounds, and the exam at the end of each round is an evaluation during the merge.
+    """
     records: list[StepRecord] = []
     during: dict[int, Evaluation] = {}
     alarms: dict[int, Alarms] = {}
@@ -210,7 +215,7 @@ def chain_rounds(run: RunFiles) -> RunFiles:
 
 
 def _shift_record(record: StepRecord, offset: int) -> StepRecord:
-    """Return the record of a round as one of the whole merge, which had taken so many steps before the round."""
+    """Return a record of a round as one of the whole merge, which had taken `offset` steps before the round."""
     alarms = tuple(replace(alarm, since=offset + alarm.since) for alarm in record.alarms)
     return replace(record, step=offset + record.step, alarms=alarms)
 
@@ -240,7 +245,7 @@ def _read_pipeline(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
-    """Return `trainer.steps`; None where there is no pipeline."""
+    """Return `trainer.steps`; None if there is no pipeline. Raises: RunDirError if it is no whole number."""
     trainer = pipeline.get("trainer", {})
     steps = trainer.get("steps") if isinstance(trainer, dict) else trainer
     if steps is not None and not isinstance(steps, int):
@@ -249,7 +254,7 @@ def _trainer_steps(pipeline: Mapping[str, Any], path: Path) -> int | None:
 
 
 def _load_json(path: Path) -> Any:
-    """Return the parsed file; None if there is none."""
+    """Return the parsed file; None if it does not exist. Raises: RunDirError if it is no JSON."""
     if not path.exists():
         return None
     try:
@@ -259,14 +264,17 @@ def _load_json(path: Path) -> Any:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Empty if there is none."""
+    """Return the manifest; empty if it does not exist. Raises: RunDirError if it is damaged."""
     if not path.exists():
         return {}
     return _check_shape(ManifestShape, _load_json(path), path)
 
 
 def _check_shape(shape: type[BaseModel], data: Any, path: Path) -> dict[str, Any]:
-    """Return the data of a file as it is, if what the report reads of it has the types of `shape`. Raises: RunDirError."""
+    """Return the data of a file unchanged, after checking that the parts that the report reads have the types of `shape`.
+
+    Raises: RunDirError.
+    """
     try:
         shape.model_validate(data)
     except ValidationError as error:

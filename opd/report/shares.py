@@ -10,11 +10,10 @@ from opd.records.step import StepRecord
 def domain_shares(
     points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str
 ) -> dict[str, list[float | None]]:
-    """Return domain -> a share for each point, a group of steps: of their prompts (`of="sample"`) or trained tokens
-    (`of="token"`).
+    """Return domain -> its share at each point, which is a group of steps.
 
-    The share is None if the steps have none. Records of an older release have no prompts by domain; the trained responses count
-    in their place.
+    `of="sample"` is about the steps' prompts, `of="token"` about their trained tokens; if there are none, the share is None.
+    Records of an older release have no prompts by domain, so their trained responses are counted instead.
     """
     counts = [
         [_count_tokens(record) if of == "token" else _count_samples(record) for record in part] for part in points

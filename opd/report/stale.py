@@ -15,14 +15,14 @@ from opd.text import quote_for_shell
 
 
 def describe_unfinished(run: RunFiles) -> str | None:
-    """Tell of a merge that is not finished how far it has come, and which model `merged` is; None for a finished merge."""
+    """Say how far an unfinished merge has come, and which model the report calls merged; None for a finished merge."""
     if run.finished:
         return None
     steps, _ = count_steps_and_tokens(run.records)
     progress = f"{steps} of {run.planned_steps} steps are done" if run.planned_steps else f"{steps} steps are done"
     if steps and steps == run.planned_steps:
         progress += ", the model or its exam is missing"
-    # The records have the accuracies of exams whose files are gone.
+    # Records also have the accuracies of exams whose files no longer exist.
     measured = [*run.during, *(record.step for record in run.records if record.accuracy)]
     if not measured:
         return f"{progress}; there has been no evaluation yet"
@@ -30,7 +30,10 @@ def describe_unfinished(run: RunFiles) -> str | None:
 
 
 def stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
-    """Return the reason why a baseline is out of date; None if it is not. Merges of weights do not depend on the merge's steps."""
+    """Return why a baseline is out of date; None if it is not.
+
+    A baseline that merges weights has no `token_share`: it does not depend on the merge's steps, so it stays up to date.
+    """
     steps, tokens = count_steps_and_tokens(run.records)
     if baseline.token_share is None or not steps:
         return None
@@ -42,12 +45,12 @@ def stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
 
 
 def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
-    """Describe the steps and tokens of the merge at the time of a measurement, and those it has now."""
+    """Describe the merge's budget when a baseline was measured and now; each is a number of steps and of tokens."""
     return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 
 def stale_matrix(run: RunFiles) -> str | None:
-    """Return the reason why the matrix is out of date; None if it is not, or if there is none."""
+    """Return why the matrix is out of date; None if it is not, or if there is no matrix."""
     from opd.evaluation.evaluator import MERGED  # it needs pydantic, which those who only read a run do not
 
     merged = run.matrix.get(MERGED)
@@ -70,7 +73,7 @@ def stale_matrix(run: RunFiles) -> str | None:
 
 
 def _same_model(exam: Evaluation, reference: Evaluation) -> bool:
-    """Return True if both are of one model. An older release's exam names no model: it counts as one of the model beside it."""
+    """Return True if both are exams of the same model. An exam of an older release names no model and counts as the same."""
     common = exam.weights.keys() & reference.weights.keys()
     return all(exam.weights[domain] == reference.weights[domain] for domain in common)
 

@@ -1,4 +1,5 @@
-"""report.json: what the merge gained in each domain, and its course. Other tools read it, so its keys must not change."""
+"""The content of report.json: what a merge gained in each domain, and its curves. Other tools read it, so its keys must not
+change."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from opd.run.metrics import count_trained_tokens
 from opd.run.paths import MERGE_EVALUATIONS
 
 POINTS = 60
-"""Points of a curve: neighbouring steps are averaged, because single steps of one domain are noisy."""
+"""Most points of a curve. Each is a mean over neighbouring steps, because single steps of one domain are noisy."""
 PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 """Keys of a domain's record that are means over its tokens."""
 
@@ -32,15 +33,14 @@ PER_TOKEN = ("loss", "student_entropy", "teacher_entropy", "argmax_agreement")
 def recovered_share(before: float, after: float, expert: float | None) -> float | None:
     """Return the share of the way from the starting student to the expert: (after - before) / (expert - before).
 
-    None where the expert is no better than the student was, or there is none: there was nothing to recover. Where it is better by
-    chance alone the share has no bounds: ask for it in `clear_domains` only.
+    None if there is no expert or if it is no better than the student was, because then there was nothing to recover. An
+    expert that may be better only by chance can give any share, so use this for the domains of `clear_domains` only.
     """
     return (after - before) / (expert - before) if expert is not None and expert > before else None
 
 
 def clear_domains(before: Mapping[str, DomainScore], expert: Mapping[str, DomainScore]) -> frozenset[str]:
-    """Return the domains whose expert is better than the starting student beyond chance, so that their headroom has an
-    interval."""
+    """Return the domains whose expert is better than the starting student beyond chance; only these have a headroom."""
     return frozenset(
         domain
         for domain, score in expert.items()
@@ -59,7 +59,8 @@ def build_report(
 ) -> dict[str, Any]:
     """Return the report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
 
-    `exams`: those of `before`, `expert` and `after`. `clear`: domains that may have headroom; None: not known.
+    `exams`: the accuracies by domain of `before`, `expert` and `after`. `clear`: the result of `clear_domains`; None if it is
+    not known.
     """
     tokens = sum(record.response_tokens for record in records)
     phase_s: dict[str, float] = {}
@@ -85,8 +86,11 @@ def _summarise_gains(
     after: Mapping[str, float],
     clear: Collection[str] | None,
 ) -> dict[str, Any]:
-    """Return the accuracies and headroom by domain, with mean and worst. `clear` is what `clear_domains` found; None where only
-    accuracies are known: then every domain with a better expert has headroom."""
+    """Return the accuracies and headroom by domain, with the mean and the worst headroom.
+
+    `clear` is the result of `clear_domains`. It is None if only accuracies are known; then every domain with a better expert
+    has a headroom.
+    """
     domains = {
         domain: {
             "before": before[domain],
@@ -107,11 +111,12 @@ def _summarise_gains(
 
 
 def full_report(run: RunFiles) -> dict[str, Any]:
-    """Return the report from all files of a run directory; for a merge that goes on, the report so far.
+    """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
-    It has the keys of `build_report`, the intervals of `_add_intervals` if the evaluations' files are there, `draw_curves` if there
-    are records, `episodes` of agents, `by_length`, `guard`, `evaluations`, `models`, `baselines`, `command` and `lineage` if the
-    files have them, `alarms` of the monitors, `stale` with the results that are out of date, and `unfinished` if the merge goes on.
+    It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
+    are records `curves` and what is measured from records. `episodes` (of agents), `by_length`, `guard`, `evaluations`,
+    `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
+    lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
     """
     before, expert, after = _read_accuracies(run)
     report = (
@@ -122,13 +127,13 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if run.before and merged and (run.expert or run.without_teachers):
         _add_intervals(report, run.before, run.expert, merged)
     if run.records:
-        report["curves"] = draw_curves(run.records)
+        report["curves"] = compute_curves(run.records)
         report["truncated"] = _truncated_share(run.records)
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
-        report |= {"guard": guard} if (guard := guard_report(list(_thin_out(run.records, POINTS)))) else {}
+        report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     if points := _evaluation_curve(run):
         report["evaluations"] = points
@@ -137,7 +142,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["answers"] = answer_stats(lengths)
     report |= success_by_length(run)
     if run.baselines:
-        rows = [_baseline_row(group, run) for group in _by_method(run.baselines)]
+        rows = [_baseline_row(group, run) for group in _group_by_method(run.baselines)]
         report["baselines"] = sorted(rows, key=lambda row: -(row["mean_headroom"] or 0.0))
     if run.rounds:
         report["rounds"] = [_summarise_round(run, index) for index in range(len(run.rounds))]
@@ -156,11 +161,11 @@ def _manifest_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
-    """Report what one round gained: by itself, and together with the rounds before it, from the very first student.
+    """Return what one round gained, by itself and together with the rounds before it.
 
-    Per domain before, after, expert, headroom (from the very first student) and headroom_in_round (from the round's own
-    start); the means of both, of the first with its interval, and of after - before. `domains` is empty while the round
-    goes on.
+    Each domain has before, after, expert, headroom (counted from the very first student) and headroom_in_round (counted from
+    the round's own start). Then come the means: of after - before, of headroom with its interval, and of headroom_in_round.
+    `domains` is empty if the round is not finished.
     """
     round_files = run.rounds[index]
     summary: dict[str, Any] = {
@@ -230,13 +235,16 @@ def _domains_with_headroom(run: RunFiles) -> frozenset[str] | None:
 
 
 def _clear_domains_of(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
-    """`clear_domains`, or None without one of the evaluations."""
+    """Return `clear_domains` of two evaluations; None if one of them is missing."""
     return clear_domains(before.scores, expert.scores) if before and expert else None
 
 
 def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return the accuracies before, of the expert and after, from the evaluation files, else from the stored report. `after` of a
-    run that goes on is the last evaluation so far."""
+    """Return the accuracies of the student before, of the experts and after, by domain.
+
+    They come from the evaluation files, or from the stored report if a file is missing. `after` of an unfinished merge is its
+    newest evaluation.
+    """
     stored = run.stored["domains"] if run.stored else {}
 
     def read_accuracy(name: str, evaluation: Evaluation | None) -> dict[str, float]:
@@ -254,7 +262,7 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
 
 
 def _add_regressions(report: dict[str, Any]) -> None:
-    """Add `regression` to each domain: the accuracy lost against the starting student; negative where it gained."""
+    """Add `regression` to each domain: the accuracy lost against the starting student, which is negative for a gain."""
     for values in report["domains"].values():
         values["regression"] = values["before"] - values["after"]
 
@@ -268,7 +276,7 @@ def _accuracy_pair(estimate: Estimate | None) -> list[float] | None:
 
 
 def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluation | None, after: Evaluation) -> None:
-    """Add 95 % intervals [low, high] beside each number; null where there is no headroom, or none that can be told from chance."""
+    """Add the 95 % interval [low, high] of each number; it is null for a domain without a headroom beyond chance."""
     shares = []
     for domain, values in report["domains"].items():
         b, a = (estimate_of(x.scores[domain]) for x in (before, after))
@@ -286,17 +294,17 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     report["mean_headroom_interval"] = _accuracy_pair(mean_estimate(shares)) if shares else None
 
 
-def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
-    """Return curves of at most `POINTS` points, each the mean over neighbouring steps; null where a domain had no token in them.
+def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Return curves of at most `POINTS` points. Each point is a mean over neighbouring steps; null if a domain had no token.
 
-    step, tokens: of the point's last step; tokens are response tokens trained on since the start.
-    by domain: loss, student_entropy, teacher_entropy, argmax_agreement (means a token), length (tokens a response), and
-    sample_share, token_share: of the steps' prompts and of their trained tokens.
-    by places in the response: positions (loss, mean a token).
-    of all domains: truncated (share of the responses), tokens_per_s.
-    with rewards: those of `opd.report.rewards.reward_curves`; with agents those of `opd.report.agents.episode_curves`.
+    step, tokens: the point's last step, and the response tokens that were trained on until then.
+    By domain: loss, student_entropy, teacher_entropy, argmax_agreement (means per token), length (tokens per response),
+    sample_share and token_share (the domain's share of the steps' prompts and of their trained tokens).
+    By place in the response: positions (loss, mean per token).
+    Over all domains: truncated (share of the responses), tokens_per_s.
+    With rewards also the curves of `opd.report.rewards.reward_curves`, with agents those of `opd.report.agents.episode_curves`.
     """
-    points = [list(part) for part in _thin_out(records, POINTS)]
+    points = [list(part) for part in _group_steps(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
     total = 0
     tokens = []
@@ -316,13 +324,14 @@ def draw_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     return curves | reward_curves(points, domains) | episode_curves(points)
 
 
-def _thin_out(records: Sequence[StepRecord], max_groups: int) -> Iterable[Sequence[StepRecord]]:
+def _group_steps(records: Sequence[StepRecord], max_groups: int) -> Iterable[Sequence[StepRecord]]:
+    """Return groups of neighbouring steps, as few steps in each as `max_groups` allows."""
     width = -(-len(records) // max_groups)
     return (records[start : start + width] for start in range(0, len(records), width))
 
 
 def _position_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[float | None]]:
-    """Place in the response, as the records name it -> curve of the loss. Empty for runs of older releases."""
+    """Return place in the response, such as `4-7` -> curve of the loss. Empty for runs of older releases."""
     stats = [[record.positions for record in part] for part in points]
     positions = {position for part in stats for record in part for position in record}
     return {
@@ -344,8 +353,10 @@ def _mean_rate(part: Sequence[StepRecord]) -> float:
 
 
 def _evaluation_curve(run: RunFiles) -> list[dict[str, Any]]:
-    """Return accuracy against steps and tokens, the start and the end among them: step, tokens, accuracy by domain, and
-    mean_headroom with its interval where it is known."""
+    """Return a point for each evaluation of the student, those at the start and at the end included.
+
+    A point has step, tokens, accuracy by domain, and mean_headroom with its interval if it is known.
+    """
     tokens = {0: 0}
     for record in run.records:
         tokens[record.step] = tokens[max(tokens)] + count_trained_tokens(record)
@@ -355,15 +366,16 @@ def _evaluation_curve(run: RunFiles) -> list[dict[str, Any]]:
     by_step |= {step: (e.accuracy, e) for step, e in run.during.items() if step in tokens}
     if run.before:
         by_step[0] = (run.before.accuracy, run.before)
-    if run.after and last:  # without metrics.jsonl its step is not known
+    if run.after and last:  # without records (metrics.jsonl) the step of the end is not known
         by_step[last] = (run.after.accuracy, run.after)
     return [
-        {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_gain(run, accuracy, evaluation)}
+        {"step": step, "tokens": tokens[step], "accuracy": accuracy, **_mean_headroom(run, accuracy, evaluation)}
         for step, (accuracy, evaluation) in sorted(by_step.items())
     ]
 
 
-def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation | None) -> dict[str, Any]:
+def _mean_headroom(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation | None) -> dict[str, Any]:
+    """Return `mean_headroom` for these accuracies; with `scores`, their evaluation, also its interval."""
     before = run.before.accuracy if run.before else {}
     expert = run.expert.accuracy if run.expert else {}
     comparable = {d: value for d, value in accuracy.items() if d in before and d in expert}
@@ -376,7 +388,7 @@ def _mean_gain(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluation 
 
 
 def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
-    """Return the mean headroom of a model over the domains where there is one; None if there is none."""
+    """Return a model's mean headroom, with its interval, over the domains that have one; None if no domain has one."""
     assert run.before and run.expert
     return _mean_interval(run.before, run.expert, scores)
 
@@ -391,8 +403,8 @@ def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, 
     return mean_estimate(clear_shares) if clear_shares else None
 
 
-def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
-    """Group results that differ in nothing but the seed."""
+def _group_by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
+    """Return groups of results that differ only in the seed."""
     groups: dict[tuple[str, str, float], list[BaselineResult]] = {}
     for result in baselines:
         share = -1.0 if result.token_share is None else result.token_share
@@ -401,8 +413,10 @@ def _by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]
 
 
 def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, Any]:
-    """Return one row with means over seeds. `interval`: for one seed that of its questions, for several the lowest and highest
-    seed."""
+    """Return the row of one method, with means over its seeds.
+
+    `interval` of several seeds is the lowest and the highest mean headroom; of one seed it comes from the exams' intervals.
+    """
     before, expert, _ = _read_accuracies(run)
     gains = [
         _summarise_gains(

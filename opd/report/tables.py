@@ -1,4 +1,4 @@
-"""The report as rows of text, for terminals and Markdown."""
+"""The report as tables of text, for terminals and Markdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opd.text import format_or_dash
 
 
 def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str]]:
-    """Return domain, student before, expert, merged, headroom recovered: one row a domain and a last one with the means."""
+    """Return a row for each domain, and a last row with the means: domain, student before, expert, merged, headroom."""
     domains = report["domains"]
     rows = [
         (n, f"{d['before']:.2f}", format_or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", share_text(d["headroom"]))
@@ -26,13 +26,14 @@ def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """None where a value is missing, as every expert's is in a run without teachers."""
+    """Return the mean; None if a value is missing, as the experts' values are in a run without teachers."""
     numbers = [value for value in values if value is not None]
     return fmean(numbers) if len(numbers) == len(values) else None
 
 
 def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Round, steps, mean gain, mean headroom since the very first student, and since the round began."""
+    """Return a row for each round: number, steps, mean gain, and mean headroom from the very first student and from the
+    round's own start."""
     return [
         (
             str(r["round"]),
@@ -46,15 +47,17 @@ def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Method, share of the merge's training, response tokens, seeds, mean headroom, and whether it is out of date. This
-    merge is the first row; without baselines there are no rows."""
+    """Return a row for this merge and one for each baseline; no rows if there are no baselines.
+
+    A row has method, share of the merge's training, response tokens, seeds, mean headroom, and `stale` if out of date.
+    """
     rows = report.get("baselines", ())
     merge = ("this merge", "1", f"{trained_on(report):,}", "1", share_text(report["mean_headroom"]), "")
     return [merge, *map(_baseline_row, rows)] if rows else []
 
 
 def trained_on(report: Mapping[str, Any]) -> int:
-    """Response tokens that the merge was trained on: `response_tokens` has what environments answered, too."""
+    """Return how many response tokens the merge was trained on. (`response_tokens` also counts what environments wrote.)"""
     tokens: int = report["curves"]["tokens"][-1] if "curves" in report else report["response_tokens"]
     return tokens
 
@@ -71,8 +74,8 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def agent_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return domain, episodes, mean turns and reward, share of the sampled tokens that carried loss, forks, turns lost, broken
-    episodes, and the largest mean gap of a turn: one row for each domain of agents."""
+    """Return a row for each domain of agents: domain, episodes, mean turns, mean reward, share of the sampled tokens that
+    carried loss, forks, lost turns, broken episodes, and the largest mean gap of a turn in nats."""
     return [(name, *_agent_row(row)) for name, row in report.get("episodes", {}).items()]
 
 
@@ -91,8 +94,11 @@ def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Return domain, right moves of the task, tasks, and the success of student before, expert and merged with its 95 % interval:
-    one row for each group of tasks; none if no task says its moves."""
+    """Return a row for each group of tasks of similar length; none if no task says its length.
+
+    A row has the domain, the task's right moves, the number of tasks, and the success of student before, expert and merged,
+    each with its 95 % interval.
+    """
     return [
         (
             domain,
@@ -106,7 +112,7 @@ def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 def success_text(value: float | None, interval: Sequence[float] | None) -> str:
-    """0.5 and its interval -> `0.50 (0.40 to 0.60)`; None -> a dash."""
+    """Format a success and its interval as `0.50 (0.40 to 0.60)`; None as a dash."""
     return "-" if value is None or interval is None else f"{value:.2f} ({interval[0]:.2f} to {interval[1]:.2f})"
 
 
@@ -117,5 +123,5 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def share_text(value: float | None) -> str:
-    """0.95 -> `95 %`; None -> a dash."""
+    """Format a share: 0.95 as `95 %`, None as a dash."""
     return "-" if value is None else f"{100 * value:.0f} %"

@@ -1,4 +1,4 @@
-"""Puts report.html and report.json on disk."""
+"""Write report.html and report.json."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from opd.text import quote_for_shell
 
 
 def write_report(root: Path, output: Path | None = None, gate: Gate | None = None) -> dict[str, Any]:
-    """Write the page to `output` (default: report.html in the run directory) and, beside it, report.json.
+    """Write the page to `output` (default: report.html in the run directory) and report.json beside it. Returns the report.
 
-    A merge that is not finished gets a page only, because report.json is the sign that a merge is finished.
-    Returns the report. Raises: RunDirError; OSError.
+    A merge that is not finished gets only a page, because report.json marks a merge as finished. Raises: RunDirError if a
+    file is damaged, or if `gate` has thresholds and there is nothing to judge; OSError.
     """
     run = read_run(root)
     report = full_report(run)
@@ -34,7 +34,7 @@ def write_report(root: Path, output: Path | None = None, gate: Gate | None = Non
                 else f"finish it with `opd merge --resume {quote_for_shell(root)}`",
             )
         report["gate"] = gate.verdict(report)
-    from opd.report.page import render_page  # imports matplotlib, which what was refused above needs not
+    from opd.report.page import render_page  # here, because it imports matplotlib, and refusals should be fast
 
     page = output or RunPaths(root).report_page
     atomic_write_text(page, render_page(report, run))

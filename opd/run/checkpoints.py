@@ -1,12 +1,13 @@
-"""Checkpoints: a directory per step, complete or absent, every file hashed, without pickle.
+"""Checkpoints: a directory for each saved step, which is either complete or absent. Every file is hashed; none is a pickle.
 
     checkpoints/step-000050/  rank-0.safetensors  rank-1.safetensors  trainer.json  checkpoint.json
 
-Files that the schedule gives lie beside them: what the weights do not imply. With rewards, `credit/` has the credit's state.
+Beside these files lie further ones from the schedule, with state that does not follow from the weights. With rewards,
+`credit/` has the credit's state.
 
-The trainer's ranks copy their state and write it while the run goes on. Some steps later the driver writes `checkpoint.json`
-(what the checkpoint belongs to, BLAKE3 and size of every file) and renames the directory: from then on it is a checkpoint.
-Nothing older is deleted before that.
+The trainer's ranks copy their state in memory and write it while the run goes on. Once it is written, some steps later, the
+driver writes `checkpoint.json` (what the checkpoint belongs to; BLAKE3 hash and size of every file) and renames the
+directory. Only then it counts as a checkpoint, and only then older ones are deleted.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ if TYPE_CHECKING:  # it needs pydantic, which those who only list checkpoints do
 
 MANIFEST = "checkpoint.json"
 FORMAT = 2
+"""Version of the format; a newer one is refused."""
 FALL_BACK_FIX = "`--resume-from latest-valid` goes on from the newest checkpoint that is whole"
 LATEST, LATEST_VALID = "latest", "latest-valid"
 SUPERSEDED_PREFIX = "superseded-"
-"""Before the name of a checkpoint that a resume went back behind."""
+"""Stands before the name of a checkpoint that became obsolete because a resume started from an earlier step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Checkpoint:
     world_size: int
     """Trainer ranks that wrote it."""
     identity: Mapping[str, Any]
-    """What it was trained from, by hashes, as given to `CheckpointStore`."""
+    """Hashes of what it was trained from, as given to `CheckpointStore`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class _OpenCheckpoint:
     path: Path
     deadline: float
     carried: Mapping[str, Mapping[str, Any]]
-    """Name -> BLAKE3 and size of the files that are no rank's."""
+    """Name -> BLAKE3 hash and size of each file that the schedule gave, rather than a rank."""
 
 
 class CheckpointSource(Protocol):
@@ -71,7 +73,7 @@ class CheckpointSource(Protocol):
 
 
 class CompanionSaver:
-    """Saves a trainer, and something else in a directory of its own beside the trainer's files."""
+    """Saves a trainer together with something else, whose files go into a directory of their own beside the trainer's."""
 
     def __init__(self, trainer: CheckpointSource, companion: CheckpointSource, directory: str) -> None:
         self._trainer = trainer
@@ -79,7 +81,7 @@ class CompanionSaver:
         self._directory = directory
 
     def begin_save(self, path: Path) -> None:
-        """Let both copy their states. Raises: StorageError."""
+        """Have both copy their states and begin to write them. Raises: StorageError."""
         directory = path / self._directory
         with raise_storage_errors(directory):
             directory.mkdir()
@@ -87,7 +89,7 @@ class CompanionSaver:
         self._companion.begin_save(directory)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """Return the files of both; None if they are not all written after `wait_s`. Raises: StorageError."""
+        """Return the files of both; None if not all of them are written after `wait_s` seconds. Raises: StorageError."""
         deadline = time.monotonic() + wait_s
         files = self._trainer.saved(wait_s)
         companion_files = None if files is None else self._companion.saved(max(0.0, deadline - time.monotonic()))
@@ -118,13 +120,13 @@ class CheckpointStore:
         self._saved_checkpoint: SavedCheckpoint | None = None
 
     def save(self, step: int, policy_version: int, carried: Mapping[str, bytes] | None = None) -> None:
-        """Let the trainer copy its state; at most one checkpoint is under way. `carried`: name -> content of further files.
+        """Have the trainer copy its state and begin to write it. `carried`: name -> content of further files.
 
-        Raises: as `committed`.
+        At most one checkpoint is under way: if an earlier one is, wait for it first. Raises: as `committed`.
         """
         carried = carried or {}
         self._commit_files(wait=True)
-        # A name that `opd.files.sweep_temporary_files` knows, should this process be killed.
+        # If this process is killed, `opd.files.sweep_temporary_files` finds the directory by this name.
         temporary = self._root / f".tmp-{step_name(step)}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
@@ -148,6 +150,10 @@ class CheckpointStore:
         return saved
 
     def _commit_files(self, wait: bool) -> None:
+        """Make the open checkpoint a whole one if all its files are written; with `wait`, wait for them until its deadline.
+
+        Raises: StorageError; RunError past the deadline. The open checkpoint is then deleted.
+        """
         checkpoint = self._open_checkpoint
         if checkpoint is None:
             return
@@ -184,6 +190,7 @@ class CheckpointStore:
         self._delete_old(checkpoint.step)
 
     def _delete_old(self, newest: int) -> None:
+        """Delete old checkpoints but for the `keep` newest and those that `keep_every` keeps, and superseded ones up to here."""
         steps = [step for step in list_checkpoint_steps(self._root) if step <= newest]
         every = self._keep.keep_every
         for step in steps[: -self._keep.keep]:
@@ -196,20 +203,20 @@ class CheckpointStore:
 
 
 def _delete_partial(temporary: Path) -> None:
-    """Delete what was written of a checkpoint that will not be one: the disk may be full."""
+    """Delete the files of a checkpoint that failed, because the disk may be full."""
     shutil.rmtree(temporary, ignore_errors=True)
 
 
 def list_checkpoint_steps(root: Path) -> list[int]:
-    """Return the steps that have a committed checkpoint, whole or damaged since, the oldest first."""
+    """Return the steps that have a checkpoint, the oldest first. Files may have been damaged since it was committed."""
     steps = [parse_step_name(path.name) for path in root.glob("step-*")]
     return sorted(step for step in steps if step is not None)
 
 
 def choose_checkpoint(root: Path, selection: str, say: Callable[[str], None]) -> Checkpoint | None:
-    """Choose the checkpoint to go on from: `latest`, `latest-valid` or a step. None if the run has no checkpoint at all.
+    """Return the checkpoint to go on from; None if the run has none. `selection`: `latest`, `latest-valid` or a step.
 
-    `say` gets a sentence about each damaged one that `latest-valid` passes over. Raises: RunDirError naming what is wrong.
+    `say` gets a sentence about each damaged checkpoint that `latest-valid` skips. Raises: RunDirError naming what is wrong.
     """
     steps = list_checkpoint_steps(root)
     if selection not in (LATEST, LATEST_VALID):
@@ -293,9 +300,9 @@ def _verify_file(path: Path, digest: str, size: int) -> None:
 
 
 def set_newer_aside(root: Path, step: int) -> list[str]:
-    """Set the checkpoints after `step` aside, so that nothing resumes from them while the run takes those steps again.
+    """Rename the checkpoints after `step`, so that nothing resumes from them while the run takes those steps again.
 
-    They are deleted when the run has passed them. Returns their names. Raises: OSError.
+    Each is deleted when the run has saved a checkpoint of its step or a later one. Returns their names. Raises: OSError.
     """
     newer = [step_name(s) for s in list_checkpoint_steps(root) if s > step]
     for name in newer:

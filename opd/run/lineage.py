@@ -1,9 +1,9 @@
-"""What became of a run after it began, or before: `lineage` in `manifest.json`, a list of events, the oldest first.
+"""The history of a run: `lineage` in `manifest.json`, a list of events, the oldest first.
 
     {"event": "branched", "run": ..., "step": 50, "changed": {"trainer.lr": [1e-05, 0.0001]}}
     {"event": "extended", "after_step": 20, "steps": [20, 40], "lr_scheduler_type": "constant", "command": "opd merge --extend ..."}
 
-A branch begins with the events of the run that it comes from, as far as they lie before the step that it starts from.
+The list of a branch begins with the events of the run that it comes from, up to the step at which it branched.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ LINEAGE = "lineage"
 """The key in the manifest; a run that was neither branched nor extended has none."""
 BRANCHED, EXTENDED = "branched", "extended"
 _MOST_KEYS = 6
-"""Changed keys that a sentence names."""
+"""Most changed keys that a sentence names."""
 
 
 def list_events_until(manifest: Mapping[str, Any], step: int) -> list[dict[str, Any]]:
-    """Return the events that the weights of this step have behind them."""
+    """Return the events that the weights after this step result from."""
     events = manifest.get(LINEAGE, ())
     return [e for e in events if (e["step"] <= step if e["event"] == BRANCHED else e["after_step"] < step)]
 
 
 def format_events(events: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Format one sentence for each event. Paths are cut to their last part: the reader may sit at another machine."""
+    """Format one sentence for each event. Of a path only the last part is shown, since the reader may use another machine."""
     return [_format_branch(event) if event["event"] == BRANCHED else _format_extension(event) for event in events]
 
 
 def list_commands(manifest: Mapping[str, Any]) -> list[str]:
-    """Return the commands that made the run: the one that began it, and those that made it longer. Those of the run that it comes from
-    are not its own."""
+    """Return the commands that made this run: the one that began it, and those that made it longer.
+
+    For a branch, commands of the run that it comes from are left out.
+    """
     events = manifest.get(LINEAGE, ())
     branch = max((index for index, event in enumerate(events) if event["event"] == BRANCHED), default=-1)
     return [command for command in (manifest.get("command"), *(e["command"] for e in events[branch + 1 :])) if command]

@@ -1,4 +1,4 @@
-"""The file `metrics.jsonl`, one JSON object a line, and a stopwatch for the phases of a step."""
+"""The file `metrics.jsonl`, with a JSON object in each line, and a stopwatch for the phases of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opd.records.step import StepRecord
 
 
 class MetricsFile:
-    """An append-only file; a line is on disk before `write` returns."""
+    """The file to which each step's record is appended. A line is on disk before `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -27,14 +27,14 @@ class MetricsFile:
             os.fsync(file.fileno())
 
     def read(self) -> list[StepRecord]:
-        """Return all whole records; a last line that a kill cut in two is left out.
+        """Return all whole records. A last line that was cut by a kill is left out.
 
         Raises: ValueError for a line that is no JSON, TypeError for one that is no record.
         """
         return [StepRecord.from_json(json.loads(line)) for line in self._read_lines()]
 
     def rewind(self, step: int) -> None:
-        """Forget the records of steps after `step`: a resume takes those steps again."""
+        """Delete the records of steps after `step`, because a resume takes those steps again."""
         lines = [line for line in self._read_lines() if json.loads(line)["step"] <= step]
         atomic_write_text(self._path, "".join(f"{line}\n" for line in lines))
 
@@ -43,20 +43,22 @@ class MetricsFile:
 
 
 def count_steps_and_tokens(records: Sequence[StepRecord]) -> tuple[int, int]:
-    """Return the steps that a merge has taken, and response tokens that it was trained on in them."""
+    """Return how many steps a merge has taken, and on how many response tokens it was trained in them."""
     return len(records), sum(map(count_trained_tokens, records))
 
 
 def count_trained_tokens(record: StepRecord) -> int:
-    """Return the response tokens that a step was trained on: of episodes the tokens with loss, not what an environment answered; none of a step
-    that was skipped."""
+    """Return how many response tokens a step was trained on; 0 for a step that was skipped.
+
+    Of episodes only the tokens with loss count, without those that an environment wrote.
+    """
     if record.skipped:
         return 0
     return sum(domain.tokens for domain in record.domains.values()) if record.episodes else record.response_tokens
 
 
 class PhaseClock:
-    """Seconds per phase since the last `take_seconds`."""
+    """Measures the seconds of each phase since the last `take_seconds`: `with clock("score"): ...`."""
 
     def __init__(self, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         """`on_phase` gets the name of each phase that begins."""

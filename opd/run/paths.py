@@ -2,19 +2,19 @@
 
     RUN_DIR/
       pipeline.yaml   manifest.json             what the merge is, by name and by content
-      metrics.jsonl   layouts.json              how it went
+      metrics.jsonl   layouts.json              numbers of each step; how each teacher's and the trainer's rows are laid out
       targets/        checkpoints/              what a resume needs
-      judged.jsonl                              what the guard's judge said, so that nobody asks it twice
+      judged.jsonl                              answers of the guard's judge, so that it is not asked twice
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
-      monitors/       step-NNNNNN.json each     what a monitor saw when it acted, with samples
+      monitors/       step-NNNNNN.json each     readings of a monitor that acted after this step, with samples
       traces/         step-NNNNNN.json each     some episodes of a few steps, turn by turn
-      model/          adapter/                  what came out
-      report.json     report.html               what it is worth
-      baselines/      NAME.json each            other ways to merge; their models/NAME/ and runs/NAME/ while they are needed
+      model/          adapter/                  the merged model
+      report.json     report.html               what the merge gained
+      baselines/      NAME.json each            results of other ways to merge; their models/NAME/ and runs/NAME/ while needed
       tensorboard/    wandb/  mlflow-run-id     the same numbers for other tools
       rounds.json     round-1/ round-2/ ...     of a merge in several rounds: a run directory for each
-      .lock           .live.json                who is at work here, and at what
-      .pipeline.yaml.next                       for a moment, where a resume changes pipeline.yaml and manifest.json
+      .lock           .live.json                which process is at work here, and what it does
+      .pipeline.yaml.next                       for a moment, while a resume changes pipeline.yaml and manifest.json
 
 The files inside `targets/step-NNNNNN/` and `checkpoints/step-NNNNNN/` belong to `opd.stream.log` and `opd.run.checkpoints`.
 """
@@ -38,7 +38,7 @@ def step_name(step: int) -> str:
 
 
 def parse_step_name(name: str) -> int | None:
-    """Inverse of `step_name`; None for any other name."""
+    """Return the step whose `step_name` this is; None for any other name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -66,7 +66,7 @@ class RunPaths:
 
     @property
     def next_pipeline(self) -> Path:
-        """The file that becomes `pipeline` as soon as the manifest says the same."""
+        """The new pipeline of a resume; it is renamed to `pipeline` as soon as the manifest describes it."""
         return self.root / ".pipeline.yaml.next"
 
     @property
@@ -105,7 +105,7 @@ class RunPaths:
 
     @property
     def adapter(self) -> Path:
-        """The adapter that LoRA trained, as PEFT has it, where the pipeline wants it beside the model."""
+        """The adapter that LoRA trained, in PEFT's files; only if the pipeline asks for it beside the model."""
         return self.root / "adapter"
 
     @property
@@ -123,11 +123,14 @@ class RunPaths:
 
     @property
     def live(self) -> Path:
-        """The file that says what `opd merge` does here at this moment, or how it ended, for `opd status`."""
+        """The file that tells `opd status` what `opd merge` does here at this moment, or how it ended."""
         return self.root / ".live.json"
 
     def scratch_path(self, name: str) -> Path:
-        """Return the path for something that is renamed when it is complete; `opd.files.sweep_temporary_files` clears what a killed process left there."""
+        """Return a temporary path for something that is renamed when it is complete.
+
+        If the process is killed, `opd.files.sweep_temporary_files` deletes what it left there.
+        """
         return self.root / f".tmp-{name}"
 
     @property
@@ -149,11 +152,11 @@ class RunPaths:
         return self.root / "evaluation"
 
     def evaluation_file(self, name: str) -> Path:
-        """Return the file of an evaluation: one of `MERGE_EVALUATIONS`, or the `step_name` of an evaluation on the way."""
+        """Return the file of an evaluation: one of `MERGE_EVALUATIONS`, or the `step_name` of one during the merge."""
         return self.evaluation / f"{name}.json"
 
     def evaluations_by_step(self) -> dict[int, Path]:
-        """Return step -> file of the evaluations on the way, in order."""
+        """Return step -> file of the evaluations during the merge, in order."""
         return _list_by_step(self.evaluation)
 
     @property
@@ -161,7 +164,7 @@ class RunPaths:
         return self.root / "monitors"
 
     def alarms_file(self, step: int) -> Path:
-        """Return the file of what the monitors saw that acted after this step."""
+        """Return the file with the readings of the monitors that acted after this step."""
         return self.monitors / f"{step_name(step)}.json"
 
     def alarms_by_step(self) -> dict[int, Path]:
@@ -173,7 +176,7 @@ class RunPaths:
         return self.root / "traces"
 
     def trace_file(self, step: int) -> Path:
-        """Return the episodes that were kept of this step."""
+        """Return the file with the episodes that were kept of this step."""
         return self.traces / f"{step_name(step)}.json"
 
     def traces_by_step(self) -> dict[int, Path]:
@@ -218,7 +221,7 @@ class RunPaths:
 
     @property
     def rounds(self) -> Path:
-        """The file that says what each round works on; only a merge in several rounds has it."""
+        """The file with the pipeline of each round; only a merge in several rounds has it."""
         return self.root / "rounds.json"
 
     def round_dir(self, number: int) -> RunPaths:
@@ -227,7 +230,7 @@ class RunPaths:
 
     @property
     def merge_root(self) -> Path:
-        """The run directory that a user knows: for a round, that of the whole merge; else `root` itself."""
+        """The run directory of the whole merge, which a user knows: the one around `root` if that is a round, else `root`."""
         all_rounds = RunPaths(self.root.absolute().parent)
         is_round = _ROUND.fullmatch(self.root.name) and all_rounds.rounds.is_file()
         return self.root.parent if is_round else self.root
@@ -235,7 +238,7 @@ class RunPaths:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonPaths:
-    """The directory of `opd compare`: a run directory for each seed, and what they say together."""
+    """The directory of `opd compare`: a run directory for each seed, and the results over all seeds."""
 
     root: Path
 
@@ -243,7 +246,7 @@ class ComparisonPaths:
         return RunPaths(self.root / f"seed-{number}")
 
     def seed_dirs(self) -> list[RunPaths]:
-        """Return the run directories that are there."""
+        """Return the run directories that exist, by name."""
         return [RunPaths(path) for path in sorted(self.root.glob("seed-*"))]
 
     @property

@@ -1,1 +1,1 @@
-"""Reading YAML strictly: models that refuse unknown keys, and errors that name the nearest known one."""
+"""Settings in YAML: models that refuse unknown keys, and errors that name the nearest known key."""

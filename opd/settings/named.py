@@ -1,7 +1,8 @@
 """Names of the form `module:name`, and the import of what they name.
 
 Our dictionaries hold such names, so that reading a dictionary imports nothing. A pipeline may name a user's own code in the
-same way. That code may do all that the process may do: trust a pipeline that names code like a program."""
+same way. That code may do whatever the process may do, so such a pipeline has to be trusted like a program.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def import_user_object(import_name: str, key: str, expected: str) -> Any:
 
 
 def _import_user_module(module: str, key: str) -> ModuleType:
-    # The current directory is last: no file in it may stand in for an installed module, nor for one of ours that is imported later.
+    # The current directory comes last, so that no file in it replaces an installed module. ROOT comes before it, so that no
+    # file replaces a module of ours that is imported later.
     sys.path += [entry for entry in (ROOT, str(Path.cwd())) if entry not in sys.path]
     fix = f"correct the name before the colon, or start `opd` in the directory that holds {module.partition('.')[0]}.py"
     try:

@@ -1,4 +1,4 @@
-"""What somebody meant who wrote a name that we do not know: the nearest known name, or ours for a name of another tool."""
+"""Guess what a user meant by an unknown name: the nearest known name, or our name for a setting of another tool."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FOREIGN_KEYS = {
     "logging_dir": "logging.tensorboard",
     "gpus": "cluster.trainer_gpus",
 }
-"""Name in other tools -> our key, from the top of a pipeline."""
+"""Key in other tools -> our key, written from the top of a pipeline."""
 
 NO_KEY = {
     "epochs": "remove the key: there are no epochs; trainer.steps counts optimiser steps",
@@ -61,24 +61,25 @@ NO_KEY = {
     "partial_rollout": "remove the key: a response is written to its end by the weights that began it",
     "report_to": "write logging.wandb, logging.mlflow or logging.tensorboard",
 }
-"""Name in other tools -> the way out, where we have no such key."""
+"""Key in other tools for which we have none -> what to do instead, as the `fix` of an error."""
 
 
 def find_nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the known name that is most like `word`; None if none is."""
+    """Return the known name that is most like `word`, whatever the case of letters; None if none is like it."""
+    # Reversed, so that of names that differ only in case the first one wins.
     names = {name.casefold(): name for name in reversed(list(candidates))}
     near = difflib.get_close_matches(word.casefold(), names, n=1)
     return names[near[0]] if near else None
 
 
 def did_you_mean(word: str, candidates: Iterable[str], otherwise: str) -> str:
-    """Return the `fix` of an error about an unknown name: the nearest known one, or what you say if there is none."""
+    """Return the `fix` of an error about an unknown name: the nearest known name, or `otherwise` if none is near."""
     near = find_nearest(word, candidates)
     return f"did you mean `{near}`?" if near else otherwise
 
 
 def suggest_key(key: str, keys: Collection[str]) -> str:
-    """Return the `fix` of an error about an unknown key of a section that has the keys `keys`."""
+    """Return the `fix` of an error about an unknown key in a section that has the keys `keys`."""
     foreign_names = {name: path.rpartition(".")[2] for name, path in FOREIGN_KEYS.items()}
     for name in keys:
         if name == foreign_names.get(key) or foreign_names.get(name) == key:
@@ -87,9 +88,10 @@ def suggest_key(key: str, keys: Collection[str]) -> str:
 
 
 def suggest_key_elsewhere(key: str, all_keys: Iterable[str]) -> str | None:
-    """Return the `fix` of an error about a key that has its place in another section; None if no section has it.
+    """Return the `fix` of an error about a key that belongs in another section; None if no section has it.
 
-    `all_keys` are all keys, written from the top with dots. Keys below a section's own are too many to guess from.
+    `all_keys` are all keys, written from the top with dots. Only keys at the top and keys of top-level sections are
+    suggested; below these too many keys have the same name.
     """
     named = FOREIGN_KEYS.get(key)
     paths = [path for path in all_keys if path == named or (path.rpartition(".")[2] == key and path.count(".") <= 1)]

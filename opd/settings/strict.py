@@ -1,4 +1,4 @@
-"""What every config model shares: frozen, unknown keys refused with the nearest known one."""
+"""`Strict`, the base of every config model, and the types that several of them use."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from opd.text import expand_home
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 UserPath = Annotated[Path, AfterValidator(lambda path: Path(expand_home(str(path))))]
-"""A path as a user writes it: `~` is the home directory, as in a shell, which reads no YAML."""
+"""A path as a user writes it. `~` becomes the home directory: no shell reads YAML, so nobody else replaces it."""
 PathOrName = Annotated[str, AfterValidator(expand_home)]
-"""The same for what may be a name instead."""
+"""A path as a user writes it, or a name; `~` becomes the home directory."""
 DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of one value."""
 NUMPY_SEEDS, TORCH_SEEDS = 1 << 32, 1 << 64
-"""Number of seeds that numpy takes, which training on text and mergekit seed, and that torch takes; a pipeline's may be larger."""
+"""How many seeds numpy takes (training on text and mergekit seed numpy), and how many torch takes. A pipeline's seed may be
+larger."""
 
 
 class Strict(BaseModel):
-    """Base of every config model: frozen, no unknown keys, the string under a field is its documentation."""
+    """Base of every config model: it is frozen, unknown keys are refused, and the string under a field documents the field."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     GONE: ClassVar[Mapping[str, Any]] = {}
-    """Key of an earlier release -> the value under which it says what is always so now. Run directories of that time have it."""
+    """Key of an earlier release -> its value that means what this release always does. With this value the key is ignored,
+    because run directories of that release contain it; with another value it is refused."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, data: Any) -> Any:
-        # pydantic's own `extra_forbidden` cannot suggest the nearest key; here the class knows its keys.
+        # Done here because pydantic's own error for an unknown key cannot suggest the nearest key.
         if isinstance(data, Mapping):
             data = {key: value for key, value in data.items() if key not in cls.GONE or value != cls.GONE[key]}
             keys = list(cls.model_fields)
@@ -55,10 +57,10 @@ class Strict(BaseModel):
 
 
 def text_or_more(value: Any) -> str:
-    """Tell which half of a union a value is meant for, so that an error speaks of that half alone."""
+    """Return the tag of a union's member: `~text` for text, else `~more`. An error is then about that member alone."""
     return "~text" if isinstance(value, str) else "~more"
 
 
 def flag_or_mapping(value: Any) -> str:
-    """Return the same for a value that is true, false, or a mapping of more."""
+    """Return the tag of a union's member: `~mapping` for a mapping, else `~flag`, which is true or false."""
     return "~mapping" if isinstance(value, Mapping) else "~flag"

@@ -1,4 +1,4 @@
-"""Pydantic's errors in plain English: what is wanted, in the words that a user of a file needs."""
+"""Pydantic's errors in plain English: what a field wants, in words for the user who wrote the file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 LABEL = r"^([A-Za-z0-9][A-Za-z0-9.-]*/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
-"""A label's name on a Ray node."""
+"""Pattern for the name of a label on a Ray node."""
 SELECTED = r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A-Za-z0-9_.-]*(, ?[A-Za-z0-9][A-Za-z0-9_.-]*)*\))$"
-"""What a label selector of Ray wants of a label's value."""
+"""Pattern for what a label selector of Ray asks of a label's value."""
 FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit",
     r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "vllm, or a class of yours as module:Class",
@@ -28,7 +28,7 @@ FORMS = {
     r"^[A-Za-z_][A-Za-z0-9_]*$": "a variable's name, such as API_KEY",
     r"^[A-Za-z_][A-Za-z0-9_]{0,63}$": "a tool's name, 1 to 64 letters, digits and underscores, first no digit",
 }
-"""Pattern of a field -> what it asks for."""
+"""Pattern of a field -> what the field wants, in words."""
 
 WANTED = {
     "missing": "a value: the key has no default",
@@ -59,7 +59,7 @@ WANTED = {
     "string_unicode": "text",
     "tuple_type": "a list",
 }
-"""Type of an error -> what is wanted."""
+"""Type of pydantic's error -> what the field wants, in words."""
 
 _BOUNDS = {
     "greater_than": ("gt", "above {}"),
@@ -72,11 +72,11 @@ _BOUNDS = {
     "string_too_short": ("min_length", "text of {} or more characters"),
     "string_too_long": ("max_length", "text of at most {} characters"),
 }
-"""Type of an error -> the bound's name in its context, and the words around it."""
+"""Type of pydantic's error -> name of the bound in the error's context, and the words around the bound."""
 
 
 def describe_wanted(error: ErrorDetails) -> str:
-    """Describe what the field wants in place of the value it has. Our own errors have worded it already."""
+    """Describe what the field wants instead of the value it has. The message of our own errors is that description already."""
     kind, context = error["type"], error.get("ctx", {})
     if kind in WANTED:
         return WANTED[kind]
@@ -91,14 +91,14 @@ def describe_wanted(error: ErrorDetails) -> str:
 
 
 def describe_error(error: ErrorDetails) -> str:
-    """Describe what was found and what is wanted in one phrase, for errors that name the place themselves."""
+    """Describe what was found and what is wanted in one phrase, for callers that name the place themselves."""
     if error["type"] in ("missing", "json_invalid"):
         return "no value" if error["type"] == "missing" else error["msg"]
     return f"{error['input']!r:.60}, not {describe_wanted(error)}"
 
 
 def describe_alternatives(errors: Sequence[ErrorDetails]) -> str:
-    """Describe what is wanted where several forms would do, of which each has its own error."""
+    """Describe what is wanted where any of several forms would do; `errors` has one error for each form."""
     return " or ".join(dict.fromkeys(describe_wanted(error) for error in errors))
 
 
@@ -110,7 +110,7 @@ def has_key(data: Any, key: int | str) -> bool:
 
 
 def _describe_choices(value: Any, expected: str) -> str:
-    """Return what is wanted of `value`, with the nearest choice. `expected` is pydantic's list: 'a', 'b' or 'c'."""
+    """Return the choices in words, with the one nearest to `value`. `expected` is pydantic's list: 'a', 'b' or 'c'."""
     names = re.findall(r"'([^']*)'", expected)
     if not names or ", ".join(map(repr, names)) != expected.replace(" or ", ", "):
         return expected  # numbers, true and false are listed without quotes

@@ -1,6 +1,6 @@
-"""Files of settings: YAML of bounded size, `--set`, and pydantic's errors in the user's words.
+"""Files of settings: YAML of limited size, the overrides of `--set`, and pydantic's errors in words for users.
 
-An error names the key, what was found, what is wanted and the way out.
+An error names the key, what was found, what is wanted and how to fix it.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MERGE = "tag:yaml.org,2002:merge"
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML silently resolves to the last one.
+    """A loader of safe YAML that refuses a key given twice. PyYAML's own would silently take the last value.
 
-    It looks at each mapping as it is written: `<<: *defaults` later puts keys of another mapping in, which those beside it may
-    replace.
+    It checks each mapping as the file spells it, before `<<: *defaults` adds keys of another mapping: the mapping's own keys
+    may replace these.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -42,7 +42,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Raises: ConstructorError for a value that its tag does not allow, where PyYAML raises whatever Python does."""
+        """Make the value of a node.
+
+        Raises: ConstructorError for a value that its tag does not allow; PyYAML would raise any of several Python errors.
+        """
         try:
             return super().construct_object(node, deep)
         except (KeyError, IndexError, AttributeError, ValueError, OverflowError) as error:
@@ -51,8 +54,10 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put the keys of `<<` in, under those beside it. PyYAML's own keeps the wrong value of a key that a merged mapping had
-        replaced itself."""
+        """Add the keys of `<<` to a mapping; keys that stand beside `<<` win.
+
+        PyYAML's own method takes the wrong value if a merged mapping has replaced a key of a mapping that it merges itself.
+        """
         own = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
         merged: dict[Any, Any] = {}
         for key_node, value_node in node.value:
@@ -67,14 +72,15 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
 
 MAX_YAML_BYTES = 1 << 20
+"""Most characters of a file."""
 MAX_YAML_NODES = 100_000
-"""Most keys and values of a file. Values behind an alias count each time: ten aliases of ten aliases of ten ... make a small
-file that does not fit into memory."""
+"""Most keys and values of a file. The values behind an alias count each time that it is used: a small file with ten aliases
+of ten aliases of ten ... would not fit into memory."""
 MAX_YAML_DEPTH = 32
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of one YAML document, of bounded size. Raises: ValueError, yaml.YAMLError."""
+    """Return the value of one YAML document. Raises: ValueError if it is too large or too deep; yaml.YAMLError."""
     if len(text) > MAX_YAML_BYTES:
         raise ValueError(f"{len(text):,} characters, at most {MAX_YAML_BYTES:,} are read")
     _refuse_too_many_nodes(yaml.parse(text, Loader=yaml.SafeLoader))
@@ -82,12 +88,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def _refuse_too_many_nodes(events: Iterable[yaml.Event]) -> None:
-    """Count the values that a file would have once its aliases are resolved, and refuse too many. Raises: ValueError.
+    """Refuse a file that would have too many values once its aliases are resolved, or too many levels. Raises: ValueError.
 
-    The parser's events are counted, which resolves nothing yet: there are no more events than characters.
+    The parser's events are counted, before any alias is resolved. There are no more events than characters.
     """
-    sizes: dict[str, int] = {}
-    open_nodes: list[tuple[str | None, int]] = []  # anchor, and nodes before it
+    sizes: dict[str, int] = {}  # anchor -> values of its node
+    open_nodes: list[tuple[str | None, int]] = []  # anchor of each open mapping or list, and the values before it
     total = 0
     for event in events:
         if isinstance(event, yaml.CollectionEndEvent):
@@ -147,7 +153,10 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def no_such_yaml_error(path: Path, shipped: Iterable[str], kind: str, otherwise: str) -> ConfigError:
-    """Return the error about a name that is neither a file nor shipped, with the name or the file beside it that is most like it."""
+    """Return the error about a name that is neither a file nor one of the `shipped` names.
+
+    It suggests the nearest of the shipped names and of the YAML files in the same directory; `kind` says what is shipped.
+    """
     names = {name: name for name in shipped}
     files = {file.stem: str(file) for file in path.parent.glob("*.y*ml")} if path.parent.is_dir() else {}
     near = find_nearest(path.stem, [*names, *files])
@@ -160,7 +169,7 @@ def no_such_yaml_error(path: Path, shipped: Iterable[str], kind: str, otherwise:
 
 
 def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
-    """Return the line and column of an error, empty if it has none, and what was found there."""
+    """Return where an error is (line and column as text, empty if not known) and what was found there."""
     if isinstance(error, OSError):
         return "", error.strerror or str(error)
     if isinstance(error, yaml.reader.ReaderError):
@@ -178,9 +187,10 @@ def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
-    """Return `data` with each `a.b=value` set; the value is read as YAML.
+    """Return a copy of `data` with each `a.b=value` set; the value is parsed as YAML.
 
-    Raises: ConfigError for an override without `=` or a path through something that is not a mapping.
+    Raises: ConfigError for an override without `=`, for a path through something that is not a mapping, or for a value that
+    is not YAML.
     """
     data = {k: dict(v) if isinstance(v, dict) else v for k, v in data.items()}
     for item in overrides:
@@ -222,12 +232,15 @@ def validate_section(model: type[M], data: Mapping[str, Any], source: object) ->
 
 
 _TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function-\w+|constrained-\w+)\b.*\[.*")
-"""How pydantic names the members of a union, as if they were keys."""
+"""Matches names that pydantic gives to the members of a union, and puts among the keys of an error."""
 
 
 def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
-    """Return the keys that lead to the error in the user's data. The names of a union's members are left out, both pydantic's and
-    our own (~), because the user did not write them."""
+    """Return the keys that lead to the error in the user's data.
+
+    pydantic puts names of a union's members among them: its own, and our tags that begin with `~`. The user did not write
+    these, so they are left out.
+    """
     context = error.get("ctx", {})
     if "where" in context:
         return [context["where"]]
@@ -249,7 +262,7 @@ def describe_found(error: ErrorDetails) -> str:
 
 
 def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
-    """Return the first error about a part of a file, as an error about the whole, in which the part lies at the keys `above`."""
+    """Return the first error about a part of a file as an error about the whole file. The part lies at the keys `above`."""
     error = errors.errors()[0]
     key = ".".join([*above, *keys_of(error, data)])
     moved_context = {"wanted": describe_wanted(error), "found": describe_found(error), "where": key}
@@ -257,7 +270,10 @@ def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> Pyda
 
 
 def iterate_keys(model: type[BaseModel], above: str = "", within: tuple[type[BaseModel], ...] = ()) -> Iterator[str]:
-    """Yield all keys of a file, written from the top with dots; a name that the user chooses is NAME."""
+    """Yield all keys of a file, written from the top with dots. A key that the user chooses is written as NAME.
+
+    `within`: the sections around `model`, whose keys are not yielded again.
+    """
     for name, field in model.model_fields.items():
         yield above + name
         for section, keyed in _find_sections(field.annotation):
@@ -266,7 +282,7 @@ def iterate_keys(model: type[BaseModel], above: str = "", within: tuple[type[Bas
 
 
 def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
-    """Yield the models in a field's annotation, and whether each is a value of a mapping of names."""
+    """Yield each model in a field's annotation, with True if it is the value of a mapping whose keys the user chooses."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
     keyed = getattr(annotation, "__origin__", None) is dict
@@ -279,7 +295,7 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
     error = errors[0]
     keys = keys_of(error, data)
     context = error.get("ctx", {})
-    if isinstance(context.get("error"), ConfigError):  # the code that found it has worded it already
+    if isinstance(context.get("error"), ConfigError):  # a validator raised it, with all its words
         return ConfigError(f"{source}: {context['error']}")
     if error["type"] == "unknown_key":
         key = ".".join([*keys, context["key"]])
@@ -294,6 +310,7 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
     same_key_errors = [
         candidate for candidate in errors if candidate["type"] != "missing" and keys_of(candidate, data) == keys
     ]
+    # Several errors about the same value come from the members of a union; any of their forms would do.
     in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(
         f"{source}: {key}",

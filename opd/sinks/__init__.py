@@ -1,7 +1,7 @@
-"""Sinks: tools that get a run's numbers beside `metrics.jsonl`. One small file each, behind one dictionary.
+"""Sinks: other tools that get a run's numbers besides `metrics.jsonl`. Each has a small file here and an entry in `SINKS`.
 
 A sink is an `opd.interfaces.Sink` and a context manager; its package is imported when it is opened. A resume takes the steps
-after the last checkpoint again; no sink shows a step twice.
+after the last checkpoint again, and each sink sees to it that no step is shown twice.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ SINKS: dict[str, Callable[[Any, Path, int], AbstractContextManager[Sink]]] = {
     "wandb": WandbSink,
     "mlflow": MLflowSink,
 }
-"""Key of `logging`, which is also the name of the package that the sink needs -> its class. A sink is made from the key's
-value, the run directory and the last step whose record is kept; the steps after it will come (again)."""
+"""Key of `logging` -> class of the sink; the key is also the name of the package that the sink needs.
+
+A sink is made from the key's value, the run directory, and the last step whose record is kept. Later steps will come, perhaps
+for the second time.
+"""
 
 
 def refuse_missing(config: LoggingConfig) -> None:
@@ -42,7 +45,7 @@ def refuse_missing(config: LoggingConfig) -> None:
 
 @contextmanager
 def open_sinks(config: LoggingConfig, run_dir: Path, last_step: int) -> Iterator[list[Sink]]:
-    """Open the sinks that the pipeline asks for; they are closed however the run ends."""
+    """Make a context with the sinks that the pipeline asks for. They are closed at its end, even after an error."""
     with ExitStack() as stack:
         yield [
             stack.enter_context(SINKS[key](getattr(config, key), run_dir, last_step)) for key in _enabled_sinks(config)

@@ -19,8 +19,8 @@ EXPERIMENT = "opd-merge"
 class MLflowSink:
     """One run of the experiment `opd-merge` under the tracking URI.
 
-    Raises: RunError if the store cannot be used at the start. A step that it does not take later is a warning: the
-    numbers are in metrics.jsonl too, and not worth a merge.
+    Raises: RunError if the store cannot be used at the start. If it fails later, that is only a warning, because the numbers
+    are in metrics.jsonl too.
     """
 
     def __init__(self, uri: str, run_dir: Path, last_step: int) -> None:
@@ -46,7 +46,7 @@ class MLflowSink:
         return self._client.create_run(experiment, run_name=name).info.run_id
 
     def step(self, record: StepRecord) -> None:
-        """Log the step, unless the store has it already: MLflow would keep both."""
+        """Log the step, unless the store has it already; MLflow would keep both."""
         step = record.step
         if step <= self._last_sent_step:
             return

@@ -1,4 +1,4 @@
-"""The name under which a tracking service knows a run, kept so that a resume goes on with the same one."""
+"""The id under which a tracking service knows a run. It is kept in a file, so that a resume continues the same run there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from opd.files import atomic_write_text
 
 
 def load_or_create_id(file: Path, make: Callable[[], str]) -> str:
-    """Read the name from the file. Without a file, take the name from `make` and write it there."""
+    """Return the id in the file. If there is no file, first write the id that `make` returns."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(file, make())

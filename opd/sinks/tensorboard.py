@@ -12,7 +12,7 @@ from opd.sinks.scalars import flatten_record
 
 
 class TensorBoardSink:
-    """Every start opens a new event file, which tells TensorBoard to forget the steps after `last_step`."""
+    """Writes event files. Every start opens a new one, which tells TensorBoard to forget the steps after `last_step`."""
 
     def __init__(self, enabled: bool, run_dir: Path, last_step: int) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -24,7 +24,7 @@ class TensorBoardSink:
     def step(self, record: StepRecord) -> None:
         """Write the step to disk before returning, so that a killed run shows it.
 
-        All numbers are one event: `add_scalar` would make one of each, which took seven times as long.
+        All numbers are written as one event. `add_scalar` would make an event of each, which took seven times as long.
         """
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in flatten_record(record).items()]
         self._writer.file_writer.add_summary(self._summary(value=values), record.step)

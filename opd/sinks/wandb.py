@@ -1,4 +1,4 @@
-"""Weights & Biases. Account and address come from its own settings (`wandb login`, WANDB_MODE=offline)."""
+"""Weights & Biases. Its own settings (`wandb login`, WANDB_MODE=offline) decide on account and server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from opd.sinks.scalars import flatten_record
 class WandbSink:
     """One run of the project `project`; its files lie under `wandb/` in the run directory.
 
-    Raises: RunError if the service refuses or cannot be reached at the start; after that it is sent to in the background.
+    Raises: RunError if the service refuses or cannot be reached at the start. Later numbers are sent in the background.
     """
 
     def __init__(self, project: str, run_dir: Path, last_step: int) -> None:
@@ -34,7 +34,7 @@ class WandbSink:
             raise RunError(f"logging.wandb: {error}") from error
 
     def step(self, record: StepRecord) -> None:
-        """Log the step, unless the service has it already: a step cannot be taken back."""
+        """Log the step, unless the service has it already: it does not let a step be replaced."""
         if record.step >= self._run.step:
             self._run.log(flatten_record(record), step=record.step)
 

@@ -1,4 +1,4 @@
-"""Judge whether one method is better than another, by chance of both kinds: another seed, and other questions.
+"""Judge whether one method is better than another, or whether another seed or other questions could explain the difference.
 
 Both methods answer the same questions, so they are compared question by question (Miller, "Adding Error Bars to Evals", arXiv
 2411.00640, section 4.2): with d_q the difference on question q, of the means over seeds, and m_s the mean accuracy of seed s,
@@ -68,7 +68,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _VarianceShare:
-    """A share of the variance, and how well it is known."""
+    """A part of the variance, and its degrees of freedom, which say how well it is known."""
 
     variance: float
     degrees: int

@@ -1,1 +1,1 @@
-"""`opd doctor`: is this machine, with these packages, one that a merge can run on, and what is to be done where it is not?"""
+"""`opd doctor`: check whether merges can run on this machine with these packages, and say what to do if not."""

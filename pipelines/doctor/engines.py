@@ -12,7 +12,7 @@ UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 
 
 def find_problems() -> list[str]:
-    """Return one sentence for each thing that is wrong, with the way out; empty if all is well."""
+    """Return a sentence for each problem, with its fix; empty if there is none."""
     problems = [p for p in map(_import_problem, ENGINES) if p]
     if not problems:
         problems += [

@@ -14,7 +14,7 @@ from pipelines.doctor.traps import trap_findings
 
 
 def examine_machine(imports: bool) -> Iterator[DoctorFinding]:
-    """Look at the machine, its traps and the packages; with `imports` the engines are imported, which takes seconds."""
+    """Yield the findings of all checks. With `imports` the engines' packages are imported too, which takes seconds."""
     yield from machine_findings()
     yield from trap_findings()
     yield from package_findings(imports)

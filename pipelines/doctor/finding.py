@@ -1,4 +1,4 @@
-"""A finding of `opd doctor`: the check, its result and the remedy."""
+"""The finding of one check of `opd doctor`: the check's name, its result, and how to fix it."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from pipelines.sizing.machine import free_bytes, machine_bytes
 
 GIB = 1 << 30
 LEAST_MEMORY, GOOD_MEMORY = 4 * GIB, 8 * GIB
-"""The quickstart's own sum is above the first; a model of a hundred million parameters wants the second."""
+"""Limits in bytes. The quickstart needs a little more than the first, a model of a hundred million parameters the second."""
 LEAST_DISK, GOOD_DISK = GIB, 10 * GIB
 GOOD_SHARED_MEMORY = GIB
 LOOPBACK_TIMEOUT_S = 5.0
@@ -28,7 +28,7 @@ SMI_TIMEOUT_S = 20.0
 
 
 def machine_findings() -> Iterator[DoctorFinding]:
-    """Look at everything; nothing is left behind."""
+    """Yield the findings about this machine. The checks leave nothing behind."""
     yield _check_processor()
     yield _check_load()
     yield _check_compiler()
@@ -126,7 +126,7 @@ def _check_disk(name: str, directory: Path, contents: str) -> DoctorFinding:
 
 
 def _check_loopback() -> DoctorFinding:
-    """Listen on a port of this machine alone, and call it: all workers and servers of a merge meet so."""
+    """Listen on a loopback port and connect to it, as all workers and servers of a merge do."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(LOOPBACK_TIMEOUT_S)

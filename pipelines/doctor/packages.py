@@ -1,4 +1,4 @@
-"""Python and the installed packages, against what this release was made for."""
+"""Compare Python and the installed packages with what this release was made for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPORT_TIMEOUT_S = 300.0
 
 
 def package_findings(imports: bool) -> Iterator[DoctorFinding]:
-    """Look at versions, and with `imports` also import the engines in a process of its own, which takes seconds."""
+    """Yield the findings about versions. With `imports`, the engines are also imported, in another process; it takes seconds."""
     yield _check_python()
     try:
         required = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]

@@ -1,4 +1,4 @@
-"""Settings of the surroundings that let a merge fail or stand still in ways that nothing explains."""
+"""Settings of the environment that make a merge fail or hang without any explanation."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from opd.cluster.session import find_long_ray_variable
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 
 LEAST_FILES = 1024
-"""Open files that a process may have: each worker of Ray holds dozens of sockets."""
+"""Fewest open files that a process should be allowed, because each worker of Ray holds dozens of sockets."""
 
 
 def trap_findings(environ: Mapping[str, str] = os.environ) -> Iterator[DoctorFinding]:
-    """Look at limits and environment variables."""
+    """Yield the findings about limits, environment variables and file locks."""
     findings = [
         finding
         for finding in (
@@ -76,11 +76,13 @@ def _check_socket_paths(environ: Mapping[str, str]) -> DoctorFinding | None:
 
 
 def _check_file_locks() -> DoctorFinding | None:
-    """Find out if the working directory's file system has locks, by which a run directory knows that a merge is at work in it:
-    some network file systems have none."""
+    """Check that the working directory's file system has locks. Some network file systems have none.
+
+    By a lock we know that a merge is at work in a run directory.
+    """
     directory = Path.cwd()
     if not os.access(directory, os.W_OK):
-        return None  # another check says so
+        return None  # another check reports that
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Exams of start student and experts that this or another run took before, under the same facts: they need not be taken again.
+"""A cache of exams of start student and experts: an exam that this or another run took under the same facts is not repeated.
 
-The merged model's exam is never looked up. Nor is an exam that runs code of the user's (a verifier, an environment, an agent's
-program, a rollout engine), because what that code depends on no hash tells.
+The merged model's exam is never cached. Nor is an exam that runs the user's code (a verifier, an environment, an agent's
+program, a rollout engine), because no hash covers what that code depends on.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
 
 
 class KnownExams:
-    """The exams of one pipeline, kept across runs."""
+    """The cache of one pipeline's exams."""
 
     def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
         root = exam_cache_dir() if config.evaluate.cache else None
@@ -98,7 +98,7 @@ class KnownExams:
 
 
 def _device_kind(config: PipelineConfig) -> str | None:
-    """Return the kind of device that computes the answers; None if that cannot be told: others round differently."""
+    """Return the kind of device that computes the answers, because kinds round differently; None if it cannot be told."""
     if not config.cluster.rollout_gpus:
         return platform.machine()
     if config.cluster.address == LOCAL:

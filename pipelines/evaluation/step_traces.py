@@ -21,7 +21,7 @@ BESIDE = {
     "teacher": " of the expert without loss",
     "taught": " of the expert",
 }
-"""Origin of a piece -> what is said of it."""
+"""Origin of a piece -> the remark about it."""
 LAST = "last"
 """The newest step that is there, for `--step`."""
 

@@ -4,7 +4,7 @@
     experts                              scored by transformers or vLLM, as `teachers.engine` says
     the leading expert of each exam      measured in the rollout engine
 
-Only headers are read: the conversion from the files' tensors to the modules' is tried on shapes.
+Only headers are read. Whether the files' tensors fit the modules is tried with empty tensors of the same shapes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ from pipelines.routes import RoutedExpert
 
 
 def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
-    """Raises: ModelError if transformers cannot hold the student or vLLM cannot serve it; ConfigError if new weights would not reach
-    the engine."""
+    """Refuse a student that transformers cannot hold or vLLM cannot serve, or whose new weights would not reach the engine.
+
+    Raises: ModelError; ConfigError for the last reason.
+    """
     _refuse_unstreamable(config, student)
     _read_naming(Path(student.path), student)
     _check_rollout_engine(config, student)
 
 
 def refuse_engine_args(config: PipelineConfig) -> None:
-    """Raises: ConfigError for the first of `rollout.engine_args` that an engine must not get."""
+    """Refuse keys of `rollout.engine_args` that an engine must not get. Raises: ConfigError for the first one."""
     refusal = find_refused_argument(config.rollout.engine_args, not config.cluster.rollout_gpus)
     if refusal is not None:
         key = f"rollout.engine_args.{refusal.key}"
@@ -45,7 +47,10 @@ def refuse_engine_args(config: PipelineConfig) -> None:
 
 
 def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
-    """Raises: ConfigError if new weights of this student reach an engine as files alone, and the pipeline sends none."""
+    """Refuse a student whose new weights can reach an engine only as files, if the pipeline sends no files.
+
+    Raises: ConfigError.
+    """
     if config.sync.kind == "network" and config.student.lora is None and student.model_type in RESTARTED:
         raise ConfigError.at(
             "sync.kind",
@@ -56,8 +61,8 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
 
 
 def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, RoutedExpert]) -> None:
-    """Raises: ModelError for the first expert that this pipeline's scoring engine cannot run."""
-    namings: dict[tuple[str, ...], Any] = {}  # equal experts, and adapters of one base, are checked once
+    """Refuse experts that this pipeline's scoring engine cannot run. Raises: ModelError for the first one."""
+    namings: dict[tuple[str, ...], Any] = {}  # so that equal experts, and adapters of the same base, are checked once
     for name, expert in experts.items():
         if isinstance(config.teachers, VLLMTeachers):
             _check_engine(expert.info, config.teachers, "teachers", not config.cluster.teacher_gpus)
@@ -70,14 +75,14 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, RoutedExpert
 
 
 def refuse_unmeasurable(config: PipelineConfig, leading: Mapping[str, RoutedExpert]) -> None:
-    """Check that the rollout engine can serve each domain's leading expert, which takes the exam too. Raises: ModelError."""
+    """Refuse leading experts that the rollout engine cannot serve: they take their domain's exam there. Raises: ModelError."""
     for domain, expert in leading.items():
         if config.domains[domain].eval is not None:
             _check_rollout_engine(config, expert.info)
 
 
 def _read_naming(path: Path, info: ModelInfo) -> Any:
-    """The model's naming in transformers. Raises: ModelError unless its files fill all modules."""
+    """Return the model's naming in transformers. Raises: ModelError if its files do not fill all modules."""
     _refuse_other_kind(path, info)
     naming = check_weights(path)
     _refuse_biased_head(path, naming)
@@ -85,7 +90,7 @@ def _read_naming(path: Path, info: ModelInfo) -> Any:
 
 
 def _refuse_biased_head(path: Path, naming: Any) -> None:
-    """Raises: ModelError if the output head adds something to the logits: targets and losses multiply by the head and add nothing."""
+    """Refuse an output head with a bias, because targets and losses multiply by the head and add nothing. Raises: ModelError."""
     from safetensors import safe_open
 
     bias = getattr(naming.model.get_output_embeddings(), "bias", None)
@@ -103,7 +108,7 @@ def _refuse_biased_head(path: Path, naming: Any) -> None:
 
 
 def _refuse_other_kind(path: Path, info: ModelInfo) -> None:
-    """Raises: ModelError for what is no causal language model."""
+    """Refuse a model that is not a causal language model. Raises: ModelError."""
     from opd.models.weights import causal_lm_class
 
     _, model_class = causal_lm_class(path)
@@ -117,7 +122,7 @@ def _refuse_other_kind(path: Path, info: ModelInfo) -> None:
 
 
 def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
-    """Raises: ModelError for an adapter of a module that is not linear, such as an expert of a mixture."""
+    """Refuse an adapter of a module that is not linear, such as an expert of a mixture. Raises: ModelError."""
     from torch import nn
 
     from experts.safetensors_header import read_header
@@ -136,12 +141,12 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
 
 
 def _check_rollout_engine(config: PipelineConfig, info: ModelInfo) -> None:
-    """Raises: ModelError if a rollout engine cannot serve the model."""
+    """Refuse a model that the rollout engine cannot serve. Raises: ModelError."""
     _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
 
 
 def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section: str, cpu: bool) -> None:
-    """Raises: ModelError if a vLLM engine cannot serve the model, or so many processes cannot divide it among them."""
+    """Refuse a model that a vLLM engine cannot serve, or cannot divide among its processes. Raises: ModelError."""
     from transformers import AutoConfig
 
     config, size = AutoConfig.from_pretrained(info.path, trust_remote_code=False), engine.tensor_parallel_size

@@ -1,7 +1,7 @@
-"""A first look at what a pipeline names, before torch is imported and before a weight is read: a fraction of a second.
+"""Quick checks of what a pipeline names, in a fraction of a second: before torch is imported and before a weight is read.
 
-The commands take it first, so that a missing file or a misspelt name does not cost the user the seconds in which the engines'
-packages are imported. `read_inputs` checks everything, these things among them, and does not rely on this look.
+Commands make these checks first, so that a user does not wait for the imports of the engines' packages to hear of a missing
+file or a misspelt name. `read_inputs` checks all of this again, and more, so it does not rely on these checks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipelines.sizing.models import unhashed_expert
 
 
 def refuse_at_once(config: PipelineConfig) -> None:
-    """Look at everything that a merge needs, in every round. Raises: OpdError for the first thing that is wrong."""
+    """Make the quick checks of everything that a merge needs, in every round. Raises: OpdError for the first problem."""
     for round_config in [config] if isinstance(config.rounds, int) else rounds_of(config):
         refuse_what_is_not_here(round_config)
         refuse_wrong_names(round_config)
@@ -38,7 +38,7 @@ def refuse_at_once(config: PipelineConfig) -> None:
 
 
 def refuse_wrong_names(config: PipelineConfig) -> None:
-    """Look for each domain's verifier and environment. Raises: ConfigError."""
+    """Check that each domain's verifier and environment exist. Raises: ConfigError."""
     for name, domain in config.domains.items():
         _refuse_wrong_names(f"domains.{name}", domain)
 
@@ -46,7 +46,7 @@ def refuse_wrong_names(config: PipelineConfig) -> None:
 def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> None:
     environment = domain.environment
     if environment is not None:
-        # A class of the user's is imported; ours are known by name.
+        # A user's class is imported; for ours it is enough to look the name up.
         (find_environment if is_import_name(environment.name) else place_of)(
             environment.name, f"{key}.environment.name"
         )
@@ -55,7 +55,7 @@ def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> No
 
 
 def refuse_wrong_models(config: PipelineConfig) -> None:
-    """Look at configurations, tokenizers and the headers of weights: student, experts, and who teaches what.
+    """Check student and experts by their configurations, tokenizers and headers of weights, and who teaches what.
 
     Raises: ModelError, RegistryError, ConfigError.
     """
@@ -69,7 +69,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
 
 
 def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> None:
-    """Look at the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
+    """Check the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
         refuse_wrong_start(prompts_of(name, settings, _registered_expert(config, name, settings)))
@@ -78,7 +78,7 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
 
 
 def refuse_wrong_training(spec: ReinforceSpec) -> None:
-    """Look at what experts by reinforcement are made of: the base, what rewards them, and the first row of each file of tasks.
+    """Check a spec of experts by reinforcement: the base, the sources of rewards, and the first row of each file of tasks.
 
     Raises: ModelError, ConfigError, PromptError.
     """
@@ -92,7 +92,7 @@ def refuse_wrong_training(spec: ReinforceSpec) -> None:
 
 
 def refuse_wrong_directories(models: Sequence[Path]) -> None:
-    """Look at models to evaluate: directories, or run directories with one. Raises: ModelError."""
+    """Check models to evaluate, which are model directories or run directories with a model. Raises: ModelError."""
     for path in models:
         inspect_expert(RunPaths(path).model if RunPaths(path).is_run else path, hash_files=False)
 
@@ -102,7 +102,7 @@ def _registered_expert(config: PipelineConfig, name: str, domain: DomainConfig) 
 
 
 def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
-    """Name -> model, adapter and domain of each expert; of a registered one as its manifest has them."""
+    """Return name -> model, adapter and domain of each expert; for a registered one they are those of its manifest."""
     if not isinstance(config.experts, RegisteredExperts):
         return {
             name: (*inspect_expert(expert.model, expert.base, hash_files=False), expert.domain)

@@ -1,4 +1,4 @@
-"""Cures of compounding drift: from a pipeline's settings to what rollout engines take, and what they need of experts."""
+"""The settings against compounding drift (docs/drift.md): make the engines' options of them, and check what they need."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MOST_OF_A_GPU = 0.45
 
 
 def drift_options(config: PipelineConfig, routes: Routes) -> dict[str, DriftOptions]:
-    """Domain -> what is done in its training episodes, for domains where something is; experts were checked."""
+    """Return domain -> options of its training episodes, for domains with settings against drift. The experts were checked."""
     options = {}
     for name, domain in config.domains.items():
         acts = domain.environment
@@ -40,8 +40,8 @@ def _drift_options(acts: EnvironmentConfig, assigned: Sequence[WeightedTeacher])
 
 
 def check_drift(config: PipelineConfig, routes: Routes, prompts: Mapping[str, PromptTable]) -> None:
-    """Raises: ConfigError for teacher turns of an expert that cannot write, or without room for it, and for a replay of prompts
-    that are no prefixes."""
+    """Refuse teacher turns of an expert that cannot write or has no room on the GPU, and a replay of prompts that are no
+    prefixes. Raises: ConfigError."""
     for name, domain in config.domains.items():
         acts = domain.environment
         if acts is not None and acts.teacher_turns is not None:
@@ -56,7 +56,7 @@ def check_drift(config: PipelineConfig, routes: Routes, prompts: Mapping[str, Pr
 
 
 def _refuse_unable(config: PipelineConfig, key: str, assigned: Sequence[WeightedTeacher]) -> None:
-    """Raises: ConfigError."""
+    """Refuse teacher turns of a domain whose heaviest expert cannot write them. Raises: ConfigError."""
     if not assigned:
         raise ConfigError.at(key, found="a domain without an expert", wanted="one that writes", fix="leave it out")
     teacher = assigned[0].teacher

@@ -1,5 +1,5 @@
-"""Try what a pipeline's episodes need before any compute: an environment's class, its options, its tools and a few of its tasks, an
-agent's program, and the chat template."""
+"""Try everything that a pipeline's episodes need, before any compute: an environment's class, its options, its tools and a few
+of its tasks; an agent's program; and the chat template."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ _INTERPRETER = re.compile(r"python[\d.]*|(ba|da|z)?sh|node|perl|ruby")
 
 
 def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[str, EpisodeOptions | AgentOptions]:
-    """Domain -> how its episodes run, for domains with an environment or an agent. `judged` is the run's file of the guard's
-    judge. Raises: ConfigError for a name that is none, and for rules that cannot be read."""
+    """Return domain -> options of its episodes, for domains with an environment or an agent.
+
+    `judged`: the run's file with answers of the guard's judge. Raises: ConfigError for an unknown name of an environment, or
+    for rules that cannot be read.
+    """
     options: dict[str, EpisodeOptions | AgentOptions] = {}
     for name, domain in config.domains.items():
         if domain.environment is not None:
@@ -67,7 +70,8 @@ def _environment_options(
 
 
 def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> AgentOptions:
-    """The program runs in another directory: what it names in this one gets its whole path."""
+    """Return the options of a domain's agent. Files of the current directory in its command become absolute paths, because the
+    program runs in another directory."""
     agent = domain.agent
     assert agent is not None
     return AgentOptions(
@@ -103,12 +107,11 @@ def check_environments(
     tokenizer: Any,
     stop_token_ids: Sequence[int],
 ) -> None:
-    """Make and close one environment of each domain, look for the agents' programs, find the guards' rules and judges, and prove
-    the chat template where a domain's prompts are messages or an agent's program sends some. Sub-agents have to fit their
-    environments and prompts.
+    """Check environments, agents' programs, guards, sub-agents and the chat template, as far as the pipeline uses them.
 
-    Raises: ConfigError; ModelError if the template cannot append, or if an environment has tools and the student's calls cannot
-    be read, or no summary can be asked for after their results.
+    One environment of each domain is made and closed. The chat template is proven if prompts are messages, or if a program
+    sends messages. Raises: ConfigError; ModelError if turns cannot be appended to the template's text, if an environment has
+    tools and the student's calls cannot be read, or if no summary can be asked for after the results of calls.
     """
     episodes = episode_options(config)
     tools: dict[str, list[str]] = {}
@@ -142,10 +145,10 @@ def check_environments(
 def refuse_other_tasks(
     config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
 ) -> None:
-    """Begin the first task of each domain's prompts and of its exam; if it cannot begin, one in the middle and the last one, for a
-    single bad row breaks its own episode alone.
+    """Refuse prompts that are no tasks of the domain's environment. Raises: PromptError.
 
-    Raises: PromptError if none of them begins.
+    The first task of the training prompts and of the exam is begun. If that fails, one in the middle and the last one are
+    tried as well; they are refused only if all fail, because a single bad row breaks just its own episode.
     """
     for name, domain in config.domains.items():
         environment = domain.environment
@@ -173,7 +176,7 @@ def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTab
 
 
 async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, prompt: Prompt) -> str:
-    """Return the obstacle to starting an episode; empty if there is none."""
+    """Return why an episode of this task cannot begin; empty if it can."""
     make = find_environment(environment_name, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:
@@ -197,7 +200,7 @@ def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable
 
 
 def _refuse_missing(domain: str, options: AgentOptions) -> None:
-    """Raises: ConfigError if there is no such program, or if it is an interpreter and its script is not there."""
+    """Refuse a program that does not exist, and an interpreter whose script does not exist. Raises: ConfigError."""
     program, *arguments = options.command
     if shutil.which(program, path=options.env.get("PATH", search_path())) is None:
         raise ConfigError.at(
@@ -217,7 +220,7 @@ def _refuse_missing(domain: str, options: AgentOptions) -> None:
 
 
 def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> None:
-    """Raises: ConfigError if a program may take longer than the phase that waits for it."""
+    """Refuse a program that may take longer than the phase that waits for it. Raises: ConfigError."""
     if options.timeout_s >= phase_timeout_s:
         raise ConfigError.at(
             f"domains.{domain}.agent.timeout_s",
@@ -228,7 +231,7 @@ def _refuse_slow(domain: str, options: AgentOptions, phase_timeout_s: float) -> 
 
 
 def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) -> None:
-    """Raises: ConfigError if the context could be full before the summary is written."""
+    """Refuse a `compact_at` at which the context could be full before the summary is written. Raises: ConfigError."""
     compaction = options.compaction
     if compaction is None:
         return
@@ -244,8 +247,10 @@ def _refuse_late_compaction(domain: str, options: EpisodeOptions, context: int) 
 
 
 async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
-    """The names of its tools. Raises: ConfigError for an environment that cannot be made with its options, or whose tools are
-    none."""
+    """Make a domain's environment, close it, and return the names of its tools.
+
+    Raises: ConfigError if it cannot be made with its options, or if its tools have the wrong form.
+    """
     make = find_environment(options.environment, f"domains.{domain}.environment.name")
     thread = OwnThread(options.step_timeout_s)
     try:
@@ -274,6 +279,6 @@ async def _try_environment(domain: str, options: EpisodeOptions) -> list[str]:
 
 
 def _missing_method(environment: Any) -> str:
-    """The first method that it should have and has not; empty if it has all."""
+    """Return the first method that the environment lacks; empty if it has all."""
     missing = [name for name in ("reset", "step", "close") if not callable(getattr(environment, name, None))]
     return f"no method `{missing[0]}`" if missing else ""

@@ -1,4 +1,4 @@
-"""Check a pipeline's guard before any compute: its rules, its judge, and whether there is something to look at."""
+"""Check a pipeline's guard before any compute: its rules, its judge, and whether there are calls for it to check."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def guard_of_domain(config: PipelineConfig, domain: DomainConfig, judged: Path |
 
 
 def check_guards(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
-    """Compile the rules of each domain, and find its judge. `tools` are the names of those of the domains with an environment; a program's are not known.
+    """Compile the rules of each domain's guard, and check that its judge can be used. Raises: ConfigError.
 
-    Raises: ConfigError.
+    `tools`: domain with an environment -> names of its tools. The tools of a domain whose agent is a program are not known.
     """
     if not guards:
         return
@@ -79,7 +79,7 @@ def _refuse_missing_model(spec: GuardSpec) -> None:
 
 
 def _refuse_unknown_tools(guards: Mapping[str, GuardSpec], tools: Mapping[str, Sequence[str]]) -> None:
-    """A misspelt name would leave a tool without a guard."""
+    """Refuse names of tools that no tool has, because a misspelt name would leave a tool without a guard. Raises: ConfigError."""
     guarded_tools = {tool for domain in guards for tool in tools[domain]}
     for spec in guards.values():
         for key, names in (("only_tools", spec.config.only_tools or ()), ("tools", spec.config.tools)):

@@ -1,4 +1,4 @@
-"""What LoRA makes of a student, found before any worker starts: its targets are tried out on a model without numbers."""
+"""Find how much LoRA trains of a student, before any worker starts. Its targets are tried on a model without weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from opd.models.lora import LoraSize
 
 
 def size_of_lora(config: PipelineConfig, student: ModelInfo) -> LoraSize | None:
-    """How much of the student is trained and pushed; None without `student.lora`. The student has passed
-    `refuse_untrainable`. Raises: ConfigError for targets that it does not have."""
+    """Return how much of the student is trained and pushed; None without `student.lora`.
+
+    `refuse_untrainable` has accepted the student before. Raises: ConfigError for targets that it does not have.
+    """
     import torch
     from transformers import AutoConfig
 

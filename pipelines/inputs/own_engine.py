@@ -1,4 +1,4 @@
-"""The user's rollout engine, `rollout.engine: module:Class`: found, and refused where it cannot do what the pipeline asks of it."""
+"""A user's own rollout engine, `rollout.engine: module:Class`: import it, and refuse it if it cannot do what the pipeline needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from opd.settings.named import import_user_object
 
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
-"""What a pipeline calls of an engine."""
+"""The methods of an engine that a merge calls."""
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
@@ -22,9 +22,9 @@ def import_users_engine(import_path: str) -> Any:
 
 
 def refuse_unfit(config: PipelineConfig) -> None:
-    """Look for the methods of a user's engine. What is no class, such as a function that makes an engine, shows none.
+    """Refuse a user's engine that lacks a method. Only classes are checked; a function that makes an engine shows no methods.
 
-    Raises: ConfigError if it cannot be imported, or lacks a method; `receive` is needed by `sync.kind: network` alone.
+    Raises: ConfigError if it cannot be imported, or lacks a method. `receive` is needed only with `sync.kind: network`.
     """
     import_path = config.rollout.engine
     engine = import_users_engine(import_path)
@@ -43,14 +43,16 @@ def refuse_unfit(config: PipelineConfig) -> None:
 
 
 def _has_own_method(engine: type, name: str) -> bool:
-    """Return True if the class has a method of its own; whoever extends the protocol inherits one that does nothing."""
+    """Return True if the class itself defines the method. A class that extends the protocol inherits one that does nothing."""
     member = getattr(engine, name, None)
     return callable(member) and member is not getattr(RolloutEngine, name, None)
 
 
 def refuse_unplaced(config: PipelineConfig) -> None:
-    """Refuse to push new weights through one machine's memory to a user's engines that may be on others: where a user's engine has its
-    workers is not known. Raises: ConfigError."""
+    """Refuse `sync.kind: shared_memory` for a user's engine on a cluster of several machines. Raises: ConfigError.
+
+    It is not known where such an engine has its workers, and shared memory reaches only those on the trainer's machine.
+    """
     if config.cluster.address != LOCAL and config.sync.kind == "shared_memory":
         raise ConfigError.at(
             "sync.kind",

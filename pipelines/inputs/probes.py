@@ -1,4 +1,4 @@
-"""Probes of experts that a pipeline names by their paths: the registry took those of its own when they were added."""
+"""Measure probes of experts that a pipeline names by their paths. Registered experts were measured when they were added."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RECORDS = TypeAdapter(dict[str, ProbeRecord])
 
 
 def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None) -> Inputs:
-    """Return the inputs with a probe for every expert that has none, so that a worker which loads other weights is found out.
+    """Return the inputs with a probe for every expert that has none. By it a worker notices if it loads other weights.
 
-    Each such expert is loaded once, in this process; where `file` is a file, what was taken is kept there, by the digests of the models,
-    and not taken again. An expert that is larger than half of the free memory goes without, and that is said. Raises: as `take_probe`;
-    StorageError.
+    Each such expert is loaded once, in this process. With `file`, probes are kept there by the digests of the models, and are
+    not measured again. An expert that is larger than half of the free memory gets no probe, and `tell` gets a sentence about
+    it. Raises: as `measure_probe`; StorageError.
     """
     records = _read_records(file)
     old_records = dict(records)
@@ -61,7 +61,7 @@ def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None)
 
 
 def _read_records(file: Path | None) -> dict[str, ProbeRecord]:
-    """Return the probes of a file; none where it is missing or damaged, because they can be taken again."""
+    """Return the probes of a file; none if it is missing or damaged, because they can be measured again."""
     if file is None or not file.is_file():
         return {}
     try:
@@ -71,7 +71,7 @@ def _read_records(file: Path | None) -> dict[str, ProbeRecord]:
 
 
 def _bytes_loaded(expert: RoutedExpert) -> int:
-    """Return the bytes of an expert's weights in the type that its probe is taken in."""
+    """Return the bytes of an expert's weights in the type in which its probe is measured."""
     return expert.info.parameters * DTYPE_BYTES["bfloat16" if expert.info.dtype == "bfloat16" else "float32"]
 
 

@@ -1,4 +1,4 @@
-"""Training prompts and exams of every domain: read them, split a file that serves both, and prove that they share nothing."""
+"""Read the training prompts and exams of every domain, split a file that serves both, and check that they share no question."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from opd.verifiers.reward import Reward
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
 TRIED = 1000
-"""Prompts of a domain that are tried, evenly spread: a file may have a million. Those that are not are tried when they are
-judged, and count as failed there."""
+"""How many prompts of a domain the verifier tries beforehand, evenly spread, because a file may have a million. If another one
+cannot be judged, it counts as failed when its turn comes."""
 
 Tell = Callable[[str], None]
 
@@ -35,11 +35,11 @@ def load_training(
     tokenizer: Any,
     tell: Tell = lambda _: None,
 ) -> dict[str, PromptTable]:
-    """Domain -> prompts to train on, without those that `eval.holdout` keeps back and those that are too long.
+    """Return domain -> prompts to train on, without those that `eval.holdout` keeps back and those that are too long.
 
-    `sources`: domain -> where its prompts are. `tell` gets a sentence about prompts that are too long.
+    `sources`: domain -> source of its prompts. `tell` gets sentences for the user, as about prompts that are too long.
 
-    Raises: PromptError for what cannot be read, or if nothing is left to train on.
+    Raises: PromptError if a source cannot be read, or if nothing is left to train on.
     """
     training = {}
     for name, source in sources.items():
@@ -60,11 +60,11 @@ def load_exams(
     samples: int | None = None,
     sources: Mapping[str, Path | PromptsConfig] | None = None,
 ) -> dict[str, DomainExam]:
-    """The exam of every (named) domain that has an `eval`: its first `samples` held-out prompts and its verifier.
+    """Return the exam of every domain (or of those named) with an `eval`: its first `samples` held-out prompts and its verifier.
 
-    `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`. `sources` are the prompts that an exam is
-    held out of; by default those that the pipeline names, or the registry.
-    Raises: PromptError for what cannot be read or judged, ConfigError for a verifier's function that is not there.
+    `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`. `sources`: domain -> training prompts out
+    of which an exam with `holdout` is taken; by default those that the pipeline or the registry names.
+    Raises: PromptError if prompts cannot be read or judged; ConfigError if a verifier's function does not exist.
     """
     exams = {}
     for name, domain in config.domains.items():
@@ -76,7 +76,7 @@ def load_exams(
             source = sources[name]
         else:
             source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
-        # Of a source that serves training too, that has told already.
+        # If the source also serves training, its notices have been told there.
         prompts = read_prompts(
             config, name, source, tokenizer, tell if domain.eval.prompts is not None else lambda _: None
         )
@@ -92,11 +92,13 @@ def load_exams(
 def read_prompts(
     config: PipelineConfig, domain: str, source: Path | PromptsConfig, tokenizer: Any, tell: Tell = lambda _: None
 ) -> PromptTable:
-    """A domain's prompts as its student reads them; `tell` gets a sentence about each thing that is not read, or read in another way
-    than one might think. Raises: PromptError."""
+    """Return a domain's prompts in the student's tokens. Raises: PromptError.
+
+    `tell` gets a sentence about each part of the source that is not read, or not read in the obvious way.
+    """
     student = config.student
     if config.domains[domain].has_episodes and is_here(source):
-        # Its environment or its program says which tools there are, and with which variables its messages are rendered.
+        # In a domain with episodes the environment or program decides on tools and variables of the template, not the file.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
     prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
     for notice in collect_notices(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
@@ -105,7 +107,7 @@ def read_prompts(
 
 
 def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
-    """Raises: ConfigError for a variable that the student's chat template does not read, such as a misspelt one."""
+    """Refuse variables that the student's chat template does not read, such as misspelt ones. Raises: ConfigError."""
     for name in config.student.chat_template_kwargs:
         if name not in str(tokenizer.chat_template or ""):
             raise ConfigError.at(
@@ -117,7 +119,7 @@ def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
 
 
 def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
-    """The domain's own prompts, or the prompts that its expert was registered with. Raises: ConfigError."""
+    """Return the domain's own prompts, else those that its expert was registered with. Raises: ConfigError if it has none."""
     source = domain.prompts or registered
     if source is None:
         raise ConfigError.at(
@@ -130,9 +132,9 @@ def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path
 
 
 def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool = False) -> Path | None:
-    """The prompts that the domain's expert was registered with; `routes.py` decides for a merge which expert that is.
+    """Return the prompts that the domain's expert was registered with. In a merge, `routes.py` decides which expert that is.
 
-    `only_here` passes over experts that are not in this machine's registry. Raises: RegistryError.
+    With `only_here`, experts that are missing in this machine's registry are skipped. Raises: RegistryError.
     """
     if not isinstance(config.experts, RegisteredExperts):
         return None
@@ -149,11 +151,11 @@ def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool =
 
 
 def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptTable]) -> None:
-    """Refuse exams with a question that any domain trains on; prompts are the same if their token ids are, and in a domain
-    with an environment the metadata, which say what the task is.
+    """Refuse exams with a question that any domain trains on.
 
-    Prompts that ask nothing are left out: they are all alike, and another check reports them.
-    Raises: PromptError with the counts of every pair of domains that share prompts.
+    Two prompts are the same if their token ids are equal; in a domain with an environment the metadata, which define the task,
+    have to be equal too. Prompts without text are ignored: they are all equal, and another check reports them. Raises:
+    PromptError with the counts of every pair of domains that share prompts.
     """
     ids_by_task: dict[tuple[Any, ...], dict[str, str]] = {}
     questions = [question for exam in exams.values() for question in exam.prompts]
@@ -182,13 +184,13 @@ def refuse_leaks(exams: Mapping[str, DomainExam], training: Mapping[str, PromptT
 
 
 def _task_key(prompt: Prompt, exams: Mapping[str, DomainExam]) -> tuple[Any, ...]:
-    """Equal for prompts that ask the same."""
+    """Return a key that is equal for prompts that are the same question."""
     acts = prompt.domain in exams and isinstance(exams[prompt.domain].verifier, Reward)
     return (*prompt.token_ids, json.dumps(prompt.metadata, sort_keys=True) if acts else "")
 
 
 def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
-    """One sentence for each domain with questions that have no text, or leave no room for an answer in `room` tokens."""
+    """Return a sentence for each domain with questions that have no text, or leave no room for an answer in `room` tokens."""
     warnings = []
     for domain, exam in exams.items():
         lengths = [len(p.token_ids) for p in exam.prompts]
@@ -204,7 +206,7 @@ def room_warnings(exams: Mapping[str, DomainExam], room: int) -> list[str]:
 
 
 def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell) -> PromptTable:
-    """The prompts within `max_prompt_tokens`. Raises: PromptError if there are none."""
+    """Return the prompts that are not longer than `max_prompt_tokens`. Raises: PromptError if there are none."""
     room = as_prompts_config(source).max_prompt_tokens
     if room is None:
         return prompts
@@ -226,7 +228,7 @@ def _short_enough(source: Path | PromptsConfig, prompts: PromptTable, tell: Tell
 
 
 def example_ids(prompts: PromptTable, mask: Any) -> str:
-    """Ids of the first few prompts for which `mask` is true, for messages."""
+    """Return the ids of the first few prompts for which `mask` is true, for messages."""
     return ", ".join(prompts.prompt_ids(mask, EXAMPLES)) + (" ..." if np.count_nonzero(mask) > EXAMPLES else "")
 
 
@@ -245,7 +247,7 @@ def _split_sides(prompts: PromptTable, share: float, *, held_out: bool) -> Promp
 def refuse_unrewardable(
     config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
 ) -> None:
-    """Raises: PromptError for a rewarded domain with a training prompt that its verifier cannot judge, or must not."""
+    """Refuse a rewarded domain with a training prompt that its verifier cannot judge, or must not judge. Raises: PromptError."""
     if config.objective.reward is None:
         return
     for name, domain in config.domains.items():
@@ -265,7 +267,10 @@ def refuse_unrewardable(
 
 
 def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> None:
-    """Raises: PromptError for questions that the verifier cannot judge, or must not: some would run code from a file."""
+    """Refuse questions that the verifier cannot judge, or must not judge because it would run code from a file.
+
+    Raises: PromptError.
+    """
     verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
     problems = [(p.id, problem) for p in exam.prompts if (problem := exam.verifier.problem(p.answer, p.metadata))]
     if problems:

@@ -67,8 +67,8 @@ class Teaching(MergeModels):
     """The checked assignment of teachers to domains: the part of `Inputs` that needs no prompts."""
 
     routes: dict[str, tuple[WeightedTeacher, ...]]
-    """Domain -> its experts, the heaviest first; their weights add up to 1. `scoring` is the same but for domains whose target lies
-    beyond the experts."""
+    """Domain -> its experts, the heaviest first; their weights add up to 1. `scoring` differs from it only for domains whose target
+    lies beyond the experts."""
     warnings: tuple[str, ...]
 
 
@@ -89,7 +89,7 @@ class Inputs(Teaching):
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
 
     def registered_prompts(self, domain: str) -> Path | None:
-        """The prompts that the domain's leading expert was registered with, if it was."""
+        """Return the prompts that the domain's leading expert was registered with; None if there are none."""
         return _registered_prompts(self.experts, self.routes, domain)
 
 
@@ -107,15 +107,18 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
-    import_lightly(TRANSFORMERS)  # not before something needs it: what comes above would be refused seconds later
+    import_lightly(TRANSFORMERS)  # not earlier, so that the refusals above come without the seconds of this import
     refuse_unscorable(config, scorers)
     refuse_no_room(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
 
 def refuse_what_is_not_here(config: PipelineConfig) -> None:
-    """Raises: ConfigError if the user's engine, one of its methods or the way to its workers, a sink's package, or a server's
-    token or certificate is missing, or if GPUs would be reserved for nobody."""
+    """Refuse a pipeline for which something is missing on this machine. Raises: ConfigError.
+
+    That may be the user's engine, one of its methods or a way to its workers, the package of a sink, or the token or
+    certificate of a server. GPUs that would be reserved for no role are refused too.
+    """
     refuse_idle_gpus(config)
     if is_import_name(config.rollout.engine):
         refuse_unfit(config)
@@ -129,7 +132,7 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
 
 
 def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
-    """Read and check everything a pipeline names; `exam` takes the place of its section `evaluate`.
+    """Read and check everything that a pipeline names; `exam` replaces its section `evaluate`.
 
     Raises: OpdError (a ValueError) for the first thing that is wrong.
     """
@@ -173,7 +176,8 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
 
 
 def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """The inputs of every round, read with the first student: a merge does not change what is checked. Raises: OpdError."""
+    """Return the inputs of every round, read with the first student. That is enough, because a merge changes nothing that is
+    checked. Raises: OpdError."""
     inputs_by_key: dict[str, Inputs] = {}
     keys = [config.model_dump_json(exclude={"seed"}) for config in configs]  # the seed does not change what is checked
     for key, config in zip(keys, configs, strict=True):
@@ -183,7 +187,7 @@ def read_rounds(configs: Sequence[PipelineConfig]) -> list[Inputs]:
 
 
 def refuse_without_experts(config: PipelineConfig, command: str) -> None:
-    """Raises: ConfigError for a pipeline without teachers, which this command has nothing to ask."""
+    """Refuse a pipeline without teachers for a command that needs some. Raises: ConfigError."""
     if isinstance(config.teachers, NoTeachers):
         raise ConfigError.at(
             "teachers.engine",
@@ -194,15 +198,17 @@ def refuse_without_experts(config: PipelineConfig, command: str) -> None:
 
 
 def inspect_student(config: PipelineConfig, hash_weights: bool = True) -> ModelInfo:
-    """The student's facts. Raises: ModelError, ConfigError if the rollout context is longer than the model's."""
+    """Return the student's facts. Raises: ModelError; ConfigError if the rollout context is longer than the model's."""
     student = inspect_model(config.student.model, hash_weights)
     refuse_past_context(config, student)
     return student
 
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
-    """The tokenizer of a model directory, as `opd.prompts.load_tokenizer` loads it. Raises: ModelError if its ids are not those of
-    tokenizer.json, or for a chat template that takes too much time or memory."""
+    """Return the tokenizer of a model directory, loaded by `opd.prompts.load_tokenizer` and checked.
+
+    Raises: ModelError if its ids are not those of tokenizer.json, or if its chat template takes too much time or memory.
+    """
     tokenizer = encode.load_tokenizer(model_dir, add_special_tokens)
     refuse_other_tokens(model_dir, tokenizer)
     refuse_runaway_template(tokenizer, model_dir)
@@ -210,7 +216,7 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
 
 
 def _read_experts(config: PipelineConfig) -> dict[str, RoutedExpert]:
-    hashes: Hashes = {}  # adapters share bases, and a base is long to read
+    hashes: Hashes = {}  # shared, because adapters may have the same base, and hashing a base takes long
     if not isinstance(config.experts, RegisteredExperts):
         return {name: _read_inline_expert(name, expert, hashes) for name, expert in config.experts.items()}
     registry = Registry(config.registry or default_root())
@@ -262,7 +268,7 @@ def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: P
 
 
 def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
-    """The names of `experts.use`, which may be `all`. Raises: ConfigError for a name that comes twice."""
+    """Return the names of `experts.use`, or all registered ones for `all`. Raises: ConfigError for a name that comes twice."""
     names = registry.names() if experts.use == "all" else experts.use
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
@@ -275,7 +281,7 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
 def _untrained_tokens(
     config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]], tokenizer: Any
 ) -> dict[str, frozenset[int]]:
-    """`teachers.mask_tokens` as ids, by domain. Raises: ConfigError for a name that is no expert's, or no token."""
+    """Return `teachers.mask_tokens` as ids, by domain. Raises: ConfigError for an unknown expert or token."""
     vocabulary = tokenizer.get_vocab()
     names = sorted({a.teacher.name for assigned in routes.values() for a in assigned})
     for name, tokens in config.teachers.mask_tokens.items():
@@ -324,7 +330,7 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, RoutedExper
 
 
 def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
-    """A warning for each expert that has the same weights as another one."""
+    """Return a warning for each expert that has the same weights as another one."""
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"
@@ -334,7 +340,7 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
 
 
 def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
-    """Return a warning if a role on this machine's cores computes in bfloat16 and they cannot; empty if there is none."""
+    """Return a warning if a role computes in bfloat16 on this machine's cores and they have no instructions for it."""
     gpus, teachers = config.cluster, config.teachers
     asked = {
         "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
@@ -345,7 +351,7 @@ def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
 
 
 def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:
-    """Warnings about prompts that ask nothing. Raises: PromptError if no prompt of a file asks anything."""
+    """Return warnings about prompts without text. Raises: PromptError if no prompt of a file has text."""
     empty = prompts.lengths == 0
     count = int(empty.sum())
     if count == len(prompts):
@@ -360,7 +366,7 @@ def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:
 
 
 def _refuse_all_too_long(prompts: Mapping[str, PromptTable], room: int) -> None:
-    """Refuse a domain whose prompts are all too long: the run would quarantine them and never train the domain."""
+    """Refuse a domain whose prompts are all too long, because the run would quarantine them and never train the domain."""
     for table in prompts.values():
         shortest = int(table.lengths.min())
         if shortest >= room:

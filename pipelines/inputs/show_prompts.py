@@ -31,7 +31,7 @@ class LeftOutPrompts:
     reason: str
     prompts: PromptTable
     mask: Any
-    """[prompts] true for the prompts that are left out."""
+    """Mask, [prompts]: true for the prompts that are left out."""
 
     def __str__(self) -> str:
         count = int(np.count_nonzero(self.mask))
@@ -40,7 +40,7 @@ class LeftOutPrompts:
 
 
 def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iterator[str]:
-    """Lines about the first `count` prompts of one domain, or of each. Raises: OpdError."""
+    """Yield lines about the first `count` prompts of one domain, or of each. Raises: OpdError."""
     if domain is not None and domain not in config.domains:
         raise ConfigError.at(
             "--domain",
@@ -89,7 +89,7 @@ def _shown_source(
 def _split_left_out(
     config: PipelineConfig, domain: str, source: Path | PromptsConfig, prompts: PromptTable, *, exam: bool
 ) -> tuple[PromptTable, list[LeftOutPrompts]]:
-    """The prompts that are used, and those that are left out, in the order of a merge's own checks."""
+    """Return the prompts that are used, and those that are left out for each reason, in the order of a merge's checks."""
     settings = config.domains[domain].eval
     limit = as_prompts_config(source).max_prompt_tokens
     room = config.rollout.max_model_len

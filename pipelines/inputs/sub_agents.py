@@ -1,4 +1,4 @@
-"""The sub-agents of a pipeline's domains: how they run, and whether they fit the environments and prompts at hand."""
+"""The sub-agents of a pipeline's domains: make their options, and check that they fit the environments and prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 
 
 def sub_agents_options(config: PipelineConfig, domain: str, environment: EnvironmentConfig) -> SubAgentsOptions | None:
-    """Return the sub-agents that the episodes of a domain may start; None: nothing.
+    """Return the sub-agents that the episodes of a domain may start; None if there are none.
 
-    Raises: ConfigError for an environment's name that is none.
+    Raises: ConfigError if an environment's name is unknown.
     """
     if not environment.sub_agents:
         return None
@@ -48,9 +48,10 @@ def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> Su
 def check_sub_agents(
     domain: str, environment: EnvironmentConfig, tools: Mapping[str, Sequence[str]], chat: ChatAppender | None
 ) -> None:
-    """`tools`: domain -> names of its environment's tools. `chat`: the chat template, None where prompts are text.
+    """Check the sub-agents of a domain. `tools`: domain -> names of its environment's tools. `chat`: the chat template; None if
+    prompts are plain text.
 
-    Raises: ConfigError for a tool that is there twice, a sub-agent that could never act, or a system message nobody reads.
+    Raises: ConfigError for two tools of one name, a sub-agent that could never act, or a system message that nobody reads.
     """
     for name, agent in environment.sub_agents.items():
         key = f"domains.{domain}.environment.sub_agents.{name}"
@@ -74,7 +75,7 @@ def check_sub_agents(
 
 
 def _check_system(key: str, agent: SubAgentConfig, chat: ChatAppender | None) -> None:
-    """Raises: ConfigError if the student cannot read the system message."""
+    """Refuse a system message that the student cannot read. Raises: ConfigError."""
     from jinja2 import TemplateError
 
     problem = "text for a system message, but the domain's prompts are no chat messages"

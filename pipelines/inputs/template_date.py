@@ -1,11 +1,12 @@
-"""What of a prompt's tokens a run decides when it begins: the day that a chat template writes into every prompt, as that of Llama 3.2
-does, and whether plain text begins as the tokenizer has it.
+"""Settings that a run fixes when it begins, because the tokens of its prompts depend on them.
 
-On another day the same prompt would have other tokens: a resume would train on other prompts, and the exams before and after
-a merge would ask different questions. So a run takes the day on which it begins, records it as
-`student.template_date`, and renders everything with it: training prompts, exams, baselines, and `opd evaluate` of the run.
-`student.add_special_tokens` is recorded likewise: earlier releases had no such key, and put nothing in front. So are columns of
-prompts that are not read: earlier releases passed over system messages, tools and variables of the template.
+The first is the day that some chat templates, such as that of Llama 3.2, write into every prompt. On another day the same
+prompt would have other tokens: a resume would train on other prompts, and the exams before and after a merge would differ. So a
+run records the day on which it begins as `student.template_date`, and uses it for training prompts, exams, baselines, and
+`opd evaluate` of the run.
+
+`student.add_special_tokens` is recorded too, because earlier releases had no such key and put nothing in front of prompts. And
+so are columns of prompts that are not read, because earlier releases did not read system messages, tools and variables.
 """
 
 from __future__ import annotations
@@ -19,26 +20,25 @@ from opd.config.domains import DomainConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 
 DATE_CALL = "strftime_now"
-"""The function by which a template asks for the date; it runs in a sandbox and has no other way."""
+"""The function by which a template asks for the date. Templates run in a sandbox and have no other way to it."""
 
 
 def set_template_date(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
-    """Set the day of the pipeline's prompts: its own, else today if the tokenizer's chat template asks for a date."""
+    """Return the pipeline with the day of its prompts set: its own, else today if the chat template asks for a date."""
     if config.student.template_date or DATE_CALL not in str(tokenizer.chat_template):
         return config
     return with_template_date(config, date.today())
 
 
 def with_template_date(config: PipelineConfig, day: date | None) -> PipelineConfig:
-    """Set this day in the pipeline; None changes nothing."""
+    """Return the pipeline with this day; None changes nothing."""
     if day is None:
         return config
     return config.model_copy(update={"student": config.student.model_copy(update={"template_date": day})})
 
 
 def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
-    """Take day, begin and unread columns of prompts from the run that the pipeline goes on with, whose own is `begun`, unless the
-    pipeline says them."""
+    """Return the pipeline of a resume with these settings taken from `begun`, the run's own pipeline, unless it has its own."""
     own, student = begun.student, config.student
     update = {
         "template_date": student.template_date or own.template_date,
@@ -49,7 +49,7 @@ def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig
 
 
 def _as_read(domain: DomainConfig, begun: DomainConfig) -> DomainConfig:
-    """The domain without the columns of prompts that the domain of the run does not read."""
+    """Return the domain without the columns of prompts that the run's domain does not read."""
     exam, own = domain.eval, begun.eval
     if exam is not None and own is not None:
         exam = exam.model_copy(update={"prompts": _without_unread(exam.prompts, own.prompts)})

@@ -4,6 +4,6 @@
     get     a head's hash       → the matrix in slices; the client hashes it again
     exchange a step's rollouts  → the workers' Arrow streams, byte for byte, in slices; then JSON: sizes
 
-JSON and Arrow only: nothing is pickled. Asking twice for the same rollouts gives the same rows in the same parts, so the client
-may ask again after a broken connection.
+Only JSON and Arrow travel; nothing is pickled. Asking twice for the same rollouts gives the same rows in the same parts,
+so the client may ask again after a broken connection.
 """

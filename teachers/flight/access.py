@@ -1,4 +1,4 @@
-"""Who may listen where, and who may ask: TLS, tokens, and what is refused without them."""
+"""Access to served teachers: TLS certificates and tokens, and the addresses that are refused without them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from opd.errors import ConfigError
 from opd.machine.address import LOOPBACK, Address, parse_address
 
 TOKEN_VARIABLE = "OPD_TEACHERS_TOKEN"
+"""Environment variable with the token, for a server and a client without a token file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """A server's certificate chain and private key, PEM."""
+    """A server's certificate chain and private key, both as PEM."""
 
     cert: bytes
     key: bytes
@@ -29,12 +30,17 @@ class ListenAddress:
     token: str | None
 
     def url(self, port: int) -> str:
-        """Return the address as a pipeline's `teachers.address` has it."""
+        """Return the address in the form of `teachers.address` in a pipeline. `port` may differ from the one asked for:
+        with port 0 the system chooses one."""
         return f"{'grpc+tls' if self.tls else 'grpc'}://{Address(self.address.host, port)}"
 
 
 def parse_endpoint(listen: str, tls_cert: Path | None, tls_key: Path | None, token_file: Path | None) -> ListenAddress:
-    """Return the checked endpoint of `opd teachers serve`. Raises: ConfigError for no address, half a certificate, an unfit token, or an open door to other machines."""
+    """Return where `opd teachers serve` listens, from its options.
+
+    Raises: ConfigError if `listen` is no address, if only one of certificate and key is given, if the token is unfit, or if
+    other machines can reach the address and TLS or the token is missing.
+    """
     address = parse_address(listen)
     if address is None:
         raise ConfigError.at(
@@ -67,9 +73,9 @@ def read_root_certs(file: Path | None) -> bytes | None:
 
 
 def read_token(file: Path | None) -> str | None:
-    """Return the token in `file`, else in OPD_TEACHERS_TOKEN, else None.
+    """Return the token in `file`; without a file that of OPD_TEACHERS_TOKEN; None if the variable is not set either.
 
-    Raises: ConfigError for a file that others may read, or a token that does not fit into a header.
+    Raises: ConfigError if the file cannot be read or others may read it, or if the token does not fit into a header.
     """
     if file is None:
         source, token = TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)

@@ -1,4 +1,4 @@
-"""The pool as a trainer sees it when its teachers are served elsewhere."""
+"""The pool of a merge whose teachers are served elsewhere: it asks an `opd teachers serve` over Arrow Flight."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from teachers.flight.protocol import (
 from teachers.pool import Routes, expected_rows, refuse_unknown_domains
 
 RETRY_WAITS_S = (1.0, 4.0)
-"""Pauses between the attempts when the server cannot be reached or the connection breaks."""
+"""Pauses between attempts, if the server cannot be reached or the connection breaks."""
 CHANNEL_OPTIONS = [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 1000)]
-"""Without these, gRPC would not try to connect again for up to two minutes."""
+"""Without these options gRPC would wait up to two minutes before it tries to connect again."""
 HEAD_DTYPES = {"float32": "float32", "bfloat16": "int16"}
-"""Type of a head -> type of the array that travels; numpy has no bfloat16."""
+"""Type of a head -> type of the array that travels. numpy has no bfloat16, so int16 holds its bits."""
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class FlightSpec:
     """The address of the served teachers, and what this side expects of them."""
 
     address: str
-    """The server's: `grpc+tls://HOST:PORT`, or `grpc://HOST:PORT` on this machine."""
+    """Address of the server: `grpc+tls://HOST:PORT`, or `grpc://HOST:PORT` on this machine."""
     tls_root_certs: Path | None = None
     """PEM file with the certificates to trust; None without TLS."""
     token_file: Path | None = None
@@ -74,10 +74,10 @@ class FlightSpec:
 
 
 class FlightPool:
-    """Implements `opd.interfaces.TeacherPool`: asks an `opd teachers serve` and believes nothing it can check."""
+    """Implements `opd.interfaces.TeacherPool` with an `opd teachers serve`, and checks whatever it can of the answers."""
 
     def __init__(self, spec: FlightSpec, routes: Routes) -> None:
-        """Connects at the first call. Raises: ConfigError for token or certificates."""
+        """It connects at the first call. Raises: ConfigError if the token or the certificates cannot be used."""
         self._address = spec.address
         self._routes = routes
         self._options = spec
@@ -92,7 +92,7 @@ class FlightPool:
         self._identity = ""
         self._served_teachers: dict[tuple[str, str], ServedTeacher] = {}
         self.layouts: dict[str, LayoutProof] = {}
-        """Empty: the server proves its own."""
+        """Empty: the server proves the layouts of its teachers itself."""
         self._sends_heads = answer_class(spec.payload).SENDS_HEADS
         self._heads: dict[str, HeadSource] = {}
 
@@ -116,10 +116,10 @@ class FlightPool:
                 )
 
     def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
-        """Score every rollout by the teachers of its domain; the server is asked when the first part is taken.
+        """Have every rollout scored by the teachers of its domain; the server is asked when the first part is taken.
 
-        Taking parts raises: RunError for an answer that is not exactly what was asked, or a server that refuses or
-        stays away. Raises: RunError for a domain without a teacher.
+        Taking parts raises: RunError for an answer that is not exactly what was asked for, or if the server refuses or
+        cannot be reached. Raises: RunError for a domain without a teacher.
         """
         refuse_unknown_domains(rollouts, self._routes)
         domains = {r.domain for r in rollouts}
@@ -143,7 +143,7 @@ class FlightPool:
     def __str__(self) -> str:
         return f"teachers at {self._address}"
 
-    # The questions
+    # Requests to the server
 
     def _request_hello(self, options: Any) -> Hello:
         results = list(self._client.do_action(flight.Action("hello", b""), options))
@@ -171,8 +171,11 @@ class FlightPool:
         return head_V_D
 
     def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[np.ndarray]:
-        """Yield the bytes of the parts as they come. After a break the question is asked again from the start: parts that had come before
-        are left out by their numbers, because an engine's second scores may differ in the last bits."""
+        """Yield the bytes of the parts as they come.
+
+        After a broken connection the whole request is sent again. Parts that came before are recognised by their numbers
+        and skipped. Their bytes would not do, because an engine's second scores may differ in the last bits.
+        """
         received: set[tuple[int, int]] = set()
         for attempt in self._iterate_attempts("score", self._timeout_s):
             received_before = frozenset(received)
@@ -185,7 +188,7 @@ class FlightPool:
                 return
 
     def _read_part_id(self, raw: np.ndarray) -> tuple[int, int]:
-        """Return the number of a part's worker and the part's own. Raises: StreamError."""
+        """Return the number of the worker that made a part, and the part's number at this worker. Raises: StreamError."""
         try:
             record = read_part_record(raw.data)
         except StreamError as error:
@@ -193,7 +196,7 @@ class FlightPool:
         return record.worker, record.number
 
     def _exchange_rollouts(self, rollouts: Sequence[Rollout], options: Any) -> Iterator[np.ndarray]:
-        """Send the rollouts and yield each part. Raises: ProtocolError for an answer without its last record."""
+        """Send the rollouts and yield the bytes of each part. Raises: ProtocolError if the answer is cut or incomplete."""
         request = ScoreRequest(served=self._identity, rollouts=len(rollouts)).model_dump_json().encode()
         writer, reader = self._client.do_exchange(flight.FlightDescriptor.for_command(request), options)
         with writer:
@@ -209,7 +212,7 @@ class FlightPool:
                     reply = parse_record(ScoreReply, chunk.app_metadata.to_pybytes())
                     continue
                 pieces.append(_read_slice(chunk.data))
-                if chunk.app_metadata is not None:
+                if chunk.app_metadata is not None:  # PART_ENDS: this was the last slice of a part
                     raw, pieces = np.concatenate(pieces), []
                     sizes.append(raw.nbytes)
                     yield raw
@@ -219,15 +222,18 @@ class FlightPool:
             raise ProtocolError(f"parts of {sizes} bytes arrived, {list(reply.sizes)} were sent")
 
     def _call_with_retry(self, operation: str, timeout_s: float, request: Callable[[Any], T]) -> T:
-        """Ask one question that has one answer. Raises: as `_iterate_attempts`."""
+        """Send a request with one answer, again if the connection breaks. Raises: as `_iterate_attempts`."""
         for attempt in self._iterate_attempts(operation, timeout_s):
             with attempt as options:
                 return request(options)
         raise AssertionError("the last attempt returns or raises")
 
     def _iterate_attempts(self, operation: str, timeout_s: float) -> Iterator[AbstractContextManager[Any]]:
-        """Yield a context for each attempt, which gives the call options and swallows that the server could not be reached; the
-        last one raises it. All attempts share the deadline. Raises: RunError."""
+        """Yield a context manager for each attempt; the caller makes the call within and leaves the loop on success.
+
+        The context gives the call options. If the server cannot be reached it swallows the error and pauses; the last one
+        raises it. All attempts share the deadline. Raises: RunError.
+        """
         deadline = time.monotonic() + timeout_s
         for number, wait_s in enumerate((*RETRY_WAITS_S, None), start=1):
             yield self._try_call(f"`{operation}`", number, timeout_s, deadline, wait_s)
@@ -257,10 +263,10 @@ class FlightPool:
         except ProtocolError as error:
             raise ProtocolError(f"{self}: {error}") from None
 
-    # What is checked
+    # Checks
 
     def _refuse_mismatch(self, hello: Hello) -> None:
-        """Refuse a server that serves something else. Raises: RunError naming what both sides have."""
+        """Refuse a server that serves something else than the pipeline wants. Raises: RunError with the values of both sides."""
         local = {
             "stream version": STREAM_VERSION,
             "payload": self._options.payload,
@@ -281,7 +287,7 @@ class FlightPool:
         for field, local_value in local.items():
             if remote[field] != local_value:
                 raise RunError(
-                    f"{self}: {field}: they have {_shown(remote[field])}, this pipeline {_shown(local_value)}"
+                    f"{self}: {field}: they have {_format_value(remote[field])}, this pipeline {_format_value(local_value)}"
                 )
 
 
@@ -301,8 +307,8 @@ def _extract_message(error: Any) -> str:
     )
 
 
-def _shown(value: object) -> str:
-    """Format a value for an error, digests shortened: nobody reads all of one."""
+def _format_value(value: object) -> str:
+    """Format a value for an error, with digests shortened to 12 digits."""
     if isinstance(value, list):
         return ", ".join(f"{name} ({weight:.3g}, {digest[:12]})" for name, weight, digest in value) or "no teacher"
     return str(value)

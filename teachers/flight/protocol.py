@@ -1,4 +1,4 @@
-"""What the two sides say to each other. Both check it: neither trusts that the other runs the same release."""
+"""The messages between server and client. Each side checks what it receives, since the other may run another release."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from opd.stream.rollouts import encode_rollouts
 from opd.stream.schema import VERSION as STREAM_VERSION
 
 PROTOCOL = "3"
+"""Version of these messages; both sides need the same."""
 SLICE_BYTES = 4 << 20
-"""Largest piece of a stream or head in one message."""
+"""Most bytes of a stream or head in one message."""
 BATCH_TOKENS = 1 << 16
-"""Tokens of one batch of rollouts, about a megabyte; a longer rollout is a batch of its own."""
+"""Most tokens of one batch of rollouts, about a megabyte; a longer rollout is a batch of its own."""
 
 SLICES = pa.schema([pa.field("bytes", pa.large_binary(), nullable=False)])
-"""Pieces of byte strings, in order."""
+"""Schema of a message with one slice of a byte string; the slices come in order."""
 PART_ENDS = b"end"
-"""Metadata of a part's last piece."""
+"""Metadata that marks the last slice of a part."""
 
 
 class ProtocolError(RunError):
-    """The other side said something that this release does not understand."""
+    """The other side sent something that this release does not understand."""
 
 
 class Wire(BaseModel):
@@ -44,7 +45,7 @@ class ServedTeacher(Wire):
     name: str
     weight: float
     digest: str
-    """BLAKE3 of its weight files, see `opd.records.types.Teacher.digest`."""
+    """Digest of its weights; see `opd.records.types.Teacher.digest`."""
     head: str
     """Content hash of its output head."""
 
@@ -72,24 +73,28 @@ class Hello(Wire):
     vocab_size: int
     domains: dict[str, tuple[ServedTeacher, ...]]
     heads: dict[str, WireRule]
-    """Content hash -> what the architecture does to its logits."""
+    """Content hash of a head -> the rule that the architecture applies to its logits."""
 
     def compute_identity(self) -> str:
-        """Return a hash that is equal for two pools that give the same answers: a client notices if another one took the address."""
+        """Return a hash that is equal for two pools that give the same answers.
+
+        With it a client notices that another pool now answers at the same address.
+        """
         return blake3(self.model_dump_json().encode()).hexdigest()
 
 
 class ScoreRequest(Wire):
-    """Goes before the rollouts."""
+    """What a client sends before the rollouts of a step."""
 
     protocol: str = PROTOCOL
     served: str
-    """Identity of the `Hello` that the client knows."""
+    """`Hello.compute_identity` of the `Hello` that this client got."""
     rollouts: int
+    """How many rollouts follow."""
 
 
 class ScoreReply(Wire):
-    """Comes after the slices."""
+    """What the server sends after the last slice."""
 
     sizes: tuple[int, ...]
     """Bytes of each part, in order."""
@@ -99,7 +104,7 @@ W = TypeVar("W", bound=Wire)
 
 
 def parse_record(model: type[W], raw: bytes) -> W:
-    """Parse and check a record. Raises: ProtocolError for another version or anything that is not this record."""
+    """Parse and check a record. Raises: ProtocolError for another version of the protocol, or for bytes that are no such record."""
     try:
         data = loads(raw)
         version = data.get("protocol", PROTOCOL) if isinstance(data, dict) else PROTOCOL
@@ -113,7 +118,7 @@ def parse_record(model: type[W], raw: bytes) -> W:
 
 
 def encode_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
-    """Yield the rollouts as Arrow batches of about `BATCH_TOKENS` tokens, in order."""
+    """Yield the rollouts, in order, as Arrow batches of at most `BATCH_TOKENS` tokens or of one longer rollout."""
     batch: list[Rollout] = []
     tokens = 0
     for rollout in rollouts:
@@ -128,7 +133,7 @@ def encode_batches(rollouts: Sequence[Rollout]) -> Iterator[pa.RecordBatch]:
 
 
 def split_slices(raw: memoryview) -> Iterator[pa.RecordBatch]:
-    """Yield a byte string in pieces of at most `SLICE_BYTES`; nothing is copied."""
+    """Yield a byte string as messages of at most `SLICE_BYTES` each. Nothing is copied: the arrays point into `raw`."""
     for start in range(0, len(raw), SLICE_BYTES):
         piece = raw[start : start + SLICE_BYTES]
         offsets = pa.array([0, len(piece)], pa.int64()).buffers()[1]

@@ -1,4 +1,4 @@
-"""A pool behind a Flight server: other processes, other clusters ask it."""
+"""A pool behind an Arrow Flight server, so that other processes and other clusters can use it."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from teachers.pool import Pool, Routes
 from teachers.scorers import ScorerOptions
 
 CLIENT_PARTS_AHEAD = 2
-"""Parts that wait for a client which has not taken those before them."""
+"""Scored parts that may wait for a slow client before scoring pauses."""
 MAX_MESSAGE = 1000
-"""Characters of an error that travel: it goes into a header, which gRPC bounds at 8 KiB."""
+"""Most characters of an error that are sent: errors travel in a header, and gRPC limits headers to 8 KiB."""
 
 
 class TokenCheck(flight.ServerMiddlewareFactory):
-    """Refuses every call, whatever its kind, without the right `authorization: Bearer TOKEN`."""
+    """Refuses every call that lacks the right header `authorization: Bearer TOKEN`."""
 
     def __init__(self, token: str) -> None:
         self._digest = blake3(f"Bearer {token}".encode()).digest()
 
     def start_call(self, info: Any, headers: Mapping[str, list[str]]) -> None:
         credentials = headers.get("authorization", [""])
-        # Of digests, so that the time tells neither the length nor a prefix.
+        # Digests are compared, so that the time that this takes reveals neither the token's length nor a prefix.
         if len(credentials) != 1 or not hmac.compare_digest(blake3(credentials[0].encode()).digest(), self._digest):
             raise flight.FlightUnauthenticatedError("wrong or missing token")
 
 
 class PoolServer(flight.FlightServerBase):
-    """Serves from construction on, each call in a thread of its own; steps are scored one after the other."""
+    """Serves as soon as it is constructed. Each call has a thread of its own; steps are scored one after the other."""
 
     def __init__(
         self,
@@ -66,7 +66,10 @@ class PoolServer(flight.FlightServerBase):
         timeout_s: float,
         say: Callable[[str], None],
     ) -> None:
-        """`timeout_s` bounds the wait for another client's step. Raises: RunError if the address cannot be had."""
+        """`timeout_s`: longest wait for another client's step. `say` gets the server's own output.
+
+        Raises: RunError if the server cannot listen at the address.
+        """
         self._pool = pool
         self._hello = hello
         self._identity = hello.compute_identity()
@@ -84,20 +87,20 @@ class PoolServer(flight.FlightServerBase):
             raise RunError(f"cannot serve at {endpoint.address}: {error}") from None
 
     def do_action(self, context: Any, action: Any) -> list[bytes]:
-        """`hello`: what is served."""
+        """Answer the action `hello`: describe what is served. Any other action is refused."""
         with self._report_errors(context, action.type):
             if action.type != "hello":
                 raise ProtocolError(f"no action {action.type!r}, only hello")
             return [self._hello.model_dump_json().encode()]
 
     def do_get(self, context: Any, ticket: Any) -> Any:
-        """Return a head, by its hash."""
+        """Return the matrix of the head whose hash is the ticket, as a stream of slices."""
         with self._report_errors(context, "head"):
             key = ticket.ticket.decode(errors="replace")
             if key not in self._hello.heads:
                 raise ProtocolError(f"no head {key[:64]!r}")
             head_V_D = self._read_head(key, context)
-        # int16 holds the bits of a bfloat16, which numpy lacks.
+        # numpy has no bfloat16, so the array of such a head has the type int16 with the same bits.
         meta = {"opd.dtype": str(head_V_D.dtype), "opd.shape": "x".join(map(str, head_V_D.shape))}
         schema = SLICES.with_metadata(meta)
         return flight.GeneratorStream(schema, split_slices(np.ascontiguousarray(head_V_D).data.cast("B")))
@@ -106,11 +109,11 @@ class PoolServer(flight.FlightServerBase):
         try:
             return self._pool.read_head(key)
         except cluster.WorkerDied:
-            with self._hold_turn(context):  # a step starts workers again, too
+            with self._hold_turn(context):  # a step may restart workers too, and both must not do it at once
                 return self._pool.read_head_with_restart(key)
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """A step's rollouts in, its targets out, part by part."""
+        """Read a step's rollouts from the client and write its scored rows, part by part as they come."""
         with self._report_errors(context, "score"):
             request = parse_record(ScoreRequest, descriptor.command)
             if request.served != self._identity:
@@ -127,9 +130,10 @@ class PoolServer(flight.FlightServerBase):
         writer.write_metadata(ScoreReply(sizes=tuple(sizes)).model_dump_json().encode())
 
     def _send_parts(self, rollouts: Sequence[Rollout], context: Any, writer: Any) -> list[int]:
-        """Send parts as they are scored, and no faster than the client takes them. Returns their sizes.
+        """Send parts as they are scored, but no faster than the client takes them. Returns their sizes in bytes.
 
-        A thread of its own has the server's turn: this one waits for as long as the client reads nothing.
+        The scoring runs in another thread, which holds the server's turn. This thread may block as long as the client
+        reads nothing; the other one then gives the turn up.
         """
         parts: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         free_slots, client_left = threading.Semaphore(CLIENT_PARTS_AHEAD), threading.Event()
@@ -140,8 +144,8 @@ class PoolServer(flight.FlightServerBase):
             try:
                 writer.begin(SLICES)
                 while (raw := parts.get()) is not None:
-                    *most, last = split_slices(raw)
-                    for batch in most:
+                    *first_slices, last = split_slices(raw)
+                    for batch in first_slices:
                         writer.write_batch(batch)
                     writer.write_with_metadata(last, PART_ENDS)
                     sizes.append(len(raw))
@@ -160,21 +164,27 @@ class PoolServer(flight.FlightServerBase):
         free_slots: threading.Semaphore,
         client_left: threading.Event,
     ) -> None:
-        """Score in the server's turn, part by part as slots become free, until the client leaves or takes nothing."""
+        """Hold the server's turn and score part by part, each when a slot is free. Stop if the client leaves.
+
+        Raises: FlightTimedOutError if the client takes nothing for half of the deadline.
+        """
         with self._hold_turn(context):
             targets = self._pool.score(rollouts)
             while (part := targets.take_part()) is not None and not client_left.is_set():
-                if not free_slots.acquire(timeout=self._timeout_s / 2):  # others wait twice as long for their turn
+                if not free_slots.acquire(
+                    timeout=self._timeout_s / 2
+                ):  # half, because others wait `_timeout_s` for a turn
                     self._log(f"score for {context.peer()}: the client took nothing for {self._timeout_s / 2:.0f} s")
                     raise flight.FlightTimedOutError("you took nothing for too long: the server's turn went to others")
                 parts.put(memoryview(cluster.fetch_object(part.handle)).cast("B"))
 
     @contextmanager
     def _hold_turn(self, context: Any) -> Iterator[None]:
+        """Wait until no other client's step is scored, and keep others waiting. Raises: RunError after `timeout_s`."""
         if not self._turn_lock.acquire(timeout=self._timeout_s):
             raise RunError(f"others' steps took longer than {self._timeout_s:.0f} s (cluster.phase_timeout_s)")
         try:
-            if context.is_cancelled():  # while it waited: its step would only hold the others up
+            if context.is_cancelled():  # the client left while it waited for its turn; its step would only delay others
                 raise flight.FlightCancelledError("the client left")
             yield
         finally:
@@ -182,7 +192,7 @@ class PoolServer(flight.FlightServerBase):
 
     @contextmanager
     def _report_errors(self, context: Any, operation: str) -> Iterator[None]:
-        """Let an error that we worded ourselves reach the client as it is, and the server's own output."""
+        """Send an error that we worded ourselves to the client as it is, and show it in the server's output."""
         try:
             yield
         except (OpdError, RunError) as error:
@@ -192,7 +202,7 @@ class PoolServer(flight.FlightServerBase):
 
 
 def make_hello(options: ScorerOptions, routes: Routes, pool: Pool) -> Hello:
-    """Describe what a pool serves that is ready and was made with these options."""
+    """Describe what `pool` serves. It is ready, and was made with these options and routes."""
     heads = {a.teacher.name: pool.head_of(a.teacher) for part in routes.values() for a in part}
     return Hello(
         release=__version__,

@@ -1,7 +1,7 @@
-"""Scorers: one small file for each way to ask a teacher, behind one dictionary from `teachers.engine` to what does it.
+"""Scorers: each way to ask a teacher has one file here and one entry in `SCORERS`, under its name in `teachers.engine`.
 
-A scorer is made inside a scoring worker, `Scorer(options)`, and knows nothing of Ray. Every one is checked against a
-plain float32 transformers forward.
+A scorer is made inside a scoring worker, as `Scorer(options)`, and knows nothing of Ray. Tests compare every scorer with a
+plain forward pass of transformers in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from opd.interfaces import Scorer
 from opd.settings.named import import_object
 
 SCORE_TOKENS = 4096
-"""Tokens of one forward pass of engine `transformers`; more does not get faster on a CPU."""
+"""Tokens of one forward pass of engine `transformers`. On a CPU, larger passes are not faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Server:
     base_url: str
     """Up to and including the API's version: https://host/v1."""
     model: str
-    """What the server calls it."""
+    """Name of the teacher's model at the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +31,28 @@ class ScorerOptions:
     """Settings of every scorer; plain values, so they cross process boundaries."""
 
     dtype: str
-    """Teachers compute in it, hidden states and heads are sent in it."""
+    """Type in which teachers compute, and in which hidden states and heads are sent."""
     payload: str
-    """What is sent of each trained token: a name in `opd.config.payloads.PAYLOADS`."""
+    """What is sent for each trained token: a name in `opd.config.payloads.PAYLOADS`."""
     top_k: int
-    """Tokens of a `top_k` payload."""
+    """With payload `top_k`: how many of the likeliest tokens are sent for each position."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding and have no probability."""
     share_prompts: bool = False
-    """Compute what rows have in common once, where that is right for a teacher; engine `transformers`."""
-    memory_bytes: int = 8 << 30
-    """Budget of the teachers kept in memory; engine `transformers`, like the next three."""
-    gpu_memory_bytes: int = 0
-    """Budget of the teachers kept on the GPU; the one in use stays in any case."""
-    device_map: str | None = None
-    """`auto`: a teacher's layers are divided among the worker's devices; None: all are on one."""
-    max_memory: Mapping[int | str, int] = field(default_factory=dict)
-    """GPU's number, `cpu` or `disk` -> most bytes of a teacher's weights there; a device that is not named gets none. Empty: what is
-    free."""
-    lends_memory: bool = False
-    """Return the GPU memory that torch caches once a teacher has scored, because an engine on that GPU wakes up next; engine
+    """Compute the tokens with which several rows begin only once, for teachers where that gives the same states; engine
     `transformers`."""
+    memory_bytes: int = 8 << 30
+    """Budget for the teachers that are kept in memory; engine `transformers`, like the next three."""
+    gpu_memory_bytes: int = 0
+    """Budget for the teachers that are kept on the GPU; the newest one is kept even if it exceeds the budget."""
+    device_map: str | None = None
+    """`auto`: a teacher's layers are divided among the worker's devices; None: all layers are on one device."""
+    max_memory: Mapping[int | str, int] = field(default_factory=dict)
+    """GPU's number, `cpu` or `disk` -> most bytes of a teacher's weights there; a device that is not named gets none. If
+    empty, the free memory is measured."""
+    lends_memory: bool = False
+    """After a teacher has scored, give the GPU memory that torch caches back to the system, because an engine on the same
+    GPU wakes up next; engine `transformers`."""
     max_model_len: int = 512
     """Prompt and response tokens of the longest rollout; engine `vllm`, like the next one."""
     gpu_memory_utilization: float = 0.85
@@ -71,7 +72,8 @@ SCORERS = {
     "vllm": "teachers.scorers.vllm:VLLMScorer",
     "openai": "teachers.scorers.openai:OpenAIScorer",
 }
-"""Named, not imported: a worker loads only what it uses."""
+"""Value of `teachers.engine` -> the scorer's class. The class is imported when it is used, so that a worker loads only
+the libraries of its own engine."""
 
 
 def make_scorer(engine: str, options: ScorerOptions) -> Scorer:

@@ -1,8 +1,8 @@
 """A teacher's layers on several devices: the GPUs of a scoring worker, the CPU's memory, and its files.
 
-accelerate decides where a layer goes and puts hooks on the modules that bring inputs to a layer's device, and weights that are not
-on a GPU to the first one, for the time of its part of the pass. One layer computes after the other, as on one device: what is
-divided is memory, not time.
+accelerate decides where each layer goes and puts hooks on the modules. A hook moves a layer's inputs to the layer's
+device; weights that are on no GPU are moved to the first GPU while their layer computes. One layer computes after the
+other, as on one device, so dividing a teacher saves memory and not time.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ class Division:
     device_map: dict[str, DeviceName]
     """Module -> its place: accelerate's device map."""
     main_device: DeviceName
-    """Where layers compute that are on no GPU: the first GPU, or the CPU."""
+    """The device on which layers compute whose weights are on no GPU: the first GPU, or the CPU if there is no GPU."""
     on_disk: frozenset[str]
     """Parameters that stay in the files until a pass needs them."""
 
     @classmethod
     def from_skeleton(cls, skeleton: Any, max_memory: Mapping[DeviceName, int], main: DeviceName) -> Division:
-        """Divide a causal language model of transformers, which needs no weights.
+        """Divide a causal language model of transformers; `skeleton` needs no weights. `main` becomes `main_device`.
 
-        Raises: RunError if `max_memory` has no room for all of it, or if nobody knows what may be divided.
+        Raises: RunError if the model does not fit into `max_memory`, or if transformers does not say where it may be
+        divided.
         """
         from accelerate import infer_auto_device_map
         from accelerate.utils import get_balanced_memory
@@ -54,7 +55,7 @@ class Division:
             )
         room = {device: size for device, size in max_memory.items() if device != "disk"}
         room = get_balanced_memory(skeleton, room, no_split_module_classes=unsplit_classes)
-        # What fits nowhere is given to the disk.
+        # `infer_auto_device_map` assigns modules that fit on no device to the disk.
         device_map = dict(infer_auto_device_map(skeleton, room, no_split_module_classes=unsplit_classes))
         params = dict(skeleton.named_parameters(remove_duplicate=False))
         on_disk = frozenset(name for name in params if _find_device(device_map, name) == "disk")
@@ -72,9 +73,9 @@ class Division:
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
     def dispatch(self, model: Any, model_dir: Path, dtype: torch.dtype) -> None:
-        """Bring a model that has its weights on the CPU, but for those `on_disk`, to its places.
+        """Move the layers of a model to their devices. Its weights are on the CPU, except those in `on_disk`.
 
-        Raises: RunError if the files do not have the weights that stay there.
+        Raises: RunError if the files lack weights that are to stay on disk.
         """
         from accelerate import dispatch_model
 
@@ -91,22 +92,25 @@ class Division:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Take accelerate's hooks from a model. Weights that were on the CPU are there again, those on disk are nowhere."""
+    """Remove accelerate's hooks from a model. Weights of layers on the CPU are then on the CPU; those on disk are not loaded."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)
 
 
 def measure_free_memory() -> dict[DeviceName, int]:
-    """Return the bytes that weights may have on each GPU that this process sees, and on the CPU."""
+    """Return device -> bytes that weights may take, for the CPU and each GPU that this process sees."""
     from accelerate.utils import get_max_memory
 
-    # A tenth of a GPU is left for what a pass computes: accelerate's own share.
+    # A tenth of a GPU is left for a pass's activations, the same share that accelerate leaves.
     return {device: size if device == "cpu" else int(0.9 * size) for device, size in get_max_memory().items()}
 
 
 def _find_device(device_map: Mapping[str, DeviceName], name: str) -> DeviceName:
-    """Return the device of a module or a parameter: that of the nearest module around it that has one. Raises: KeyError if none has."""
+    """Return the device of a module or parameter: the entry of the module itself or of the nearest module around it.
+
+    Raises: KeyError if there is no such entry.
+    """
     parent = name
     while parent and parent not in device_map:
         parent = parent.rpartition(".")[0]
@@ -116,13 +120,17 @@ def _find_device(device_map: Mapping[str, DeviceName], name: str) -> DeviceName:
 def _build_offload_index(
     model: Any, names: frozenset[str], model_dir: Path, dtype: torch.dtype
 ) -> dict[str, dict[str, str]]:
-    """Build accelerate's index of these parameters: name -> file, name there, dtype. Raises: RunError for one that is missing."""
+    """Build accelerate's index of these parameters: name -> file, name in the file, type.
+
+    Raises: RunError if a parameter is missing in the files or has another shape there.
+    """
     tensors: dict[str, tuple[str, list[int]]] = {}
     for path in weight_files(model_dir):
         with safe_open(path, framework="pt") as file:
             tensors |= {name: (str(path), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     index, tied = {}, model.all_tied_weights_keys
     for name in sorted(names):
+        # Files have one name of tied weights only.
         source = name if name in tensors else tied.get(name, name)
         if source not in tensors:
             raise RunError(f"weights do not fit its config: missing {source}")

@@ -1,10 +1,11 @@
 """Scoring by servers elsewhere that speak the OpenAI completions API with vLLM's prompt log-probs (`vllm serve`).
 
     POST {base_url}/completions  {"model", "prompt": [ids], "max_tokens": 1, "temperature": 0, "prompt_logprobs": k}
-    → choices[0].prompt_logprobs = [null, {"17": {"logprob": -0.2, ...}, ...}, ...]     one entry a token
+    → choices[0].prompt_logprobs = [null, {"17": {"logprob": -0.2, ...}, ...}, ...]     one entry per token
 
-One request a response, so an answer cannot reach another's row. Every attempt has a deadline, their number is bounded.
-The expert's own directory is still needed: tokenizer and vocabulary are checked on it; its weights are not read.
+Each response is sent in a request of its own, so a server cannot mix up the answers of two rows. Every attempt has a
+deadline, and the number of attempts is limited. The expert's own directory is still needed, because its tokenizer and
+vocabulary are checked; its weights are not read.
 """
 
 from __future__ import annotations
@@ -29,22 +30,25 @@ from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.rows import build_logprob_answer, split_batches
 
 IN_FLIGHT = 16
-"""Requests that a worker has out at a time."""
+"""Requests of one worker that wait for an answer at the same time."""
 ATTEMPTS = 4
+"""How often a request is sent before the run stops."""
 BACKOFF_S = 0.5
-"""Pause before the second attempt; doubles with each."""
+"""Pause before the second attempt; each later pause is twice as long."""
 CONNECT_S = 10.0
+"""Deadline for a connection."""
 BATCH_TOKENS = 32768
-"""Prompt and response tokens whose answers are in memory at a time."""
+"""Prompt and response tokens whose answers are in memory at the same time."""
 PROBE_TOKENS = 8
+"""Tokens that a server has to score before a step relies on it."""
 MAX_SHOWN = 300
-"""Characters of a server's own words in an error."""
+"""Most characters of a server's answer that an error quotes."""
 
 Sequences = Sequence[Sequence[int]]
 
 
 class OpenAIScorer:
-    """Implements `opd.interfaces.Scorer`, for payloads that an engine's log-probs are enough for."""
+    """Implements `opd.interfaces.Scorer` for the payloads that can be made of an engine's log-probs."""
 
     def __init__(self, options: ScorerOptions) -> None:
         self._answers = answer_class(options.payload)
@@ -58,10 +62,10 @@ class OpenAIScorer:
         self._verified_teachers: set[str] = set()
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Do nothing: a server has its weights."""
+        """Do nothing: the server holds the weights."""
 
     def head(self, teacher: Teacher) -> Tensor:
-        """Never called: servers send no head, and no payload of theirs needs one."""
+        """Raise, because servers send no head; only hidden states need one, and they are refused with servers."""
         raise AssertionError("a head is needed by hidden states only")
 
     def head_key(self, teacher: Teacher) -> str:
@@ -77,21 +81,21 @@ class OpenAIScorer:
         return ""
 
     def head_file(self, teacher: Teacher) -> None:
-        """Return None: a server shows no file."""
+        """Return None: a server gives no access to its files."""
         return None
 
     def layout(self, teacher: Teacher) -> None:
         """Return None: the engine keeps its sequences apart by itself."""
 
     def head_rule(self, teacher: Teacher) -> LogitRule:
-        """Return the identity: nothing is to be done to log-probs."""
+        """Return the identity: the server's log-probs are final."""
         return IDENTITY
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Yield target rows in batches, shortest rows first.
 
         A response with a log-prob that is not finite gets no row but an entry in `broken`: sample id -> reason.
-        Raises: RunError for an answer that cannot be had or used, after all attempts.
+        Raises: RunError if all attempts fail, or if an answer cannot be used.
         """
         self.head_key(teacher)
         for batch in split_batches(rollouts, BATCH_TOKENS):
@@ -118,7 +122,10 @@ class OpenAIScorer:
         return self._servers[teacher.name]
 
     def _refuse_padded_head(self, teacher: Teacher) -> None:
-        """Refuse a head with padding rows: a server's softmax runs over them too, which cannot be undone. Raises: RunError."""
+        """Refuse a head with padding rows. Raises: RunError.
+
+        The server's softmax includes the padding rows, and their probability cannot be taken out of its log-probs.
+        """
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(teacher.model_dir, trust_remote_code=False)
@@ -130,7 +137,10 @@ class OpenAIScorer:
             )
 
     async def _request_all(self, server: Server, teacher: Teacher, sequences: Sequences) -> list[list[Position]]:
-        """Request all sequences, `IN_FLIGHT` at a time; returns [sequence][token] log-probs; the first token of each has none."""
+        """Request the log-probs of all sequences, `IN_FLIGHT` requests at a time.
+
+        Returns for each sequence one entry per token. The first entry is empty: nothing predicts the first token.
+        """
         free_slots = asyncio.Semaphore(IN_FLIGHT)
         async with aiohttp.ClientSession(timeout=self._timeout, headers=self._build_headers()) as session:
 
@@ -164,7 +174,7 @@ class OpenAIScorer:
         return {"Authorization": f"Bearer {os.environ[self._key_env]}"}
 
     def _parse_positions(self, response: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
-        """Return the checked log-probs of one answer, one entry a token. Raises: RunError saying what is wrong with it."""
+        """Check a server's answer and return its log-probs, one entry per token. Raises: RunError saying what is wrong."""
         speaker = f"teacher {teacher.name}: its server"
         choices = response.get("choices") if isinstance(response, dict) else None
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
@@ -182,7 +192,7 @@ class OpenAIScorer:
         ]
 
     def _parse_position(self, step: Any, token: int, speaker: str) -> Position:
-        if step is None:
+        if step is None:  # a server that has no number for this token; the response is then left out as not finite
             return {token: float("nan")}
         try:
             position = {int(key): _parse_number(entry["logprob"]) for key, entry in step.items()}
@@ -202,7 +212,7 @@ class OpenAIScorer:
                 f"{speaker} sends {len(position)} log-probs a token, objective.k is {self._top_k}: "
                 f"start it with `--max-logprobs {self._top_k}`"
             )
-        if any(value > 1e-3 for value in position.values()):
+        if any(value > 1e-3 for value in position.values()):  # a log-prob is at most 0, apart from rounding
             raise RunError(f"{speaker} sends {max(position.values()):.3g} as a log-prob; these may be logits")
         return position
 
@@ -222,7 +232,7 @@ async def _post_request(
         if attempt:
             await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
         try:
-            # A redirect could lead the key to another host.
+            # A redirect could send the key to another host.
             async with session.post(url, json=request, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except TimeoutError:
@@ -231,7 +241,7 @@ async def _post_request(
         except aiohttp.ClientError as error:
             problem = str(error) or type(error).__name__
             continue
-        if status == 429 or status >= 500:
+        if status == 429 or status >= 500:  # too many requests, or an error of the server that may pass
             problem = f"status {status}: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}"
             continue
         if status != 200:

@@ -1,4 +1,4 @@
-"""What scorers share: rollouts in batches, and the answer from an engine's log-probs."""
+"""Two helpers for scorers: split rollouts into batches, and build an answer from an engine's log-probs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from opd.records.types import Rollout
 
 
 def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool = False) -> Iterator[list[Rollout]]:
-    """Yield all rollouts, shortest first, `max_tokens` prompt and response tokens at a time; a longer one goes alone.
+    """Yield all rollouts in batches of at most `max_tokens` prompt and response tokens, the shortest first.
 
-    With `share` those that begin alike stay together, and what they have in common counts once.
+    A rollout with more tokens is a batch of its own. With `share`, rollouts that begin with the same tokens stay
+    together, and these tokens count once.
     """
     batch: list[Rollout] = []
     tokens = 0
@@ -30,7 +31,7 @@ def split_batches(rollouts: Sequence[Rollout], max_tokens: int, *, share: bool =
 def build_logprob_answer(
     answers: type[Answer], rollout: Rollout, positions: Sequence[Position], top_k: int
 ) -> Answer | None:
-    """Build the answer from the log-probs at each trained token, [N]; None if one is not finite."""
+    """Build the answer from `positions`, the log-probs at each of the N trained tokens; None if any is not finite."""
     if not all(math.isfinite(value) for position in positions for value in position.values()):
         return None
     return answers.of_positions(rollout.trained_ids, positions, top_k)

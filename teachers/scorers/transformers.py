@@ -1,8 +1,9 @@
-"""Scoring by a plain transformers body: the exact hidden states that the teacher's head would turn into logits.
+"""Scoring with plain transformers models: the exact hidden states that a teacher's head would turn into logits.
 
-One skeleton per architecture; a teacher's weights are mapped and assigned into it, so a swap costs milliseconds and
-memory does not grow with the number of teachers (see `teachers.weights`). A LoRA expert is its base with hooks on the
-linear modules that the adapter touches; a swap between two adapters of one base changes nothing but the hooks.
+Each architecture has one skeleton, a model without weights. A teacher's weights are memory-mapped and assigned to it, so a
+swap takes milliseconds, and memory does not grow with the number of teachers (see `teachers.weights`). A LoRA expert is
+its base with hooks on the linear modules that the adapter changes. A swap between two adapters of the same base changes
+only the hooks.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class TransformersScorer:
     """Implements `opd.interfaces.Scorer`; one teacher is in a skeleton at a time."""
 
     def __init__(self, options: ScorerOptions, device: str | None = None) -> None:
-        """`device` is torch's name of one; default: the GPU if there is one."""
-        import_lightly(TRANSFORMERS)  # now, while other workers start, and not with the first teacher
+        """`device` is a name such as `cuda` or `cpu`; by default the GPU, if there is one."""
+        import_lightly(TRANSFORMERS)  # early, while other workers start, instead of when the first teacher is loaded
         self._dtype = getattr(torch, options.dtype)
         self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k
@@ -57,36 +58,39 @@ class TransformersScorer:
         self._architectures: dict[str, _Architecture] = {}
         """Key: the config as JSON."""
         self._architecture_of: dict[Path, _Architecture] = {}
+        """Key: directory of a full model or of an adapter's base."""
         self._loaded_key = ""
+        """`weight_key` of the teacher that `self._model` computes now; empty if none is loaded completely."""
         self._loaded_base = ""
+        """`base_key` of the weights that `self._model` holds; empty if none are loaded completely."""
         self._hooks: list[RemovableHandle] = []
         self._model: Any = None
         self._head_keys: dict[str, str] = {}
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to map and read the teacher's weights."""
-        self._get_architecture(teacher.model_dir)  # the thread that reads cannot make it
+        """Begin to map and read the teacher's weights in a thread; returns at once."""
+        self._get_architecture(teacher.model_dir)  # here, because the reading thread only looks it up
         if teacher.adapter_dir or self._device_cache.find(base_key(teacher)) is None:
             self._weights.prefetch(teacher)
 
     def head(self, teacher: Teacher) -> Tensor:
-        """[V, D] the teacher's output head, on the CPU."""
+        """Return the teacher's output head, [V, D] on the CPU."""
         self._load_teacher(teacher)
         return self._read_head_weight().cpu()
 
     def _read_head_weight(self) -> Tensor:
-        """Return [V, D] the head of the loaded teacher, on the device where it is multiplied."""
+        """Return the head of the loaded teacher, [V, D] on the device that multiplies with it."""
         from accelerate.utils import align_module_device
 
         head = self._model.get_output_embeddings()
-        with align_module_device(head):  # brings it there if it is not
+        with align_module_device(head):  # moves the head there if a divided teacher keeps it elsewhere
             weight: Tensor = head.weight.detach()
         return weight
 
     def head_key(self, teacher: Teacher) -> str:
-        """Return BLAKE3 of the head's bytes, type and logit rule: equal heads have one key.
+        """Return the BLAKE3 hash of the head's bytes, type and logit rule. Equal heads have equal keys.
 
-        Raises: RunError if the head is not finite, or if head and rule do not give the model's own logits.
+        Raises: RunError if the head is not finite, or if head and rule do not give the logits that the model gives.
         """
         weights = weight_key(teacher)
         if weights not in self._head_keys:
@@ -96,7 +100,7 @@ class TransformersScorer:
         return self._head_keys[weights]
 
     def head_file(self, teacher: Teacher) -> HeadFile:
-        """Return the file that has the head; an adapter leaves its base's as it is."""
+        """Return the file that holds the head. For an adapter it is a file of the base, because adapters of heads are refused."""
         names = self._get_architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
@@ -106,9 +110,9 @@ class TransformersScorer:
         return logit_rule(self._model.config)
 
     def layout(self, teacher: Teacher) -> LayoutProof:
-        """Return how rows are laid out for its architecture, proven with the first teacher that has it.
+        """Return how rows are laid out for the teacher's architecture. The layout is proven with the first such teacher.
 
-        Raises: RunError if its rows see each other in every layout.
+        Raises: RunError if in every layout the rows of a batch influence each other.
         """
         self._load_teacher(teacher)
         architecture = self._get_architecture(teacher.model_dir)
@@ -120,17 +124,17 @@ class TransformersScorer:
                 return layout_error(self._compute_states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
 
             proof = prove_layout(measure_error, f"teacher {teacher.name}", share=self._share)
-            if proof.proven:  # a teacher with broken weights says nothing about its architecture
+            if proof.proven:  # nothing is proven by a teacher whose states are not finite
                 architecture.proof = proof
         return proof
 
     @torch.no_grad()
     def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
-        """Compare head and rule with the model's own logits on a few tokens. Raises: RunError if they differ.
+        """Compare the logits of head and rule with the model's own on a few tokens. Raises: RunError if they differ.
 
-        Some architectures add a bias to their logits, or scale them in a way of their own.
+        They differ for architectures that add a bias to their logits, or scale them in a way that `LogitRule` lacks.
         """
-        vocab_size = self._vocab_size  # what padding rows give is nobody's concern
+        vocab_size = self._vocab_size  # without padding rows, whose logits are never used
         if not bool(torch.isfinite(head_V_D[:vocab_size]).all()):
             raise RunError(f"teacher {teacher.name}: output head is not finite")
         ids_B_T = torch.arange(min(8, vocab_size), device=self._device)[None]
@@ -140,7 +144,7 @@ class TransformersScorer:
         computed_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
         computed_T_V = computed_T_V.to(model_T_V.device)
         worst, size = (computed_T_V - model_T_V).abs().max(), model_T_V.abs().max()
-        # NaN is not: hidden states that are not finite are judged row by row
+        # The comparison is False for NaN: `score` reports each row whose hidden states are not finite.
         if bool(worst > 0.02 * size) or self._has_bias():
             raise RunError(
                 f"teacher {teacher.name}: {type(self._model).__name__} computes its logits otherwise than by head, "
@@ -148,7 +152,7 @@ class TransformersScorer:
             )
 
     def _has_bias(self) -> bool:
-        """Return True if the loaded head adds a bias to the logits, which may be less than rounding would explain."""
+        """Return True if the loaded head adds a bias to the logits. A bias can be too small for the comparison of logits."""
         from accelerate.utils import align_module_device
 
         head = self._model.get_output_embeddings()
@@ -157,7 +161,7 @@ class TransformersScorer:
             return bias is not None and bool((bias[: self._vocab_size] != 0).any())
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
-        """Return target rows in batches, shortest rows first. The teacher is loaded when this returns.
+        """Return an iterator over target rows in batches, shortest rows first. The teacher is loaded when this returns.
 
         A response whose hidden states are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
@@ -169,12 +173,13 @@ class TransformersScorer:
     ) -> Iterator[list[TargetRow]]:
         key, layout = self.head_key(teacher), self.layout(teacher).layout
         for batch in split_batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
-            self._load_teacher(teacher)  # another one may have been asked for its head since
+            self._load_teacher(teacher)  # between two batches the caller may have asked another teacher for its head
             rows, hidden_states = [], self._compute_trained_states(batch, layout)
             finite = _is_finite(torch.cat(hidden_states))
             for rollout, hidden_N_D in zip(batch, hidden_states, strict=True):
                 if not finite and not _is_finite(hidden_N_D):
-                    # Alone: in a packed row a masked neighbour's NaN still comes through, as 0 * NaN.
+                    # Compute the row alone: its NaNs may come from a neighbour, because masking multiplies by 0 and
+                    # 0 * NaN is NaN.
                     (hidden_N_D,) = self._compute_trained_states([rollout], layout)
                 if finite or _is_finite(hidden_N_D):
                     answer = self._build_answer(rollout, hidden_N_D, key)
@@ -182,12 +187,12 @@ class TransformersScorer:
                 else:
                     broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
             yield rows
-        if self._lends_memory:
+        if self._lends_memory:  # to the rollout engine, which wakes up on this GPU when scoring is done
             torch.cuda.empty_cache()
 
     @torch.no_grad()
     def _build_answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
-        """Build the loaded teacher's answer for one row from its states [N, D]; `head` is the key of its head."""
+        """Build the loaded teacher's answer for one row from its states [N, D]; `head` is the key of the teacher's head."""
 
         def compute_logprobs() -> Tensor:
             head_V_D = self._read_head_weight()[: self._vocab_size]
@@ -206,21 +211,21 @@ class TransformersScorer:
 
     @torch.no_grad()
     def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
-        """Return for each rollout [N, D] the state at the position before each trained token, from which it is predicted."""
+        """Return for each rollout the states that predict its trained tokens, [N, D]: those one position before them."""
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
         hidden_N_D = self._compute_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
         return list(hidden_N_D.split([r.num_trained for r in rollouts]))
 
     @torch.no_grad()
     def _compute_states(self, packed: Packed) -> Tensor:
-        """Return [B*T, D] the last hidden states of the loaded teacher."""
+        """Return the last hidden states of the loaded teacher, [B*T, D]."""
         inputs = to_device(packed, self._device).inputs(self._dtype)
         return self._model.base_model(**inputs).last_hidden_state.flatten(0, 1)
 
     def _load_teacher(self, teacher: Teacher) -> None:
         if self._loaded_key == weight_key(teacher):
             return
-        self._loaded_key = ""  # a teacher that is half there must not pass for one if loading fails
+        self._loaded_key = ""  # so that after a failure a half-loaded teacher does not count as loaded
         while self._hooks:
             self._hooks.pop().remove()
         architecture = self._get_architecture(teacher.model_dir)
@@ -230,7 +235,7 @@ class TransformersScorer:
             reuses_skeleton = self._model is architecture.skeleton and architecture.tensor_modules and in_memory
             if self._model is not None and not reuses_skeleton:
                 remove_hooks(self._model)
-                to_meta(self._model)  # its teacher would stay in memory beyond the budget while the next one is read
+                to_meta(self._model)  # else two teachers would be in memory while the next one is read
         base, *adapters = self._read_tensors(teacher)
         if not self._loaded_base:
             self._model = architecture.skeleton
@@ -251,7 +256,7 @@ class TransformersScorer:
     def _copy_to_device(self, teacher: Teacher, state: State) -> State:
         """Return the tensors on the device that computes. Only for architectures that are not divided."""
         if not self._device_cache.has_room_for(base_key(teacher), state):
-            to_meta(self._model)  # the teacher before would stay on the GPU beyond the budget
+            to_meta(self._model)  # else the model would keep the previous teacher on the GPU, beyond the budget
         return self._device_cache.copy_to_device(base_key(teacher), state)
 
     def _assign_weights(self, teacher: Teacher, state: State) -> None:
@@ -271,7 +276,7 @@ class TransformersScorer:
                 f"teacher {teacher.name}: weights do not fit its config: missing {missing[:3]}, unexpected {unexpected[:3]}"
             )
         if division is None:
-            self._model.to(self._device)  # buffers that no file has
+            self._model.to(self._device)  # moves the buffers, which are in no file
             architecture.note_modules(state)
         else:
             try:
@@ -281,7 +286,7 @@ class TransformersScorer:
         self._loaded_base = base_key(teacher)
 
     def _attach_adapter(self, teacher: Teacher, state: State) -> None:
-        """Let the adapter's modules add what it says. Raises: RunError for a module that is not linear."""
+        """Attach hooks that add the adapter's change to each module's output. Raises: RunError for a module that is not linear."""
         assert teacher.adapter_dir is not None
         config = LoraConfig.model_validate_json((teacher.adapter_dir / ADAPTER_CONFIG).read_bytes())
         changes = read_updates(config, state)
@@ -296,7 +301,11 @@ class TransformersScorer:
         self._hooks = attach_updates(self._model, {name: change.to(devices[name]) for name, change in changes.items()})
 
     def _read_state(self, directory: Path, dtype: torch.dtype) -> State:
-        """Return the tensors of a model by its modules' names, of an adapter as its file has them; without those that stay on disk."""
+        """Return a directory's tensors, without those that stay on disk.
+
+        A model's tensors have the names that transformers' modules use; an adapter's have the names of its file. Raises:
+        RunError if the names or shapes do not fit the model's config.
+        """
         tensors, architecture = read_tensors(directory), self._architecture_of.get(directory)
         on_disk = self._names_on_disk(directory)
         if architecture is None or architecture.naming.is_plain(tensors):
@@ -312,7 +321,7 @@ class TransformersScorer:
         return state
 
     def _measure_state(self, directory: Path, dtype: torch.dtype) -> int:
-        """Return the bytes of what `_read_state` returns."""
+        """Return how many bytes the tensors that `_read_state` returns take."""
         return weights_nbytes(directory, dtype, self._names_on_disk(directory))
 
     def _names_on_disk(self, directory: Path) -> frozenset[str]:
@@ -340,7 +349,9 @@ class TransformersScorer:
 
     def _divide_layers(self, skeleton: Any) -> Division:
         main: DeviceName = 0 if self._device.type == "cuda" else "cpu"
-        if not self._max_memory:  # once, before a teacher is there; the CPU helps GPUs only if it is told to
+        # Free memory is measured once, before any teacher is loaded. Without `max_memory`, layers go to the CPU only if
+        # there is no GPU.
+        if not self._max_memory:
             self._max_memory = {
                 device: size for device, size in measure_free_memory().items() if (device == "cpu") == (main == "cpu")
             }
@@ -353,21 +364,21 @@ def _is_finite(states: Tensor) -> bool:
 
 @dataclass(slots=True)
 class _Architecture:
-    """The parts that teachers of equal configs share."""
+    """What teachers with equal configs share."""
 
     naming: Naming
     skeleton: Any
-    """A causal language model of transformers without weights; one teacher's at a time are assigned to it."""
+    """A causal language model of transformers without weights. The weights of one teacher at a time are assigned to it."""
     division: Division | None = None
-    """Where its layers go; None: all to one device."""
+    """The devices of its layers; None: all layers are on one device."""
     proof: LayoutProof | None = None
-    """Its layout, once it was proven with a teacher whose states are finite."""
+    """The layout of its rows, once proven with a teacher whose states are finite."""
     tensor_modules: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
-    """Name of a tensor -> the module that has it, and its name there, once a teacher was put into the skeleton whose every
-    tensor is a parameter. Empty where a teacher's way is longer."""
+    """Name of a tensor -> the module that holds it as a parameter, and the parameter's name there. It is filled when the
+    first teacher was loaded, and then allows `replace_tensors`. It stays empty if any tensor is not a parameter."""
 
     def note_modules(self, state: State) -> None:
-        """Note where the tensors of the teacher in place are."""
+        """Fill `tensor_modules` from the teacher that has just been loaded into the skeleton, if all tensors are parameters."""
         split = {name: name.rpartition(".") for name in state}
         modules = {
             name: (self.skeleton.get_submodule(module), tensor_name) for name, (module, _, tensor_name) in split.items()
@@ -376,8 +387,11 @@ class _Architecture:
             self.tensor_modules = modules
 
     def replace_tensors(self, state: State) -> bool:
-        """Put a teacher in the place of one that had the same tensors; False if it has others. torch's own way takes as long as
-        scoring a few hundred tokens with a tiny model."""
+        """Replace the loaded teacher's tensors by those of another teacher. Returns False, with nothing changed, if names or
+        shapes differ or `tensor_modules` is empty.
+
+        It is a shortcut: for a tiny model `load_state_dict` takes as long as scoring a few hundred tokens.
+        """
         if not self.tensor_modules or state.keys() != self.tensor_modules.keys():
             return False
         if any(
@@ -403,9 +417,12 @@ def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def _read_config(model_dir: Path) -> tuple[Any, str]:
-    """Return a model's config, and what it says as one text: equal for all models of one architecture."""
+    """Return a model's config, and its content as text, which is equal for all models of one architecture."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    config.name_or_path, config.transformers_version = "", None  # where it is from changes nothing
+    config.name_or_path, config.transformers_version = (
+        "",
+        None,
+    )  # they say where the model is from, not what it computes
     return config, config.to_json_string(use_diff=False)

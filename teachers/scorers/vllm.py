@@ -2,12 +2,12 @@
 
 Two runners of vLLM answer the three payloads:
 
-    hidden_states                 pooling runner, one embedding a token: the states after the final norm
-    sampled_logprobs, top_k       generating runner, log-probs of the prompt; log-prob of token t lives at t
+    hidden_states                 pooling runner, one embedding per token: the states after the final norm
+    sampled_logprobs, top_k       generating runner, log-probs of the prompt; entry t is the log-prob of token t
 
-Teachers of one config are swapped inside the running engine, another config restarts it. vLLM loads what it finds and
-is content, so each teacher is first held against a plain transformers forward of a few tokens on the CPU; that reads
-its files a second time, once per worker and run.
+Teachers with the same config are swapped inside the running engine; another config needs a new engine. vLLM does not
+notice weights that it loads wrongly. So each teacher's answers are first compared with a plain forward pass of
+transformers on a few tokens, on the CPU. For that its files are read a second time, once per worker and run.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weight_key
 
 BATCH_TOKENS = 32768
-"""Prompt and response tokens handed to the engine at a time; it schedules them itself."""
+"""Prompt and response tokens handed to the engine at a time; the engine schedules them itself."""
 MAX_NUM_SEQS = 256
+"""Sequences that the engine computes at the same time."""
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
-"""Largest gap to transformers on the probe, see `opd.payloads.answer.Answer.gap`."""
+"""Compute type -> largest gap to transformers on the probe; `opd.payloads.answer.Answer.gap` defines the gap."""
 
 
 class VLLMScorer:
@@ -63,17 +64,18 @@ class VLLMScorer:
         """Do nothing: the engine reads a teacher's files when it needs them."""
 
     def head(self, teacher: Teacher) -> Tensor:
-        """[V, D] the teacher's output head, on the CPU, as its files have it: a pooling engine holds none."""
+        """Return the teacher's output head, [V, D] on the CPU, from its files: a pooling engine does not load the head."""
         return self._make_reference().head(teacher)
 
     def head_key(self, teacher: Teacher) -> str:
-        """Return content hash of head and logit rule.
+        """Return the content hash of the head and its logit rule.
 
-        Raises: RunError as `TransformersScorer.head_key` does, and if vLLM gives other answers than transformers."""
+        Raises: RunError as `TransformersScorer.head_key` does, and if vLLM's answers differ from those of transformers.
+        """
         return self._prove_head(teacher).key
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
-        """Return the file that has the head."""
+        """Return the file that holds the head."""
         return self._prove_head(teacher).file
 
     def layout(self, teacher: Teacher) -> None:
@@ -90,7 +92,7 @@ class VLLMScorer:
         """
         key = self.head_key(teacher)
         for batch in split_batches(rollouts, BATCH_TOKENS):
-            self._load_teacher(teacher)  # another one may have been asked since
+            self._load_teacher(teacher)  # the caller may have asked for another teacher between two batches
             rows = []
             for rollout, answer in zip(batch, self._score_batch(batch, key), strict=True):
                 if answer is None:
@@ -101,16 +103,19 @@ class VLLMScorer:
             yield rows
 
     def _score_batch(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
-        """Return the loaded teacher's answer for each row, None if it is not finite; `head` is the key of its head."""
+        """Return the loaded teacher's answer for each row, None for one that is not finite.
+
+        `head` is the key of the teacher's head.
+        """
         answers = self._run_engine(rollouts, head)
         for i, rollout in enumerate(rollouts):
             if answers[i] is None:
-                # Perhaps not its own fault: vLLM hands blocks of its cache on as they are, and attention multiplies what
-                # lies beyond a sequence's end by 0, which leaves NaN what it is.
+                # The row itself may be fine: vLLM reuses blocks of its cache without clearing them. Attention multiplies
+                # values beyond a sequence's end by 0, and 0 * NaN is NaN. So clear the cache and score the row alone.
                 wipe_cache(self._llm)
                 (answers[i],) = self._run_engine([rollout], head)
         if None in answers:
-            wipe_cache(self._llm)  # for the rows and the teacher that come next
+            wipe_cache(self._llm)  # the NaNs of these rows must not reach later rows
         return answers
 
     def _run_engine(self, rollouts: Sequence[Rollout], head: str) -> list[Answer | None]:
@@ -124,12 +129,12 @@ class VLLMScorer:
     def _encode_states(self, rollouts: Sequence[Rollout], prompts: Any, head: str) -> list[Answer | None]:
         from vllm import PoolingParams
 
-        # By default a pooler scales each state to length 1.
+        # Without this, a pooler scales each state to length 1.
         params = PoolingParams(use_activation=False)
         outputs = self._llm.encode(prompts, pooling_params=params, pooling_task="token_embed", use_tqdm=False)
         answers: list[Answer | None] = []
         for rollout, output in zip(rollouts, outputs, strict=True):
-            start = len(rollout.prompt_ids) - 1  # a response token is predicted one position before it
+            start = len(rollout.prompt_ids) - 1  # the state that predicts a token is one position before the token
             offsets = torch.tensor(rollout.trained_positions, dtype=torch.long)
             hidden_N_D = output.outputs.data[start + offsets].to(self._dtype).cpu()
             finite = bool(torch.isfinite(hidden_N_D).all())
@@ -165,7 +170,7 @@ class VLLMScorer:
 
     def _restart_engine(self, teacher: Teacher, shape: dict[str, Any]) -> None:
         old_llm, self._llm = self._llm, None
-        stop_engine(old_llm)  # frees its memory before the new one takes its own
+        stop_engine(old_llm)  # before the new engine starts, because both would not fit into memory
         length = self._options.max_model_len if self._pooling else self._options.max_model_len + 1
         context = (shape.get("text_config") or shape).get("max_position_embeddings")
         if context is not None and length > context:
@@ -186,7 +191,7 @@ class VLLMScorer:
         if self._pooling:
             from vllm.config import PoolerConfig
 
-            # vLLM's pooling front end insists on a tokenizer; nothing is tokenised.
+            # vLLM's pooling front end needs a tokenizer, although no text is tokenised here.
             pooler = PoolerConfig(task="token_embed")
             self._llm = start_engine(options, runner="pooling", pooler_config=pooler, skip_tokenizer_init=False)
         else:
@@ -194,11 +199,14 @@ class VLLMScorer:
         self._shape = shape
 
     def _make_reference(self) -> TransformersScorer:
-        """Make a transformers scorer on the CPU, anew each time: a kept one would hold a second teacher in memory."""
+        """Make a new transformers scorer on the CPU. It is not kept, because it would hold a second teacher in memory."""
         return TransformersScorer(self._options, device="cpu")
 
     def _prove_head(self, teacher: Teacher) -> HeadSource:
-        """Return the head of a teacher, once vLLM and transformers agree on a probe. Raises: RunError if they differ."""
+        """Return the head of a teacher, after comparing vLLM with transformers on a probe.
+
+        Raises: RunError if they differ.
+        """
         weights = weight_key(teacher)
         if weights not in self._heads:
             reference = self._make_reference()
@@ -209,7 +217,8 @@ class VLLMScorer:
             reference_rows = [row for rows in reference.score(teacher, [probe], {}) for row in rows]
             self._load_teacher(teacher)
             (answer,) = self._score_batch([probe], head.key)
-            if reference_rows and answer is not None:  # states that are not finite are judged row by row
+            # There is no row or answer if states are not finite; `score` then reports each such row.
+            if reference_rows and answer is not None:
                 gap = answer.gap(reference_rows[0].answer, len(probe.response_ids), self._dtype)
                 if gap > TOLERANCE[self._options.dtype]:
                     raise RunError(

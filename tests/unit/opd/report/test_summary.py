@@ -15,7 +15,7 @@ from opd.records.step import StepRecord
 from opd.report import Gate, build_report, domain_rows, full_report, read_run, recovered_share
 from opd.report.exams import latest_exam
 from opd.report.page import render_page
-from opd.report.summary import POINTS, draw_curves
+from opd.report.summary import POINTS, compute_curves
 from opd.run.paths import MERGE_EVALUATIONS
 from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
 
@@ -156,7 +156,7 @@ def test_curves_are_means_over_neighbouring_steps() -> None:
         }
         for step in range(1, 2 * POINTS)  # an odd number: the last point is one step
     ]
-    found = draw_curves([StepRecord.from_json(record) for record in records])
+    found = compute_curves([StepRecord.from_json(record) for record in records])
     assert len(found["step"]) == POINTS and found["step"][:2] == [2, 4] and found["step"][-1] == 2 * POINTS - 1
     assert found["tokens"][:2] == [30, 100]
     assert found["loss"]["a"][0] == pytest.approx((1 * 10 + 2 * 20) / 30), "weighted by tokens"
@@ -179,7 +179,7 @@ def test_the_share_of_each_domain_in_samples_and_tokens() -> None:
         record(3, 90, prompts={"long": 1, "short": 4}),
         {"step": 4, "skipped": True},
     ]
-    found = draw_curves([StepRecord.from_json(record) for record in records])
+    found = compute_curves([StepRecord.from_json(record) for record in records])
     assert found["sample_share"] == {"long": [0.75, 0.5, 0.2, None], "short": [0.25, 0.5, 0.8, None]}
     assert found["token_share"] == {"long": [0.75, 0.5, 0.9, None], "short": [0.25, 0.5, 0.1, None]}
 
