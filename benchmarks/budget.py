@@ -14,7 +14,7 @@ from opd.run.metrics import MetricsFile, count_trained_tokens
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Interrupts, interrupts
 from pipelines.merging import run as merging
-from pipelines.merging.surroundings import MergeCallbacks
+from pipelines.merging.callbacks import MergeCallbacks
 
 
 class Budget:

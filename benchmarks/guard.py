@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from opd.guard.guard import Guard  # noqa: E402
-from opd.guard.labelled import Case, shipped_cases  # noqa: E402
+from opd.guard.labelled_cases import Case, shipped_cases  # noqa: E402
 from opd.guard.rules import RuleSet, shipped_rules  # noqa: E402
 from opd.records.environments import ToolCall  # noqa: E402 - found without an installation
 

@@ -24,7 +24,7 @@ from pydantic import AliasChoices, Field, NonNegativeInt
 
 from experts.json_files import Lenient, read_json, read_model, read_optional, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
-from experts.tied import refuse_other_head
+from experts.tied_heads import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
 from opd.errors import ModelError
 from opd.files import blake3_file

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.fit import check_weights
 from experts.merge_first import explain_merging
 from experts.model_dir import ModelInfo
+from experts.weight_check import check_weights
 from opd.errors import ModelError
 from opd.models.lora import (
     ADAPTER_CONFIG,

@@ -17,15 +17,15 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
-from experts.finite import check_finite
+from experts.finite_check import check_finite
 from experts.model_dir import ModelInfo, inspect_model
 from experts.probe import ProbeRecord, measure_probe
 from experts.weight_files import Hashes, weight_hashes
 from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.models.lora import ADAPTER_WEIGHTS
-from opd.settings.near import did_you_mean
 from opd.settings.strict import NAME_PATTERN, Name, Strict
+from opd.settings.suggestions import did_you_mean
 from opd.settings.wording import describe_error
 
 MANIFEST = "manifest.json"

@@ -25,7 +25,7 @@ from experts.spec import TrainSettings
 from opd.errors import ModelError, PromptError
 from opd.prompts import PromptLine, encode_prompt, render_prompt
 from opd.prompts.encode import make_row_error, render_messages
-from opd.prompts.harmless import escape_specials_inside, escape_variables, special_texts
+from opd.prompts.untrusted_text import escape_specials_inside, escape_variables, special_texts
 from opd.tool_formats import AUTO, forbidden_in_turns
 from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.schedule import LearningRate

@@ -28,7 +28,7 @@ from pipelines.catalog import find_pipeline
 from pipelines.evaluation.models import evaluate_models
 from pipelines.interrupts import Interrupts, interrupts
 from pipelines.merging import rounds
-from pipelines.merging.surroundings import MergeCallbacks
+from pipelines.merging.callbacks import MergeCallbacks
 from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import DEFAULT, load_spec
 
@@ -148,7 +148,7 @@ def check(pipeline: Pipeline, *, samples: int = 32, tell: Tell | None = None) ->
     Raises: OpdError before any compute, RunError if a worker fails.
     """
     from pipelines.check.measure import check_pipeline
-    from pipelines.inputs.at_once import refuse_at_once
+    from pipelines.inputs.early_checks import refuse_at_once
 
     config = load_pipeline(pipeline)
     refuse_at_once(config)

@@ -31,16 +31,16 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
-from opd.settings.named import import_object
 from opd.settings.strict import DTYPE_BYTES
+from opd.settings.user_objects import import_object
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.proof import ProvenSync, SyncSpec, choose_probe_sequences
-from opd.traces.keeping import TraceFiles
+from opd.traces.trace_files import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
-from pipelines.inputs.own_engine import import_users_engine
 from pipelines.inputs.read import Inputs
+from pipelines.inputs.user_engine import import_users_engine
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
@@ -51,7 +51,7 @@ from pipelines.specs import (
     trainer_spec,
 )
 from teachers.flight.client import FlightPool
-from teachers.nobody import TeacherlessPool
+from teachers.no_teachers import TeacherlessPool
 from teachers.pool import Pool, Routes
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}

@@ -34,9 +34,9 @@ from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
+from pipelines.merging.callbacks import TERMINAL, MergeCallbacks
 from pipelines.merging.changes import refused_keys
 from pipelines.merging.directory import link_files
-from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 
 Tell = Callable[[str], None]
 

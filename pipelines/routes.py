@@ -15,7 +15,7 @@ from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
 from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 
 START = "start student"
 """Name of the start student as a teacher. It has a space, which no expert's name can have."""

@@ -18,7 +18,7 @@ from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
-from opd.train.compiled import EAGER_ATTENTION_TOKENS
+from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
@@ -33,7 +33,7 @@ from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
 from pipelines.routes import START, start_student_weights
 from teachers.flight.client import FlightSpec
-from teachers.nobody import TeacherlessSpec
+from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
 

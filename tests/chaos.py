@@ -29,7 +29,7 @@ import psutil
 import yaml
 
 from opd.files import blake3_file
-from opd.machine.leftovers import SHARED_MEMORY
+from opd.machine.orphans import SHARED_MEMORY
 from tests.conftest import build_model_dir
 from tests.integration.conftest import two_domain_pipeline
 

@@ -123,7 +123,7 @@ def _passes(case: Case, lm: Any) -> dict[str, float]:
 def _compile(case: Case, lm: Any) -> None:
     """Compile the layers as the trainer does on a CPU."""
     from benchmarks.merging.ours import pipeline
-    from opd.train.compiled import compile_layers
+    from opd.train.compiled_layers import compile_layers
     from pipelines.api import load_pipeline
     from pipelines.specs import eager_attention
 

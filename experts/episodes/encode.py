@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from experts.episodes.rows import EpisodeRow, Turn, is_learned
 from opd.errors import PromptError
 from opd.prompts.encode import encode_text
-from opd.prompts.harmless import escape_specials, special_texts
+from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue
 from opd.rollouts.episodes.turns import History

@@ -20,7 +20,7 @@ from typing import Any
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.prompts import Messages, find_source
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.line import read_row
 from opd.prompts.readers import RowLocation, source_rows
 from opd.records.environments import Tool

@@ -19,8 +19,8 @@ from opd.config.domains import DomainEvalConfig, EnvironmentConfig
 from opd.config.guard import GuardConfig
 from opd.config.prompts import Prompts
 from opd.errors import ConfigError
-from opd.settings.near import did_you_mean
 from opd.settings.strict import Name, Strict, UserPath
+from opd.settings.suggestions import did_you_mean
 from opd.settings.yaml_files import apply_overrides, load_yaml, validate_section
 
 Method = Literal["ppo", "grpo", "rloo"]

@@ -14,7 +14,7 @@ from typing import Any
 from experts.suites import agents, letters, reasoning, rewards, tools
 from opd.errors import ConfigError
 from opd.files import atomic_write_text
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 
 Rows = Sequence[Mapping[str, Any]]
 

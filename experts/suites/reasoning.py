@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from experts.suites.rows import SuiteRow
+from opd.environments.distinct_rows import take_unique
 from opd.environments.retry import gym_row
-from opd.environments.unique import take_unique
 
 DRAWS_PER_ROW = 20
 

@@ -18,7 +18,7 @@ from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import WorkerWatch
 from opd.config.sections import ClusterConfig
 from opd.errors import ConfigError, RunError
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.machine.address import LOOPBACK
 
 RAY_DIRECTORY = "r"

@@ -10,8 +10,8 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, ValidationError,
 from pydantic_core import PydanticCustomError
 
 from opd.config.kinds import kind_tag
-from opd.settings.named import is_import_name
 from opd.settings.strict import PathOrName, Strict, UserPath
+from opd.settings.user_objects import is_import_name
 from opd.settings.yaml_files import move_error
 
 if TYPE_CHECKING:

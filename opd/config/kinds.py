@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Discriminator, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from opd.settings.near import find_nearest
+from opd.settings.suggestions import find_nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
 from opd.errors import ConfigError
-from opd.settings.named import import_object, import_user_object, is_import_name
-from opd.settings.near import find_nearest
 from opd.settings.strict import Strict
+from opd.settings.suggestions import find_nearest
+from opd.settings.user_objects import import_object, import_user_object, is_import_name
 
 if TYPE_CHECKING:
     from opd.interfaces import Objective

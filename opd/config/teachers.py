@@ -12,8 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.payloads import PayloadName
 from opd.machine.address import LOOPBACK, parse_url, strip_secret
-from opd.settings.near import find_nearest
 from opd.settings.strict import DType, Name, Strict, UserPath
+from opd.settings.suggestions import find_nearest
 
 
 class ServerConfig(Strict):

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from opd.settings.near import find_nearest
 from opd.settings.strict import Strict
+from opd.settings.suggestions import find_nearest
 
 
 class ExactMatchConfig(Strict):

@@ -12,4 +12,4 @@ CREDITS: dict[str, str] = {
     "ema": "opd.credit.ema:EmaCredit",
     "none": "opd.credit.none:NoBaselineCredit",
 }
-"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.named.import_object` imports it."""
+"""Kind -> its class, which implements `opd.credit.interfaces.Credit`; `opd.settings.user_objects.import_object` imports it."""

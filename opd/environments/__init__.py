@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.settings.named import import_user_object, is_import_name
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
+from opd.settings.user_objects import import_user_object, is_import_name
 
 ENVIRONMENTS = {
     "calculator": "opd.environments.calculator:Calculator",

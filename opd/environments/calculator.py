@@ -15,8 +15,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judgement, format_hermes_call
 from opd.environments.game import FormOptions, TaskRow, draw_tasks
+from opd.environments.question_game import Asking, Judgement, format_hermes_call
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.verifiers.numeric import last_number

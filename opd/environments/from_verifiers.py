@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
+from opd.environments.distinct_rows import take_unique
 from opd.environments.game import TaskRow
-from opd.environments.unique import take_unique
 from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import Field
 
-from opd.environments.unique import take_unique
+from opd.environments.distinct_rows import take_unique
 from opd.errors import PromptError
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict

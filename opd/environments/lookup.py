@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judgement, format_turn_with_call
 from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.question_game import Asking, Judgement, format_turn_with_call
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.settings.strict import Strict

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.asking import Asking, Judgement
+from opd.environments.distinct_rows import take_unique
 from opd.environments.game import TaskRow
-from opd.environments.unique import take_unique
+from opd.environments.question_game import Asking, Judgement
 from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, Outcome
 from opd.settings.strict import Strict

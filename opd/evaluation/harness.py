@@ -24,7 +24,7 @@ import yaml
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
 from opd.rollouts.processes import ENGINE_ENV
-from opd.rollouts.served import HF_FORMAT
+from opd.rollouts.served_families import HF_FORMAT
 
 BATCH_SIZE = {"hf": 8, "vllm": "auto"}
 """Adapter -> batch size; vLLM forms its batches itself."""

@@ -12,10 +12,10 @@ from opd.config.guard import EndpointJudge as EndpointConfig
 from opd.config.guard import GuardConfig, JudgeConfig
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.judge import CachedJudge, HttpJudge, LogProbJudge, PromptScorer
-from opd.guard.judged import StoredJudge
 from opd.guard.records import Judge
 from opd.guard.rules import RuleFile, RuleSet, read_rules
-from opd.settings.named import import_user_object
+from opd.guard.verdict_file import StoredJudge
+from opd.settings.user_objects import import_user_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def _build_judge(config: JudgeConfig, deadline_s: float) -> Judge:
             deadline_s=deadline_s,
         )
     if config.model is not None:
-        from opd.guard.scorer import ModelScorer  # it needs torch, which a check of rules does not
+        from opd.guard.local_judge import ModelScorer  # it needs torch, which a check of rules does not
 
         return LogProbJudge(ModelScorer(config.model), config.threshold, deadline_s)
     assert config.scorer is not None

@@ -17,18 +17,18 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, TypeGuard
 
-from opd.guard.dummies import DUMMIES
 from opd.guard.facts import ProgramCall, Streams
-from opd.guard.mentions import find_mentions
+from opd.guard.fake_errors import DUMMIES
+from opd.guard.literal_paths import find_mentions
 from opd.guard.records import Judge, JudgeFailed, Opinion, Question
 from opd.guard.rules import Hit, RuleSet
 from opd.guard.session import GuardSession
+from opd.guard.shell.branches import list_states, run_in_every_state, run_in_subprocess, settle_states
 from opd.guard.shell.fields import MARKS, show_field
 from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
-from opd.guard.shell.ways import list_states, run_in_every_state, run_in_subprocess, settle_states
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
 from opd.text import strip_control_characters, to_one_line

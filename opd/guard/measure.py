@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opd.guard.guard import Guard
-from opd.guard.labelled import Case
+from opd.guard.labelled_cases import Case
 from opd.records.guard import Verdict
 
 STAGES = CERTAIN_RULES, ALL_RULES, AFTER_JUDGE = "certain rules", "all rules", "after the judge"

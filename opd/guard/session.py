@@ -67,7 +67,7 @@ class GuardSession:
     begins_at: str = ""
     """The directory in which a new shell begins, if calls do not share one; `cwd` if not given."""
     other_states: list[GuardSession] = field(default_factory=list)
-    """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.ways`)."""
+    """Other states that the episode may be in, since nobody knows which commands succeeded (`opd.guard.shell.branches`)."""
 
     def __post_init__(self) -> None:
         self.begins_at = self.begins_at or self.cwd

@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from opd.live.course import WINDOW
-from opd.live.now import FAILED, FINISHED
+from opd.live.live_state import FAILED, FINISHED
 from opd.live.view import KILLED, RUNNING, DomainView, View
 from opd.text import to_one_line
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from opd.errors import RunDirError
 from opd.live.course import Course
+from opd.live.live_state import FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.memory import memory_of
-from opd.live.now import FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.progress import notes_of
 from opd.live.view import KILLED, RUNNING, View, view_of
 from opd.report import clear_domains

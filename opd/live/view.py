@@ -9,7 +9,7 @@ from opd.live.course import Course
 from opd.report import recovered_share
 
 RUNNING, KILLED = "running", "killed"
-"""States of a run beside those of `opd.live.now.ENDS`."""
+"""States of a run beside those of `opd.live.live_state.ENDS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class View:
     root: str = ""
     """The run directory, as the user names it."""
     state: str = RUNNING
-    """`RUNNING`, `KILLED`, or one of `opd.live.now.ENDS`."""
+    """`RUNNING`, `KILLED`, or one of `opd.live.live_state.ENDS`."""
     steps: int
     done: int = 0
     elapsed_s: float | None = None

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable from which torch reads the directory for compiled code."""

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 
 POLL_S = 0.05
 """Pause between two checks whether the import is done."""

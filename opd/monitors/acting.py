@@ -17,7 +17,7 @@ from opd.records.scores import Evaluation
 from opd.records.step import AlarmRecord, StepRecord
 from opd.records.types import Rollout
 from opd.run.paths import RunPaths
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 from opd.text import quote_for_shell
 
 Readings = Mapping[str, Mapping[str, float]]

@@ -15,7 +15,7 @@ from opd.monitors.signals import WHOLE_STEP, Signal
 from opd.records.json_fields import check_types
 from opd.records.step import AlarmRecord
 from opd.records.types import Rollout
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 
 FORMAT = 1
 """Version of the file; a file of another one is refused."""

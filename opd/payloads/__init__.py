@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opd.config.payloads import PAYLOADS
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 
 if TYPE_CHECKING:
     from opd.payloads.answer import Answer

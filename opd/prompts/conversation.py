@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from opd.config.prompts import RENDERING
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 
 Messages = list[dict[str, Any]]
 """Each message has `role` and `content`, both text; messages of the assistant may have `tool_calls`."""

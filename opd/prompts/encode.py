@@ -15,7 +15,7 @@ from opd.errors import ConfigError, ModelError, PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.chat_templates import apply_template
 from opd.prompts.conversation import Messages
-from opd.prompts.harmless import escape_specials, escape_specials_inside, escape_variables, special_texts
+from opd.prompts.untrusted_text import escape_specials, escape_specials_inside, escape_variables, special_texts
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles that chat templates know; a template may leave out their messages on purpose."""

@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from opd.config.prompts import CHAT_COLUMNS, Column
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.conversation import (
     Messages,
     add_system_message,

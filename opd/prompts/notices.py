@@ -13,9 +13,9 @@ import numpy as np
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.prompts.conversation import SYSTEM_ROLES
 from opd.prompts.encode import render_prompt
-from opd.prompts.harmless import escape_specials, special_texts
 from opd.prompts.line import PromptLine
 from opd.prompts.table import ENDED, SYSTEM, TOOLS, VARIABLES, PromptTable
+from opd.prompts.untrusted_text import escape_specials, special_texts
 
 
 def collect_notices(

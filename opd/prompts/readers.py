@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, PARSER, no_column, parse_json_line
 from opd.prompts.sources import Source, import_datasets, kind_of, open_unpacked, quiet_datasets
 

@@ -17,7 +17,7 @@ from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import PromptError
 from opd.files import blake3_json
 from opd.prompts.arrow import IN_MEMORY_BYTES, Batches, in_batches, open_batches
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.line import MAX_LINE_BYTES, PromptLine, as_chat, columns_in_use, read_row
 from opd.prompts.mix import shuffle_numbers
 from opd.prompts.readers import RowLocation, column_names, refuse_missing_columns, source_rows

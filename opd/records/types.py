@@ -351,7 +351,7 @@ class StepReport:
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     """Key: domain, and number of the turn of its dialogue, from 0: see `opd.train.turns.count_earlier_turns`."""
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.choose` watches."""
+    """Sample id -> the objective's value at each trained token, nats; of the samples that `opd.traces.selection` watches."""
     skipped: bool = False
     """True if the batch held no trained token, or a critic learns alone: no optimiser step was taken."""
     drift: float = 0.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from opd.rollouts.served import Refusal, engine_arguments
-from opd.settings.near import did_you_mean
+from opd.rollouts.served_families import Refusal, engine_arguments
+from opd.settings.suggestions import did_you_mean
 
 OURS = {
     "model": "student.model",

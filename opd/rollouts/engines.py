@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.models.buckets import WeightStream
-from opd.rollouts.pour import pass_buckets
+from opd.rollouts.weight_broadcast import pass_buckets
 from opd.rollouts.worker import VLLMWorker
 
 R = TypeVar("R")

@@ -19,22 +19,22 @@ from typing import Any, get_args
 
 from opd.errors import RunError
 from opd.guard.build import shared_guard
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.machine.imports import import_lightly
 from opd.models.buckets import Bucket
 from opd.prompts import load_tokenizer
 from opd.records.episodes import EpisodeResult
 from opd.records.types import TurnStop
+from opd.rollouts.cpu_patches import RESTARTED
+from opd.rollouts.cpu_settings import cpu_settings
+from opd.rollouts.engine_files import own_files
 from opd.rollouts.episodes.engine import BatchEngine, Sampling
 from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
-from opd.rollouts.inside import EXTENSION
-from opd.rollouts.on_cpu import cpu_settings
-from opd.rollouts.own_files import own_files
 from opd.rollouts.processes import bind_processes, drop_service_port, explain_failed_start
-from opd.rollouts.repairs import RESTARTED
-from opd.rollouts.served import HF_FORMAT
-from opd.rollouts.swap import IncomingWeights, StreamedSwap, reset_prefix_cache, swap_weights
+from opd.rollouts.served_families import HF_FORMAT
+from opd.rollouts.weight_loading import IncomingWeights, StreamedSwap, reset_prefix_cache, swap_weights
+from opd.rollouts.worker_extension import EXTENSION
 
 _shapes: dict[bytes, dict[str, Any]] = {}
 """Text of a model's config -> what `read_model_shape` returns for it; at most one entry."""
@@ -315,7 +315,7 @@ def cut_vocabulary(llm: Any, vocab_size: int) -> None:
     Raises: RunError if the model gives logits of another width all the same.
     """
     for name, width in llm.collective_rpc("opd_cut_vocabulary", args=(vocab_size,)):
-        # None is from a process that gets no logits, see `Inside.opd_cut_vocabulary`.
+        # None is from a process that gets no logits, see `WorkerExtension.opd_cut_vocabulary`.
         if width not in (vocab_size, None):
             raise RunError(
                 f"{llm.llm_engine.model_config.model}: vLLM's {name} gives logits for {width} ids, the tokenizer knows "

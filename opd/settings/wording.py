@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from opd.settings.near import find_nearest
+from opd.settings.suggestions import find_nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

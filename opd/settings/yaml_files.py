@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from opd.errors import ConfigError
-from opd.settings.near import find_nearest, suggest_key_elsewhere
+from opd.settings.suggestions import find_nearest, suggest_key_elsewhere
 from opd.settings.wording import describe_alternatives, describe_wanted, has_key
 
 MERGE = "tag:yaml.org,2002:merge"

@@ -6,7 +6,7 @@ again. A step is in the log whole or not at all.
 `rollouts.arrow` has all rollouts of the step in order, also those that no teacher could score. The parts are the teachers' rows, as
 they came from the scoring workers. `step.json` has the request to which all of this belongs (step, policy version, prompts), BLAKE3
 and size of each file, the teachers of each domain, and the prompts that were refused. Rollouts that were written ahead of their step
-are beside these directories (`opd.stream.written`).
+are beside these directories (`opd.stream.written_rollouts`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from opd.run.paths import parse_step_name, step_name
 from opd.stream.rollouts import read_file
 from opd.stream.schema import PartRecord, StreamError
 from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
-from opd.stream.written import (
+from opd.stream.written_rollouts import (
     UNREADABLE,
     WrittenRollouts,
     describe_file,

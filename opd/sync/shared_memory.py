@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 
-from opd.machine import leftovers
-from opd.machine.leftovers import SHARED_MEMORY
+from opd.machine import orphans as leftovers
+from opd.machine.orphans import SHARED_MEMORY
 from opd.sync.proof import ProvenSync, SyncSpec
 
 

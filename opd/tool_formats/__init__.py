@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from opd.settings.near import find_nearest
+from opd.settings.suggestions import find_nearest
 from opd.tool_formats.hermes import Hermes
 from opd.tool_formats.llama3_json import Llama3Json
 from opd.tool_formats.mistral import Mistral

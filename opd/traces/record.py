@@ -12,7 +12,7 @@ from opd.errors import RunDirError
 from opd.files import atomic_write_text
 from opd.records.json_fields import check_types
 from opd.records.types import Origin, SegmentOrigin, StopReason
-from opd.traces.choose import TraceReason
+from opd.traces.selection import TraceReason
 
 FORMAT = 1
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
-from opd.train.gathered import list_decoder_layers
+from opd.train.gathered_layers import list_decoder_layers
 
 if TYPE_CHECKING:
     from opd.train.zero import ModelOptions

@@ -21,7 +21,7 @@ from opd.records.sums import sum_by_key
 from opd.records.types import Rollout, StepReport
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
-from opd.traces.choose import watched_samples
+from opd.traces.selection import watched_samples
 from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
 from opd.train.feed import Feed

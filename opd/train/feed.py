@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opd.stream.split import split_part
+from opd.stream.rank_parts import split_part
 from opd.stream.targets import StreamPart, TargetStream
 
 

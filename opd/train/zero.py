@@ -27,10 +27,10 @@ from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.layouts import LAYOUTS, find_positions_before, layout_error
-from opd.models.products import use_quick_products
+from opd.models.linear_kernels import use_quick_products
 from opd.models.weights import obeys_masks, whole_shape
 from opd.records.types import WrittenFile
-from opd.train.compiled import compile_layers
+from opd.train.compiled_layers import compile_layers
 from opd.train.exchange import (
     patch_all_gather,
     patch_flatten,
@@ -38,10 +38,10 @@ from opd.train.exchange import (
     patch_reduce_scatter,
 )
 from opd.train.export import FileTensors, write_model
-from opd.train.gathered import find_leaf_classes
+from opd.train.gathered_layers import find_leaf_classes
 from opd.train.lora import PlainWeight, list_plain_weights, select_changed_weights
-from opd.train.network import join_ranks, open_listener
 from opd.train.optimizer import AdamWOptions, build_adamw
+from opd.train.process_group import join_ranks, open_listener
 from opd.train.shards import MOMENTS, Shards, compute_part_sizes, write_shard
 
 
@@ -66,7 +66,7 @@ class ZeroOptions:
     gradient_checkpointing: bool
     """Recompute activations in the backward pass."""
     compile: bool = False
-    """Fuse what layers do between matrix products, see `opd.train.compiled`."""
+    """Fuse what layers do between matrix products, see `opd.train.compiled_layers`."""
     timeout_s: float
     """Deadline of each operation that the ranks do together."""
     bucket: int | None = None
@@ -83,7 +83,7 @@ class ModelOptions(ZeroOptions):
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
     eager_attention: bool = False
-    """Compute attention step by step, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled`."""
+    """Compute attention step by step, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled_layers`."""
 
 
 class ZeroEngine:

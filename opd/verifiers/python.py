@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from opd.errors import ConfigError
-from opd.settings.named import import_user_object
+from opd.settings.user_objects import import_user_object
 
 WANTED = "a function(text, answer, metadata) that gives a score in 0..1"
 

@@ -20,9 +20,9 @@ from opd.cluster.environment import SPIN_SETTINGS
 from opd.errors import ConfigError
 from opd.machine.address import Address
 from opd.machine.compiler import keep_compiled_code_private
-from opd.rollouts.own_files import SOCKETS, own_folder
+from opd.rollouts.engine_files import SOCKETS, own_folder
 from opd.rollouts.processes import drop_service_port
-from opd.rollouts.served import CPU_LATENT, HF_FORMAT, LATENT
+from opd.rollouts.served_families import CPU_LATENT, HF_FORMAT, LATENT
 from pipelines.after.models import LocalModel
 
 KEY = "VLLM_API_KEY"

@@ -25,9 +25,9 @@ from opd.report import clear_domains, recovered_share
 from opd.run.paths import MERGE_EVALUATIONS, ComparisonPaths, RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.text import format_or_dash
-from pipelines.baselines.difference import Difference, Scores, compare_methods, t_quantile
 from pipelines.baselines.jobs import METHODS, TRAINED_METHODS, plan_jobs, refuse_rounds
 from pipelines.baselines.run import check_methods, compute_results
+from pipelines.baselines.significance import Difference, Scores, compare_methods, t_quantile
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.inputs.template_date import as_recorded, with_template_date

@@ -18,7 +18,7 @@ from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunDirError
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 from opd.text import quote_for_shell
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.merging.changes import accept_changes

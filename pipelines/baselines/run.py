@@ -22,12 +22,12 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
-from pipelines.baselines.bound import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import cut_notice
 from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
 from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import merge_weights, mergekit_environment
+from pipelines.baselines.validity import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging

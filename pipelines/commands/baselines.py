@@ -62,7 +62,7 @@ def baseline(
     """Merge the same experts in another way, and measure the result on the same exams."""
     avoid_spinning()
     from pipelines.baselines.jobs import parse_methods, parse_shares, plan_jobs
-    from pipelines.inputs.at_once import refuse_at_once
+    from pipelines.inputs.early_checks import refuse_at_once
 
     methods, shares = parse_methods(method), parse_shares(share) if share is not None else None
     config, root = _find_merge(target, run_dir, overrides)
@@ -119,7 +119,7 @@ def compare(
     from opd.config import load_pipeline
     from pipelines.baselines.jobs import METHODS, parse_methods, parse_seeds, parse_shares
     from pipelines.catalog import find_pipeline
-    from pipelines.inputs.at_once import refuse_at_once
+    from pipelines.inputs.early_checks import refuse_at_once
 
     numbers, methods, shares = parse_seeds(seeds), parse_methods(method or ",".join(METHODS)), parse_shares(share)
     config = load_pipeline(find_pipeline(pipeline), overrides)

@@ -25,7 +25,7 @@ def check(
     """Can the experts of a merge teach its student anything? Short exams before the long run; exit code 1 if not."""
     from opd.config import load_pipeline
     from pipelines.catalog import find_pipeline
-    from pipelines.inputs.at_once import refuse_at_once
+    from pipelines.inputs.early_checks import refuse_at_once
     from pipelines.inputs.read import refuse_without_experts
 
     config = load_pipeline(find_pipeline(pipeline), overrides)

@@ -110,7 +110,7 @@ def _refuse_at_once(models: list[Path], pipeline: str | None) -> None:
     """Refuse a wrong path or name before the engines' packages are imported, which takes seconds. Raises: OpdError."""
     from opd.run.paths import RunPaths
     from pipelines.catalog import find_pipeline
-    from pipelines.inputs.at_once import refuse_wrong_directories
+    from pipelines.inputs.early_checks import refuse_wrong_directories
 
     if pipeline is not None and not RunPaths(Path(pipeline)).is_run:
         find_pipeline(pipeline)

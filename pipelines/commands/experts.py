@@ -140,7 +140,7 @@ def _train_on_texts(spec: ExpertsSpec) -> list[Path]:
 
 
 def _train_on_rewards(spec: ReinforceSpec) -> list[Path]:
-    from pipelines.inputs.at_once import refuse_wrong_training
+    from pipelines.inputs.early_checks import refuse_wrong_training
 
     refuse_wrong_training(spec)
     from pipelines.reinforce import reinforce_experts

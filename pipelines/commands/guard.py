@@ -35,7 +35,7 @@ def test(
 ) -> None:
     """Recall and precision of each stage; exit code 1 below what is asked for."""
     from opd.errors import OpdError
-    from opd.guard.labelled import read_cases, shipped_cases
+    from opd.guard.labelled_cases import read_cases, shipped_cases
     from opd.guard.measure import AFTER_JUDGE, ALL_RULES, measure_guard
 
     if half not in ("development", "held_out", "both") or (half != "both" and file != "shipped"):

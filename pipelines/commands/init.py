@@ -82,7 +82,7 @@ def init(
 
     Example: opd init --student base --expert models/math --expert models/law --prompts math.csv --prompts law.jsonl
     """
-    from pipelines.propose.given import Flags
+    from pipelines.propose.flags import Flags
     from pipelines.propose.run import OutputFile, copy_shipped, write_proposal
 
     flags = Flags(

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from pipelines.commands import completion
-from pipelines.commands.given import MergeArguments
+from pipelines.commands.merge_options import MergeArguments
+from pipelines.commands.merge_output import JsonOption, MergeOutput, QuietOption
 from pipelines.commands.shell import MaybePipelineArgument, SetOption, help_examples
-from pipelines.commands.shown import JsonOption, MergeOutput, QuietOption
 
 ResumeOption = Annotated[
     Path | None,

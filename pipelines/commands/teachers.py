@@ -32,7 +32,7 @@ def serve(
     """Serve a pipeline's teachers over Arrow Flight until Ctrl-C; beyond this machine only with TLS and a token."""
     from opd.config import load_pipeline
     from pipelines.catalog import find_pipeline
-    from pipelines.inputs.at_once import refuse_wrong_models
+    from pipelines.inputs.early_checks import refuse_wrong_models
     from teachers.flight.access import parse_endpoint
 
     endpoint = parse_endpoint(listen, tls_cert, tls_key, token_file)

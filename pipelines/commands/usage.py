@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from opd.errors import OpdError
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 from opd.settings.wording import describe_wanted
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]

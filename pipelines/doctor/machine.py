@@ -14,7 +14,7 @@ from pathlib import Path
 
 from opd.cluster.environment import count_cores
 from opd.machine.compiler import find_compiler
-from opd.machine.leftovers import SHARED_MEMORY
+from opd.machine.orphans import SHARED_MEMORY
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 from pipelines.sizing.machine import free_bytes, machine_bytes
 

@@ -19,7 +19,7 @@ from opd.evaluation.harness import TaskScores
 from opd.files import atomic_write_text
 from opd.records.scores import FORMAT, Evaluation
 from opd.run.paths import RunPaths
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 from opd.settings.yaml_files import apply_overrides
 from pipelines.catalog import find_pipeline
 from pipelines.evaluation.lm_eval import lm_eval_models

@@ -22,7 +22,7 @@ from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.prompts import is_here, is_hub_name
 from opd.records.scores import Evaluation
 from opd.records.types import Teacher
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer

@@ -10,9 +10,9 @@ from opd.config.pipeline import load_pipeline
 from opd.errors import RunDirError, RunError
 from opd.run.paths import RunPaths
 from opd.stream.log import list_logged_steps, read_logged_episodes, read_logged_rollouts
-from opd.traces.choose import episodes_of
-from opd.traces.making import guard_events, make_trace
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
+from opd.traces.rendering import guard_events, make_trace
+from opd.traces.selection import episodes_of
 from pipelines.inputs.read import load_tokenizer
 
 BESIDE = {

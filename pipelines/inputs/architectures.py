@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import AdapterInfo
-from experts.fit import check_weights
 from experts.model_dir import ModelInfo
+from experts.weight_check import check_weights
 from experts.weight_files import weight_shards
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
-from opd.rollouts.divided import find_indivisible_part
+from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
-from opd.rollouts.repairs import RESTARTED
-from opd.rollouts.served import Refusal, find_refusal
+from opd.rollouts.served_families import Refusal, find_refusal
+from opd.rollouts.tensor_parallel import find_indivisible_part
 from pipelines.routes import RoutedExpert
 
 

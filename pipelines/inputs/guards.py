@@ -11,7 +11,7 @@ from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.guard import EndpointJudge, LocalJudge, merge_guard
 from opd.errors import ConfigError
-from opd.settings.near import did_you_mean
+from opd.settings.suggestions import did_you_mean
 
 if TYPE_CHECKING:  # the guard takes a tenth of a second to import, and most pipelines have none
     from opd.guard.build import GuardSpec

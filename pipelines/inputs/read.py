@@ -13,10 +13,10 @@ from typing import Any
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
-from experts.checks import check_fits
-from experts.finite import check_finite
+from experts.finite_check import check_finite
 from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import ExpertManifest, Registry, default_root
+from experts.teacher_check import check_fits
 from experts.weight_files import Hashes
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
@@ -31,7 +31,7 @@ from opd.models.lora import ADAPTER_WEIGHTS
 from opd.prompts import PromptTable, encode
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.records.types import Probe, Teacher, WeightedTeacher
-from opd.settings.named import is_import_name
+from opd.settings.user_objects import is_import_name
 from opd.sinks import refuse_missing
 from pipelines.inputs.architectures import (
     refuse_engine_args,
@@ -42,7 +42,6 @@ from pipelines.inputs.architectures import (
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
-from pipelines.inputs.own_engine import refuse_unfit, refuse_unplaced
 from pipelines.inputs.prompts import (
     example_ids,
     load_exams,
@@ -54,6 +53,7 @@ from pipelines.inputs.prompts import (
     room_warnings,
 )
 from pipelines.inputs.template_date import set_template_date
+from pipelines.inputs.user_engine import refuse_unfit, refuse_unplaced
 from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus

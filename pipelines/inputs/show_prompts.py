@@ -17,8 +17,8 @@ from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
 from opd.prompts import PromptTable, render_prompt
-from opd.settings.near import did_you_mean
-from pipelines.inputs.at_once import refuse_wrong_prompts
+from opd.settings.suggestions import did_you_mean
+from pipelines.inputs.early_checks import refuse_wrong_prompts
 from pipelines.inputs.prompts import example_ids, prompts_of, read_prompts, refuse_unread_variables, registered_prompts
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import set_template_date

@@ -25,7 +25,7 @@ from opd.run.lineage import BRANCHED, LINEAGE, format_events, list_events_until
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
-from opd.stream import written
+from opd.stream import written_rollouts as written
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
@@ -36,11 +36,11 @@ from pipelines.merging.changes import (
     run_identity,
     without_unread_weights,
 )
-from pipelines.merging.companions import read_accompanying_files
 from pipelines.merging.directory import link_files, lock_to_read, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import MergeRun
+from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import refuse_unplaceable
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large

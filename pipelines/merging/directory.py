@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from opd.errors import RunDirError, StorageError
 from opd.files import place_dir, raise_storage_errors
 from opd.live.status import is_held
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.run import checkpoints
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell

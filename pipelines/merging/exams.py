@@ -15,7 +15,7 @@ from opd.records.scores import Evaluation, combine_evaluations
 from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
-from pipelines.evaluation.known import KnownExams
+from pipelines.evaluation.known_exams import KnownExams
 from pipelines.inputs.read import Inputs, as_teacher
 
 

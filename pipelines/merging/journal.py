@@ -13,7 +13,7 @@ from types import TracebackType
 from opd.errors import Paused
 from opd.live.displays import Displays, RunStart
 from opd.live.interfaces import Display
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState
+from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState
 from opd.records.step import StepRecord
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted
@@ -84,7 +84,7 @@ class _JournalDisplay:
 
 
 def classify_end(error: BaseException) -> str:
-    """Return the kind of end that this error means for a merge: one of `opd.live.now.ENDS`."""
+    """Return the kind of end that this error means for a merge: one of `opd.live.live_state.ENDS`."""
     if isinstance(error, Paused):
         return PAUSED
     return STOPPED if isinstance(error, Interrupted | KeyboardInterrupt) else FAILED

@@ -34,6 +34,7 @@ from pipelines.inputs.read import Inputs, read_inputs, read_rounds
 from pipelines.inputs.template_date import as_recorded, with_template_date
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
+from pipelines.merging.callbacks import TERMINAL, MergeCallbacks
 from pipelines.merging.changes import (
     accept_changes,
     refuse_changed_inputs,
@@ -43,7 +44,6 @@ from pipelines.merging.changes import (
 from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
-from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 

@@ -40,6 +40,7 @@ from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.interrupts import Interrupted, Interrupts
 from pipelines.merging import card
+from pipelines.merging.callbacks import TERMINAL, MergeCallbacks
 from pipelines.merging.changes import (
     accept_changes,
     changed_rules,
@@ -51,7 +52,6 @@ from pipelines.merging.changes import (
     version_warnings,
     warn_unrecorded,
 )
-from pipelines.merging.companions import read_accompanying_files
 from pipelines.merging.directory import (
     explain_what_is_intact,
     lock_run_directory,
@@ -60,9 +60,9 @@ from pipelines.merging.directory import (
     refuse_no_run,
 )
 from pipelines.merging.exams import StartingExams
+from pipelines.merging.extension import Extension
 from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
-from pipelines.merging.longer import Extension
 from pipelines.merging.manifest import (
     finish_inputs,
     library_versions,
@@ -74,7 +74,7 @@ from pipelines.merging.manifest import (
     write_inputs,
 )
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
-from pipelines.merging.surroundings import TERMINAL, MergeCallbacks
+from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large

@@ -12,7 +12,7 @@ from typing import Any
 
 from opd.config.prompts import Column, PromptsConfig
 from opd.errors import ConfigError, PromptError
-from opd.prompts.broken import BrokenRow
+from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.readers import GZIP_ERRORS, RowLocation, column_names, csv_rows, refuse_large_groups, source_rows
 from opd.prompts.sources import Source, find_source, import_datasets
 

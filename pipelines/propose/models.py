@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experts.adapter import AdapterInfo, inspect_adapter, inspect_expert, is_adapter, named_base
-from experts.checks import check_fits
 from experts.model_dir import ModelInfo, inspect_model
-from pipelines.propose.given import ExpertAnswer, InitAnswers, Tell
+from experts.teacher_check import check_fits
+from pipelines.propose.flags import ExpertAnswer, InitAnswers, Tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices
 from opd.errors import ConfigError
-from opd.settings.named import is_import_name
 from opd.settings.strict import DTYPE_BYTES
+from opd.settings.user_objects import is_import_name
 from pipelines.sizing.memory import GIB, engine_activations, engine_weights, format_gib
 from pipelines.sizing.models import MergeModels, read_body
 from pipelines.sizing.shape import Attention

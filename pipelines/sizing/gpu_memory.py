@@ -22,8 +22,8 @@ from opd.config.drift import count_worker_engines
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
-from opd.settings.named import is_import_name
 from opd.settings.strict import DTYPE_BYTES
+from opd.settings.user_objects import is_import_name
 from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
 from pipelines.sizing.machine import MachineFacts, gpu_sizes
 from pipelines.sizing.memory import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from opd.interfaces import Scorer
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass of engine `transformers`. On a CPU, larger passes are not faster."""

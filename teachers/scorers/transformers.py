@@ -22,16 +22,16 @@ from opd.machine.devices import to_device
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.heads import HeadFile, head_key, logit_rule
 from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained, layout_error, prove_layout
+from opd.models.linear_kernels import use_quick_products
 from opd.models.logit_rule import LogitRule
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.models.packing import SHARED
-from opd.models.products import use_quick_products
 from opd.models.weights import Naming, choose_attention, obeys_masks, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
-from teachers.near import DeviceCache
+from teachers.device_cache import DeviceCache
 from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
 from teachers.scorers.rows import split_batches

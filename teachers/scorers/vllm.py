@@ -25,7 +25,7 @@ from opd.payloads import answer_class
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import Rollout, Teacher
-from opd.rollouts.swap import swap_weights, wipe_cache
+from opd.rollouts.weight_loading import swap_weights, wipe_cache
 from opd.rollouts.worker import EngineOptions, can_swap, read_model_shape, start_engine, stop_engine
 from opd.stream.schema import TargetRow
 from teachers.scorers import ScorerOptions

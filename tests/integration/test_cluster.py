@@ -24,7 +24,7 @@ from opd.cluster import RemoteCall, Seat, Worker, WorkerDied, WorkerGroup, watch
 from opd.cluster.session import get_current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 
 ROOT = Path(__file__).parents[2]
 TITLES = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}

@@ -41,7 +41,7 @@ def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None
     from transformers import AutoModelForCausalLM
 
     from opd.models.layouts import lay_out_packed
-    from opd.train.compiled import compile_layers
+    from opd.train.compiled_layers import compile_layers
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32, attn_implementation="eager")
     sizes = [

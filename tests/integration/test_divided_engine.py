@@ -16,8 +16,8 @@ import yaml
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
-from opd.machine import leftovers
-from opd.machine.leftovers import SHARED_MEMORY
+from opd.machine import orphans as leftovers
+from opd.machine.orphans import SHARED_MEMORY
 from opd.records.types import Prompt
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings.yaml_files import validate_section

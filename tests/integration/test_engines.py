@@ -121,7 +121,7 @@ def test_a_push_reaches_the_engine(
 @pytest.mark.slow
 def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
     """The repair is what makes the push arrive: without it the same probe sees the old head."""
-    import opd.rollouts.inside as inside
+    import opd.rollouts.worker_extension as inside
 
     class WithoutRepair(VLLMWorker):
         def load(self, model_dir: Path) -> None:
@@ -254,7 +254,7 @@ def test_an_equal_teacher_changes_nothing(shared: Shared, tmp_path: Path) -> Non
     "shape",
     [
         pytest.param({}, id="small"),
-        # Ranks cut its weights among them (`opd.train.gathered`).
+        # Ranks cut its weights among them (`opd.train.gathered_layers`).
         pytest.param({"hidden": 320, "heads": 10}, id="wide"),
         pytest.param({"tie": False}, id="untied", marks=pytest.mark.slow),
     ],

@@ -17,7 +17,7 @@ from opd import cluster
 from opd.cluster import Worker
 from opd.config.sections import ClusterConfig
 from opd.models.buckets import Bucket, WeightStream
-from opd.rollouts.pour import pass_buckets
+from opd.rollouts.weight_broadcast import pass_buckets
 from tests.integration.parts import config, start_engine, start_sync, start_trainer, stop
 
 Make = Callable[..., Path]

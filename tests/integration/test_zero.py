@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opd.models.products import use_quick_products
+from opd.models.linear_kernels import use_quick_products
 from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.zero import ZeroEngine, ZeroOptions
 

@@ -119,7 +119,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> InProcess:
         monkeypatch.setattr(cluster, name, getattr(fake, name))
     monkeypatch.setattr("opd.cluster.objects.fetch_object", fake.fetch_object)
     # Workers are threads of one process here, and torch's setting is the process's: one's attention would be under another's.
-    monkeypatch.setattr("opd.models.products.is_onednn_faster", lambda: False)
+    monkeypatch.setattr("opd.models.linear_kernels.is_onednn_faster", lambda: False)
     return fake
 
 

@@ -39,8 +39,8 @@ from opd.models.logit_rule import IDENTITY
 from opd.monitors.acting import RunMonitors
 from opd.records.step import StepRecord
 from opd.records.types import DomainStats, Prompt, Rollout, Teacher, WrittenFile
-from opd.rollouts.swap import swap_weights
 from opd.rollouts.vllm import VLLMRolloutEngine
+from opd.rollouts.weight_loading import swap_weights
 from opd.rollouts.worker import Generated, _read_output
 from opd.run import checkpoints
 from opd.run.checkpoints import CheckpointStore
@@ -863,7 +863,7 @@ def no_compiler(b: Bench) -> None:
     from opd.losses.reverse_kl import ReverseKL
     from opd.machine.compiler import can_compile
     from opd.payloads.hidden_states import TeacherBlock
-    from opd.train.compiled import compile_layers
+    from opd.train.compiled_layers import compile_layers
     from tests.losses import chunked_objective
 
     def loss(compiled: bool) -> float:

@@ -16,7 +16,7 @@ import pipelines.commands.status
 import pipelines.merging.run
 from cli import app
 from opd.errors import Paused, RunError
-from opd.live.now import STOPPED
+from opd.live.live_state import STOPPED
 from opd.live.status import status_of
 from opd.live.view import RUNNING
 from tests.unit.opd.live.made import record

@@ -18,8 +18,8 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.environments.asking import format_turn_with_call
 from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.question_game import format_turn_with_call
 from opd.environments.sandbox.box import Box, CommandResult, SandboxLimits
 from opd.environments.sandbox.problems import PROBLEMS, Problem
 from opd.errors import PromptError

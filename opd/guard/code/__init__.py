@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from opd.guard.shell.fields import TO_MARKS
 
+SHOWN_ENVIRONMENT = "shown environment"
+"""Stands among the names that code uses if it prints the whole environment; no name of Python. Rules ask for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Started:

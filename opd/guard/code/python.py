@@ -10,13 +10,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from opd.guard.code import Code, Started
+from opd.guard.code import SHOWN_ENVIRONMENT, Code, Started
 from opd.guard.code.folding import UNKNOWABLE, Folder
 from opd.guard.shell.fields import UNKNOWN
 from opd.guard.shell.nodes import UnreadableCommand
 
-SHOWN_ENVIRONMENT = "shown environment"
-"""Stands among the names that code uses if it prints the whole environment; no name of Python. Rules ask for it."""
 _STARTERS = {
     "os.system",
     "os.popen",

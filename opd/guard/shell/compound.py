@@ -8,9 +8,7 @@ from functools import partial
 
 from opd.guard.facts import Streams
 from opd.guard.session import GuardSession
-from opd.guard.shell.fields import UNKNOWN, is_fully_known
-from opd.guard.shell.nodes import CompoundCommand, For, Literal, Script, Simple
-from opd.guard.shell.ways import (
+from opd.guard.shell.branches import (
     Output,
     distinct_states,
     join_outputs,
@@ -19,6 +17,8 @@ from opd.guard.shell.ways import (
     run_in_subprocess,
     settle_states,
 )
+from opd.guard.shell.fields import UNKNOWN, is_fully_known
+from opd.guard.shell.nodes import CompoundCommand, For, Literal, Script, Simple
 
 Walk = Callable[[Script, Streams], Output]
 """Goes through a script with these streams. Returns what the script prints."""

@@ -24,7 +24,7 @@ from opd.guard.shell.fields import (
     show_field,
 )
 from opd.guard.shell.nodes import Arithmetic, Literal, Part, Script, Substitution, Variable, Word
-from opd.guard.shell.work import ITEM, TRIES_PER_UNIT, WorkBudget
+from opd.guard.shell.reading_budget import ITEM, TRIES_PER_UNIT, WorkBudget
 
 KEPT_APART = ("@", "[@]")
 """Ends of names of variables whose items stay separate fields even in quotes: `"$@"`, `"${x[@]}"`."""

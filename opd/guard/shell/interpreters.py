@@ -11,11 +11,11 @@ from functools import partial
 from itertools import pairwise
 
 from opd.guard.facts import Streams
+from opd.guard.shell.branches import run_in_subprocess
 from opd.guard.shell.fields import UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import CompoundCommand, UnreadableCommand
 from opd.guard.shell.parser import parse
 from opd.guard.shell.walk import Handler, ProgramRun, Walker
-from opd.guard.shell.ways import run_in_subprocess
 
 _CODE_LETTERS = {"python": "c", "perl": "eE", "ruby": "e", "node": "ep", "php": "r"}
 """Language -> letters of the options whose value is code. `-c` may also be the last of several letters, as in `-uc`."""

@@ -6,7 +6,8 @@ A `Walker` gets this table as an argument, since the modules of the handlers imp
 
 from __future__ import annotations
 
-from opd.guard.shell.assigned import handle_declare, handle_mapfile, handle_printf, handle_read, handle_unset
+from opd.guard.shell.assignments import handle_declare, handle_mapfile, handle_printf, handle_read, handle_unset
+from opd.guard.shell.for_each import handle_find, handle_parallel, handle_xargs
 from opd.guard.shell.interpreters import (
     handle_alias,
     handle_awk,
@@ -17,9 +18,8 @@ from opd.guard.shell.interpreters import (
     handle_trap,
     make_language_handler,
 )
-from opd.guard.shell.many import handle_find, handle_parallel, handle_xargs
 from opd.guard.shell.projects import handle_git, handle_npm, handle_patch
-from opd.guard.shell.state import handle_cd, handle_copy, handle_set, handle_shift, handle_tee
+from opd.guard.shell.state_programs import handle_cd, handle_copy, handle_set, handle_shift, handle_tee
 from opd.guard.shell.walk import Handler
 from opd.guard.shell.wrappers import WRAPPERS, handle_docker, handle_project_runner, handle_script, handle_wrapper
 

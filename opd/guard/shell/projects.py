@@ -10,10 +10,10 @@ from contextlib import suppress
 from functools import partial
 
 from opd.guard.facts import ProgramCall, Streams
+from opd.guard.shell.branches import run_in_subprocess
 from opd.guard.shell.fields import show_field
 from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.walk import ProgramRun, Walker
-from opd.guard.shell.ways import run_in_subprocess
 
 _FILE = re.compile(r"^(?:\+\+\+ (?:b/)?|\*\*\* (?:Update|Add|Delete) File: )([^\t\n]+)", re.MULTILINE)
 """The line of a patch that names the next file, in the forms of `diff -u` and of OpenAI's `apply_patch`."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from opd.guard.code import Code, Started
-from opd.guard.code.other import read_other
+from opd.guard.code.other_languages import read_other
 from opd.guard.code.python import read_python
 from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_call, read_code_call
 from opd.guard.session import STDIN_NAMES, STDIN_PATH, GuardSession
 from opd.guard.shell.arrays import assign_variable, join_items
+from opd.guard.shell.branches import StateStep, join_outputs, list_states, run_in_subprocess, run_list, settle_states
 from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
 from opd.guard.shell.compound import walk_for, walk_group
 from opd.guard.shell.expand import Expander
@@ -40,8 +41,7 @@ from opd.guard.shell.nodes import Command as Node
 from opd.guard.shell.outputs import DECODERS, HIDERS, predict_output
 from opd.guard.shell.parser import parse
 from opd.guard.shell.reader import MAX_CHARACTERS
-from opd.guard.shell.ways import StateStep, join_outputs, list_states, run_in_subprocess, run_list, settle_states
-from opd.guard.shell.work import ARGUMENT, CODE_CHARACTER, COMMAND, GLOB, WorkBudget
+from opd.guard.shell.reading_budget import ARGUMENT, CODE_CHARACTER, COMMAND, GLOB, WorkBudget
 
 MAX_CALLS = 512
 """The most different calls of one command. A command with more cannot be read."""

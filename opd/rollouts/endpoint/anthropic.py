@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opd.records.environments import Tool
-from opd.rollouts.endpoint import reading
+from opd.rollouts.endpoint import json_values as reading
 from opd.rollouts.endpoint.messages import (
     ApiError,
     Call,

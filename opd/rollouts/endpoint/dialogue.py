@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from opd.prompts.encode import encode_prompt, encode_text
-from opd.prompts.harmless import escape_specials, special_texts
+from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.interfaces import TokenEngine
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.records.episodes import BROKEN, EpisodeResult
 from opd.rollouts.endpoint.dialogue import ChatMessages, ClientDialogue, PlainMessages
 from opd.rollouts.endpoint.options import AgentOptions

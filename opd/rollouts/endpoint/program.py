@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 
 INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
 """Environment variables that a program gets from ours, besides PATH and those that the pipeline names; none of them holds a secret."""

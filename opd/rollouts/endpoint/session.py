@@ -28,14 +28,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from opd.errors import RunError
-from opd.guard.watch import CheckedTurn, GuardWatch
+from opd.guard.episode_guard import CheckedTurn, GuardWatch
 from opd.interfaces import TokenEngine
 from opd.records.environments import ToolCall
 from opd.records.episodes import Audit
 from opd.records.types import SampledTurn
 from opd.rollouts.endpoint.budget import Budget
 from opd.rollouts.endpoint.dialogue import ClientDialogue, UnreadableMessages
-from opd.rollouts.endpoint.draws import Draws
 from opd.rollouts.endpoint.messages import (
     ApiError,
     Call,
@@ -45,6 +44,7 @@ from opd.rollouts.endpoint.messages import (
     conversation_digests,
     make_request_error,
 )
+from opd.rollouts.endpoint.turn_seeds import Draws
 from opd.rollouts.episodes.dialogue import MAX_OBSERVATION
 from opd.rollouts.episodes.runner import UNREADABLE, derive_seed
 from opd.rollouts.episodes.threads import hand_over, run_in_reader

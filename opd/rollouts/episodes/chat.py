@@ -18,7 +18,7 @@ from typing import Any
 
 from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_messages
-from opd.prompts.harmless import escape_specials, escape_specials_inside, special_texts
+from opd.prompts.untrusted_text import escape_specials, escape_specials_inside, special_texts
 from opd.records.environments import Tool, ToolCall
 from opd.rollouts.decoding import end_ids, written_text
 from opd.rollouts.episodes.tokenizer import TurnTokenizer

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from opd.config.context import PLACEHOLDER
 from opd.guard.build import shared_guard
-from opd.guard.watch import CheckedTurn, GuardWatch
+from opd.guard.episode_guard import CheckedTurn, GuardWatch
 from opd.interfaces import TokenEngine
-from opd.prompts.harmless import escape_specials, special_texts
+from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.records.episodes import EpisodeResult
 from opd.records.types import SampledTurn, SegmentOrigin

@@ -18,5 +18,5 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Id -> token, for tokens that were added to the vocabulary; `opd.prompts.harmless` looks for special tokens among them."""
+        """Id -> token, for tokens that were added to the vocabulary; `opd.prompts.untrusted_text` looks for special tokens among them."""
         ...

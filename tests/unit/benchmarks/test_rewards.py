@@ -27,7 +27,7 @@ from pipelines.baselines.jobs import METHODS
 from pipelines.catalog import find_pipeline
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
-from pipelines.merging.surroundings import MergeCallbacks
+from pipelines.merging.callbacks import MergeCallbacks
 from pipelines.reinforce import pipeline_of
 
 

@@ -536,7 +536,7 @@ def test_no_torch_is_imported(tiny_model_dir: Path) -> None:
     program = f"""
 import sys, pathlib
 from experts.registry import Registry
-from experts.checks import check_fits
+from experts.teacher_check import check_fits
 from experts.model_dir import inspect_model
 inspect_model(pathlib.Path({str(tiny_model_dir)!r}))
 assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)

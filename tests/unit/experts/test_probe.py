@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from experts import finite
+from experts import finite_check as finite
 from experts.model_dir import inspect_model
 from experts.probe import measure_probe, probe_ids
 from experts.registry import Registry

@@ -84,7 +84,7 @@ def test_elsewhere_than_in_the_main_thread_nothing_comes() -> None:
 
 CHILD = """
 import subprocess, sys, time
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from pipelines.interrupts import interrupts
 
 with interrupts():

@@ -14,7 +14,7 @@ from opd.credit.group import EPSILON, GroupCredit, GroupSpec
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.credit.none import NoBaselineCredit
 from opd.records.types import Rollout
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 from tests.credit import chain, segment
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from opd.config.guard import GuardConfig
-from opd.environments.asking import format_hermes_call
+from opd.environments.question_game import format_hermes_call
 from opd.environments.sandbox.environment import WRITE, Sandbox
 from opd.errors import ConfigError
 from opd.guard.build import guard_spec

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opd.guard.labelled import shipped_cases
+from opd.guard.labelled_cases import shipped_cases
 from opd.guard.shell.nodes import Literal, Simple, UnreadableCommand
 from opd.guard.shell.parser import parse
 

@@ -13,16 +13,16 @@ import pytest
 from opd.config.guard import GuardConfig
 from opd.errors import ConfigError
 from opd.guard.build import build_guard
-from opd.guard.dummies import unknown_revision
 from opd.guard.facts import ProgramCall
+from opd.guard.fake_errors import unknown_revision
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.judge import CachedJudge
-from opd.guard.judged import StoredJudge
-from opd.guard.labelled import shipped_cases
+from opd.guard.labelled_cases import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.programs import PROGRAMS
 from opd.guard.shell.walk import ProgramRun, Walker
+from opd.guard.verdict_file import StoredJudge
 from opd.records.environments import ToolCall
 from opd.records.guard import Verdict
 from opd.settings.yaml_files import validate_section

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from opd.guard.judge import CachedJudge, HttpJudge, LogProbJudge
+from opd.guard.local_judge import ModelScorer
 from opd.guard.records import JudgeFailed, Opinion, Question
-from opd.guard.scorer import ModelScorer
 from tests.conftest import put_in_front
 from tests.listener import Listener
 

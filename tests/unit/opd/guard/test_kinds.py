@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from opd.guard.guard import Guard, GuardFinding
-from opd.guard.labelled import Case, read_cases
+from opd.guard.labelled_cases import Case, read_cases
+from opd.guard.literal_paths import find_paths
 from opd.guard.measure import STAGES, measure_guard
-from opd.guard.mentions import find_paths
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.records.environments import ToolCall
 

@@ -8,7 +8,7 @@ import pytest
 
 from opd.errors import ConfigError
 from opd.guard.guard import Guard, GuardFinding
-from opd.guard.labelled import shipped_cases
+from opd.guard.labelled_cases import shipped_cases
 from opd.guard.rules import RuleSet, read_rules, shipped_rules
 from opd.records.environments import ToolCall
 

@@ -6,7 +6,7 @@ import pytest
 
 from opd.guard.guard import Guard, GuardOptions
 from opd.guard.rules import RuleSet, shipped_rules
-from opd.guard.shell.ways import MAX_STATES
+from opd.guard.shell.branches import MAX_STATES
 from opd.records.environments import ToolCall
 
 GUARD = Guard(RuleSet([shipped_rules()]))

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from opd.live.course import Course
-from opd.live.now import FAILED, FINISHED
+from opd.live.live_state import FAILED, FINISHED
 from opd.live.render import RunScreen
 from opd.live.view import KILLED, View, view_of
 from opd.records.step import DomainRecord, StepRecord

@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock
 
 from opd.errors import RunDirError
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
+from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.status import is_held, runs_in, status_of
 from opd.live.view import KILLED, RUNNING
 from opd.records.scores import DomainScore, Evaluation

@@ -14,7 +14,7 @@ from opd.monitors.signals import WHOLE_STEP, Signal, SignalHistory
 from opd.records.episodes import EpisodesRecord
 from opd.records.step import StepRecord, compute_mean_length
 from opd.records.tails import LOOP, SHORTEST, TAIL, is_looping, measure_repetition
-from opd.settings.named import import_object
+from opd.settings.user_objects import import_object
 from tests.steps import rollout, step
 
 

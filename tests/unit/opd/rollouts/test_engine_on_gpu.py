@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from opd.rollouts import on_cpu, worker
-from opd.rollouts.on_cpu import ModelKind
+from opd.rollouts import cpu_settings as on_cpu
+from opd.rollouts import worker
+from opd.rollouts.cpu_settings import ModelKind
 from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 
 OPTIONS = EngineOptions(

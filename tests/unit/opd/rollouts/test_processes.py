@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[4]
 OWNER = """
 import multiprocessing, os, sys, time
 from types import SimpleNamespace
-from opd.rollouts.inside import Inside
+from opd.rollouts.worker_extension import WorkerExtension
 from opd.rollouts.processes import bind_processes
 
 def part(owner):
-    Inside().opd_bind(owner)
+    WorkerExtension().opd_bind(owner)
     os.write(1, f"part {os.getpid()}\\n".encode())  # whole, beside what the other one writes
     time.sleep(600)
 

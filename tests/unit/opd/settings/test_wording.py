@@ -11,7 +11,7 @@ import pytest
 from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from opd.config import PipelineConfig
-from opd.settings.near import FOREIGN_KEYS, did_you_mean, find_nearest
+from opd.settings.suggestions import FOREIGN_KEYS, did_you_mean, find_nearest
 from opd.settings.wording import FORMS, WANTED
 from opd.settings.yaml_files import iterate_keys
 

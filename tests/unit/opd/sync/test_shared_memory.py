@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.sync import SharedMemorySync, SyncSpec
 
 

@@ -15,7 +15,7 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.tool_formats import TOOL_FORMATS
 from opd.tool_formats.thoughts import split_thoughts, without_thoughts
-from opd.traces.making import make_trace
+from opd.traces.rendering import make_trace
 from opd.train.turns import count_earlier_turns
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.tool_templates import DROPS_THOUGHTS, QWEN3

@@ -15,7 +15,7 @@ from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.tool_formats import ALIASES, TOOL_FORMATS, check_parser_name, forbidden_in_turns, vllm_parsers
-from opd.tool_formats.begun import find_begun_calls
+from opd.tool_formats.call_fragments import find_begun_calls
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.vllm_parsers import VllmFormat, parser_names
 from pipelines.environments import write_prefixes

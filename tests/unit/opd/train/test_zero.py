@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from opd.config.sections import MAX_UNSHARDED
 from opd.errors import RunError
-from opd.train import gathered
-from opd.train.gathered import find_leaf_classes
+from opd.train import gathered_layers as gathered
+from opd.train.gathered_layers import find_leaf_classes
 from opd.train.optimizer import AdamWOptions
 from opd.train.zero import ZeroEngine, ZeroOptions
 

@@ -17,7 +17,7 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.machine.address import Address
 from pipelines.after.models import LocalModel, find_model
 from pipelines.after.serve import ServeOptions, check_serving, server_command, server_environment

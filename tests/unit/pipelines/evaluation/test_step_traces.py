@@ -12,9 +12,9 @@ from cli import app
 from opd.records.types import Rollout
 from opd.run.paths import RunPaths
 from opd.stream.rollouts import write_file
-from opd.traces.choose import choose_episodes, episodes_of
-from opd.traces.making import make_trace
 from opd.traces.record import StepTraces
+from opd.traces.rendering import make_trace
+from opd.traces.selection import choose_episodes, episodes_of
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import play, request

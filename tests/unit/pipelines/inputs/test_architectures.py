@@ -15,9 +15,15 @@ from transformers import AutoConfig, PhiConfig, PhiForCausalLM
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError
-from opd.rollouts.divided import find_indivisible_part
 from opd.rollouts.engine_args import CPU_ONLY, OURS, REFUSED
-from opd.rollouts.served import CPU_ATTENTION, _served_architectures, _supported_sizes, engine_arguments, find_refusal
+from opd.rollouts.served_families import (
+    CPU_ATTENTION,
+    _served_architectures,
+    _supported_sizes,
+    engine_arguments,
+    find_refusal,
+)
+from opd.rollouts.tensor_parallel import find_indivisible_part
 from pipelines.inputs.read import read_inputs, read_teachers
 
 Make = Callable[..., Path]

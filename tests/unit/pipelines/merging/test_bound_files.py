@@ -23,7 +23,7 @@ from pipelines.inputs import template_date
 from pipelines.inputs.read import read_inputs
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
-from pipelines.merging.longer import plan_extension
+from pipelines.merging.extension import plan_extension
 from pipelines.specs import rollout_spec
 from tests.conftest import build_tokenizer, put_in_front
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
+from tests.unit.pipelines.merging.test_longer import files
 
 from opd.config import load_pipeline
 from opd.config.domains import EnvironmentConfig
@@ -20,12 +21,11 @@ from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
 from opd.run import checkpoints
 from opd.run.paths import RunPaths
-from opd.stream import written
+from opd.stream import written_rollouts as written
 from pipelines.merging import run as merging
 from pipelines.merging.branch import DECIDE_EXAMS, _has_same_writers, begin_branch
 from pipelines.merging.changes import matches_pattern
 from pipelines.merging.origin import Origin, origin_of
-from tests.unit.pipelines.merging.test_longer import files
 
 
 def begin(origin: Path, root: Path, *overrides: str, step: int = 1) -> Any:

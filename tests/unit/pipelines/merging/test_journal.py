@@ -11,7 +11,7 @@ import pytest
 
 from opd.errors import Paused, RunError
 from opd.live.displays import RunStart, Silence
-from opd.live.now import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
+from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Stopped
 from pipelines.merging.journal import Journal

@@ -32,7 +32,7 @@ from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging import run as merging
-from pipelines.merging.surroundings import TERMINAL
+from pipelines.merging.callbacks import TERMINAL
 
 # By how often its weights were trained; experts are much better than that.
 STUDENT = {0: 0.2, 1: 0.5, 2: 0.6, 3: 0.7}

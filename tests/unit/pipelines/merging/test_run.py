@@ -24,7 +24,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
 from opd.live.displays import Silence
 from opd.live.progress import RunReporter
-from opd.machine import leftovers
+from opd.machine import orphans as leftovers
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Teacher
 from opd.run.metrics import MetricsFile

@@ -23,7 +23,7 @@ from opd.config import load_pipeline
 from opd.config.prompts import PromptsConfig
 from pipelines.catalog import shipped_pipelines
 from pipelines.inputs.read import read_inputs
-from pipelines.propose.shipped import RECIPES
+from pipelines.propose.shipped_pipelines import RECIPES
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import describe_shortage, estimate_memory
 from pipelines.sizing.shrink import LORA_RATE

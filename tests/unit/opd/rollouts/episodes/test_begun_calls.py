@@ -9,7 +9,7 @@ import pytest
 
 from opd.records.environments import ToolCall
 from opd.tool_formats import TOOL_FORMATS, tool_format
-from opd.tool_formats.begun import find_begun_calls
+from opd.tool_formats.call_fragments import find_begun_calls
 
 RUN = ToolCall(name="run", arguments={"command": 'cat "/tests/a b"\n'})
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from opd.errors import ModelError
-from opd.prompts.harmless import escape_specials
+from opd.prompts.untrusted_text import escape_specials
 from opd.records.environments import Tool
 from opd.rollouts.endpoint.dialogue import ChatMessages, PlainMessages
 from opd.rollouts.episodes.chat import ChatAppender

@@ -24,7 +24,7 @@ from opd.rollouts.episodes.dialogue import ChatDialogue
 from opd.rollouts.episodes.runner import Dialogues, run_episodes
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import EpisodeKey, TraceSegment
-from opd.traces.making import make_trace
+from opd.traces.rendering import make_trace
 from tests.chatml import CHATML, LAST_ONLY, bpe_tokenizer, chat_tokenizer, smollm2_tokenizer
 
 TOKENIZER = chat_tokenizer(CHATML)

@@ -1,0 +1,131 @@
+"""Work that is done inside the processes of a vLLM engine, beside its model.
+
+An engine is one process, or with `tensor_parallel_size` several of which each holds a part of every weight. vLLM makes
+`WorkerExtension` a base of its own worker class (`worker_extension_cls`), and calls these methods by name in all processes at the same
+time. So there is one way for one process and for many, and no code travels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from opd.models.buckets import Bucket
+from opd.rollouts.cpu_patches import drop_expert_kernels, repack_output_head, rotate_every_head
+from opd.rollouts.processes import unlink_shared_memory
+
+EXTENSION = "opd.rollouts.worker_extension.WorkerExtension"
+"""The name under which vLLM imports the class below."""
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerExtension:
+    """Methods that are added to vLLM's worker class; each process of an engine has one such worker. vLLM refuses a method whose name its
+    own class has."""
+
+    def opd_bind(self, owner: int | None) -> None:
+        """Leave no shared memory behind, and end when the process `owner`, which started this one, ends. None: leave that to vLLM.
+
+        vLLM's own way is a pipe that a thread listens to. A process that waits for another one's part of a sum would not notice, and
+        would wait for ever, at full load. Except on Linux there is only vLLM's way.
+        """
+        unlink_shared_memory()
+        if owner is None or not sys.platform.startswith("linux"):
+            return
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != owner:  # the owner ended before this call
+            os._exit(1)
+
+    def opd_rotate_every_head(self) -> None:
+        """Repair the rotary embeddings of the CPU build."""
+        rotate_every_head(self._opd_model())
+
+    def opd_use_norm_kernels(self) -> None:
+        """Compute norms of the CPU build by its own kernel."""
+        from opd.rollouts.norm_kernels import use_norm_kernels
+
+        use_norm_kernels()
+
+    def opd_skip_rank_counts(self) -> None:
+        """Leave out the rank of each token, which nobody reads."""
+        from opd.rollouts.token_ranks import skip_rank_counts
+
+        skip_rank_counts()
+
+    def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
+        """Cut all logits to so many ids, and return the name of the model's class and the width of its logits. The width is None in a
+        process that gets no logits, because vLLM gathers them in the first one."""
+        import torch
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+        model, config = self._opd_model(), self._opd_this().model_config
+        for module in model.modules():
+            if isinstance(module, LogitsProcessor):
+                module.org_vocab_size = min(module.org_vocab_size, vocab_size)
+        device = next(model.parameters()).device
+        hidden_1_D = torch.zeros(1, config.get_hidden_size(), dtype=config.dtype, device=device)
+        with torch.inference_mode():
+            logits_1_V = model.compute_logits(hidden_1_D)
+        return type(model).__name__, None if logits_1_V is None else logits_1_V.shape[-1]
+
+    def opd_swap_weights(self, weights_path: str, whole: bool) -> None:
+        """Take a directory's weights, or this process's part of them. If `whole` is false, the model keeps those that the directory
+        lacks."""
+        model = self._opd_model()
+        if whole:
+            drop_expert_kernels(model)  # experts that stay are packed already
+        self._opd_this().reload_weights(weights_path=weights_path)
+        repack_output_head(model)
+
+    def opd_begin_stream(self, whole: bool) -> None:
+        """Prepare for weights that come a few at a time: all that the model has if `whole` is true, else some of them.
+
+        vLLM reloads layer by layer: it keeps the weights of a layer until all of them are there, packs them as the first load did, and
+        copies them into the tensors that the engine reads.
+        """
+        model = self._opd_model()
+        if whole:
+            drop_expert_kernels(model)
+        with self._opd_reloading() as life_cycle:
+            life_cycle.initialize_layerwise_reload(model)
+
+    def opd_take_bucket(self, bucket: Bucket) -> None:
+        """Take the weights of a bucket, or this process's part of them. The bucket must stay unchanged, because vLLM reads it only when a
+        layer is complete."""
+        with self._opd_reloading():
+            self._opd_model().load_weights(bucket.tensors())
+
+    def opd_finish_stream(self) -> None:
+        """Finish the stream of weights, all of which have come."""
+        model = self._opd_model()
+        with self._opd_reloading() as life_cycle:
+            life_cycle.finalize_layerwise_reload(model, self._opd_this().model_config)
+        repack_output_head(model)
+
+    @contextmanager
+    def _opd_reloading(self) -> Iterator[Any]:
+        """Yield vLLM's functions for a reload, within the context that vLLM's own reload runs in."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader import reload
+
+        with set_current_vllm_config(self._opd_this().vllm_config):
+            yield reload
+
+    def opd_wipe_cache(self) -> None:
+        """Overwrite the key-value cache with zeros."""
+        for layer in self._opd_this().model_runner.kv_caches:
+            for tensor in layer if isinstance(layer, list | tuple) else [layer]:
+                tensor.zero_()
+
+    def _opd_model(self) -> Any:
+        """Return the model as a torch module, or this process's part of it."""
+        return self._opd_this().get_model()
+
+    def _opd_this(self) -> Any:
+        """Return this object, untyped: it is an instance of vLLM's worker class, too."""
+        return self
