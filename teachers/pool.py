@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.models.heads import HeadSource
 from opd.payloads import answer_class
-from opd.records.types import LayoutProof, Prompt, Rollout, Teacher, WeightedTeacher
+from opd.records.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
 from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
 from teachers.scorers import ScorerOptions
@@ -81,8 +81,8 @@ class Pool:
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
         self._heads: Heads = {}
         """The heads that rows of the newest stream refer to."""
-        self.num_workers = spec.workers
-        self.timeout_s = spec.timeout_s
+        self._num_workers = spec.workers
+        self._timeout_s = spec.timeout_s
 
     def wait_ready(self) -> None:
         """Wait until every teacher has been loaded and has answered once. Raises: RunError if one does not load or answer."""
@@ -104,24 +104,24 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = assign_rows(list(self.group_by_teacher(rollouts)), self.num_workers)
+        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers)
         restarted: list[str] = []
-        pending = [self.begin_share(index, share, index) for index, share in enumerate(shares)]
-        return self.build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
+        pending = [self._begin_share(index, share) for index, share in enumerate(shares)]
+        return self._build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
 
-    def build_stream(
+    def _build_stream(
         self,
         rollouts: Sequence[Rollout],
         source: Iterator[Any],
         restarted: list[str],
     ) -> TargetStream:
-        """Build the stream of a step's checked rows from handles to its parts; see `TargetStream`.
+        """Build the stream of a step, which checks its rows; `source` yields handles to its parts.
 
         `restarted` collects the names of workers that were restarted.
         """
         domains = sorted({r.domain for r in rollouts})
-        names = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
-        keys = {t.name: self.head_of(t).key for t in names} if self._sends_heads else {}
+        teachers = [assigned.teacher for domain in domains for assigned in self._routes[domain]]
+        keys = {teacher.name: self.head_of(teacher).key for teacher in teachers} if self._sends_heads else {}
         heads = self.heads()
         self._heads = {key: heads[key] for key in sorted(set(keys.values()))}
         request = TeacherRequest(
@@ -139,7 +139,7 @@ class Pool:
         """
         heads_by_key: Heads = {}
         for teacher, head in self._teacher_heads.values():
-            handle = self._workers[0].on_demand(self.timeout_s, TeacherWorker.read_head, teacher)
+            handle = self._workers[0].on_demand(self._timeout_s, TeacherWorker.read_head, teacher)
             heads_by_key.setdefault(head.key, replace(head, handle=handle))
         return heads_by_key
 
@@ -186,28 +186,28 @@ class Pool:
                 (index for index, answers in enumerate(pending) if answers), key=lambda index: num_parts[index]
             )
             try:
-                index = busy[cluster.wait_first([pending[i][0] for i in busy], timeout_s=self.timeout_s)]
+                index = busy[cluster.wait_first([pending[i][0] for i in busy], timeout_s=self._timeout_s)]
             except cluster.WorkerDied as error:
                 index = self.restart_worker(error, restarted)
-                pending[index] = self.begin_share(index, shares[index], index)
+                pending[index] = self._begin_share(index, shares[index])
                 num_parts[index], num_skipped[index] = 0, num_parts[index]
                 continue
             part = pending[index].popleft()
             if cluster.fetch_object(part.handle) is None:
                 pending[index].clear()
                 continue
-            pending[index].append(self.next_part(index))
+            pending[index].append(self._next_part(index))
             num_parts[index] += 1
             if num_parts[index] > num_skipped[index]:
                 yield part.handle
 
-    def begin_share(self, index: int, share: Sequence[TeacherRows], number: int) -> PendingParts:
-        """Let worker `index` score these groups and ask for its first parts, which carry `number` in the stream."""
+    def _begin_share(self, index: int, share: Sequence[TeacherRows]) -> PendingParts:
+        """Let worker `index` score these groups, and ask it for its first parts."""
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_rows, share, number)
-        return deque(self.next_part(index) for _ in range(PARTS_AHEAD))
+        self._workers[index].submit(TeacherWorker.begin_rows, share, index)
+        return deque(self._next_part(index) for _ in range(PARTS_AHEAD))
 
-    def next_part(self, index: int) -> Pending[np.ndarray | None]:
+    def _next_part(self, index: int) -> Pending[np.ndarray | None]:
         """Ask a worker for its next part; returns at once."""
         return self._workers[index].submit(TeacherWorker.next_part)
 
@@ -236,18 +236,7 @@ class Pool:
             TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
 
-    def assign_teachers(self, prompts: Sequence[Prompt]) -> dict[str, int]:
-        """Return `weight_key` of every teacher -> index of the worker that scores its rows of a step.
-
-        The responses are not written yet, so teachers are weighed by the tokens of their prompts.
-        """
-        sizes: Counter[str] = Counter()
-        for domain, assigned in self._routes.items():
-            tokens = sum(len(prompt.token_ids) for prompt in prompts if prompt.domain == domain)
-            sizes.update({weight_key(weighted.teacher): tokens for weighted in assigned})
-        return _balance_loads(sizes, self.num_workers)
-
-    def group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
+    def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
         """Yield one group of rows for each pair of a domain and one of its teachers.
 
         Raises: RunError for a domain without a teacher.

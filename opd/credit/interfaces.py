@@ -32,7 +32,7 @@ class StepCredit:
 class Credit(Protocol):
     """One way to turn rewards into advantages. It may learn from the step, and hold state from step to step.
 
-    The calls of a run: `load` if it is a resume, then for each step `assign`, and after some steps `begin_save` and `saved`.
+    The calls of a run: `wait_ready`, `load` if it is a resume, then for each step `assign`, and after some steps `begin_save` and `saved`.
     """
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
@@ -48,8 +48,8 @@ class Credit(Protocol):
         ...
 
     def begin_save(self, path: Path) -> None:
-        """Copy the state as the last `assign` left it, and return; the copy is written into this directory, which is made for it, while
-        the run goes on. Credit without a state makes no directory."""
+        """Copy the state as the last `assign` left it, and return; the copy is written into this directory, which exists, while the
+        run goes on. Credit without a state writes nothing."""
         ...
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:

@@ -73,7 +73,8 @@ class Ranks(Generic[E]):
     """Starts the ranks of an engine of class E in Ray actors, and calls them together."""
 
     def __init__(self, engine: type[E], options: ModelOptions, spec: RanksSpec, role: str) -> None:
-        """Start the ranks; returns at once, and `wait_ready` waits. `role` is their name in errors, such as `trainer`."""
+        """Start the ranks. This waits until rank 0 runs, because the others need its address; `wait_ready` waits for the rest. `role` is their
+        name in errors, such as `trainer`."""
         self._cls = engine
         self._ranks_spec = spec
         self._model_label = f"{options.name} {options.model_dir}"
@@ -113,7 +114,7 @@ class Ranks(Generic[E]):
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def plan_micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """Plan the ranks' micro-batches for the layout that was proven."""
+        """Return [rank][micro-batch] the sample ids, for the layout that was proven."""
         layout = self.layout.layout
         sizes = measure_row_sizes(rollouts, share=layout == SHARED)
         tokens = self._ranks_spec.micro_batch_tokens

@@ -215,10 +215,10 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = costs.train_seconds(lengths)
-        parts = len(trained.micro_batches)
+        micro_batches = len(trained.micro_batches)
         # Each rank gets what the other ranks hold: summed over the ranks, all bytes ranks - 1 times.
         gathered = trained.gathers * shape.parameters * copy * (ranks - 1)
-        summed = parts * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
+        summed = micro_batches * merge.trained * DTYPE_BYTES[config.trainer.grad_accum_dtype] * (ranks - 1)
         yield Transfer(what="gathered weights", link="rank ↔ rank", nbytes=gathered)
         yield Transfer(what="summed gradients", link="rank ↔ rank", nbytes=summed)
     way = "rank 0 → object stores → engines" if costs.push.over_network else "rank 0 → engines"

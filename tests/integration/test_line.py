@@ -138,7 +138,7 @@ def test_engines_on_two_machines_get_the_weights_one_from_the_other(
         trainer = start_trainer(cfg)
         engine = start_engine(cfg, student, tiny_tokenizer)
         # Ray sends what is smaller than 100 KiB beside the call, not through the object stores.
-        sync = start_sync("network", trainer, engine, keeps=True, bucket=150_000)
+        sync = start_sync("network", trainer, engine, keeps_weights=True, bucket=150_000)
         for version in (1, 2):
             engine.load(other)
             assert sync.measure_gap() > 0.05

@@ -55,7 +55,7 @@ def test_an_engine_on_another_machine_gets_what_was_pushed_and_nothing_newer(
     engine = start_engine(cfg, student, tiny_tokenizer)
     assert node(trainer._ranks[0]) != node(engine._workers[0])
     # Ray sends what is smaller than 100 KiB beside the call, not through the object stores.
-    sync = start_sync("network", trainer, engine, keeps=True, bucket=150_000)
+    sync = start_sync("network", trainer, engine, keeps_weights=True, bucket=150_000)
     engine.load(other)
     assert sync.measure_gap() > 0.05
     for version in (1, 2):

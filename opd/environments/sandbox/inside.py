@@ -243,13 +243,15 @@ def calls_filter(machine: str) -> bytes:
     # number of the call at byte 0, the architecture at 4, the arguments from 16 on in 8 bytes each, their low halves first.
     load, jump, jump_from, jump_any, mask, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, fail = 0x7FFF0000, 0x80000000, 0x00050000
+    # An instruction is (opcode, instructions to skip if true, to skip if false, operand).
     instructions: list[tuple[int, int, int, int]] = []
 
     def argument(position: int) -> tuple[int, int, int, int]:
         return load, 0, 0, 16 + 8 * position
 
     def look_at(name: str, *steps: tuple[int, int, int, int]) -> None:
-        """Take these steps for one call. The first of them to give an answer ends the program."""
+        """Take these steps for one call. One of them must always answer: `argument` overwrites the number of the call, which the
+        comparisons after it need."""
         instructions.extend([(jump, 0, len(steps), number[name]), *steps])
 
     instructions += [
@@ -263,10 +265,12 @@ def calls_filter(machine: str) -> bytes:
     for name in ("socket", "socketpair"):
         kinds = [(jump, len(FAMILIES) - i, 0, family) for i, family in enumerate(FAMILIES)]
         look_at(name, argument(0), *kinds, (end, 0, 0, fail | errno.EAFNOSUPPORT), (end, 0, 0, allow))
-    refused = [(end, 0, 0, allow), (end, 0, 0, fail | errno.EPERM)]
+    allow_or_refuse = [(end, 0, 0, allow), (end, 0, 0, fail | errno.EPERM)]
     shared = MAP_SHARED | MAP_ANONYMOUS  # its pages stay when the process unmaps all but one of them
-    look_at("mmap", argument(3), (jump_any, 3, 0, MAP_HUGETLB), (mask, 0, 0, shared), (jump, 1, 0, shared), *refused)
-    look_at("fcntl", argument(1), (jump, 1, 0, F_SETPIPE_SZ), *refused)
+    look_at(
+        "mmap", argument(3), (jump_any, 3, 0, MAP_HUGETLB), (mask, 0, 0, shared), (jump, 1, 0, shared), *allow_or_refuse
+    )
+    look_at("fcntl", argument(1), (jump, 1, 0, F_SETPIPE_SZ), *allow_or_refuse)
     # `sockets_in_use` counts on it that their buffers have the size they begin with.
     look_at(
         "setsockopt",
@@ -274,7 +278,7 @@ def calls_filter(machine: str) -> bytes:
         (jump, 0, 2, socket.SOL_SOCKET),
         argument(2),
         (jump, 1, 0, socket.SO_SNDBUF),
-        *refused,
+        *allow_or_refuse,
     )
     instructions.append((end, 0, 0, allow))
     return b"".join(struct.pack("=HBBI", *step) for step in instructions)

@@ -46,7 +46,7 @@ class Code:
     files: list[tuple[str, str]] = field(default_factory=list)
     """Path and text of each file that it writes, if both are known."""
     tags: set[str] = field(default_factory=set)
-    """As `ProgramCall.tags`, and `decodes`: something in it decodes text, though not necessarily text that it then runs."""
+    """Tags as those of `ProgramCall.tags`, and `decodes`: something in the code decodes text, though not necessarily text that it then runs."""
     cwd: str = ""
     """While the code is read: the directory at this point of its text, relative to the first one."""
     later: list[str] = field(default_factory=list)

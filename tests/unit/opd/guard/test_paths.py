@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from opd.guard.paths import PathGlobs
-from opd.guard.shell.fields import ACTIVE
+from opd.guard.shell.fields import TO_MARKS
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_comma_separates_alternatives_within_braces_only(glob: str, path: str,
 )
 def test_only_the_first_mark_negates_a_set_of_the_shell(pattern: str, fits: bool) -> None:
     globs = PathGlobs(["/vault/key"], ["/vault/key"])
-    assert globs.matches_path(pattern.translate(ACTIVE), "/work") == fits
+    assert globs.matches_path(pattern.translate(TO_MARKS), "/work") == fits

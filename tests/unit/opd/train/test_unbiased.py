@@ -81,7 +81,7 @@ class Setting:
     second: str | None = None
     """Domain of second segments; None: an episode is a single response."""
     temperature: float = 1.0
-    normalize: str = "leave_one_out_baselines"
+    normalize: str = "leave_one_out"
     baseline: bool = False
     raw: bool = False
     """Behaviour log-probs without the temperature, as vLLM's default reports them."""

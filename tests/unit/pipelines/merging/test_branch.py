@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from filelock import FileLock
-from tests.unit.pipelines.merging.test_longer import files
 
 from opd.config import load_pipeline
 from opd.config.domains import EnvironmentConfig
@@ -26,6 +25,7 @@ from pipelines.merging import run as merging
 from pipelines.merging.branch import DECIDE_EXAMS, _has_same_writers, begin_branch
 from pipelines.merging.changes import matches_pattern
 from pipelines.merging.origin import Origin, origin_of
+from tests.unit.pipelines.merging.test_extension import files
 
 
 def begin(origin: Path, root: Path, *overrides: str, step: int = 1) -> Any:
