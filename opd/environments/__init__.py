@@ -19,10 +19,8 @@ ENVIRONMENTS = {
     "retry": "opd.environments.retry:Retry",
     "maze": "opd.environments.maze:Maze",
     "hanoi": "opd.environments.hanoi:Hanoi",
-    "mastermind": "opd.environments.mastermind:Mastermind",
     "number": "opd.environments.number:GuessTheNumber",
     "sorting": "opd.environments.sorting:Sorting",
-    "lights": "opd.environments.lights:LightsOut",
     "sandbox": "opd.environments.sandbox.environment:Sandbox",
     "verifiers": "opd.environments.from_verifiers:FromVerifiers",
 }

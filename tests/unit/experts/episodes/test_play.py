@@ -22,7 +22,7 @@ from opd.records.environments import Action, Outcome
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 from tests.spoken import spoken
 
-GAMES = ["hanoi", "maze", "sorting", "lights", "mastermind", "number", "calculator"]
+GAMES = ["hanoi", "maze", "sorting", "number", "calculator"]
 
 
 def said(row: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,7 @@ from tests.chatml import CHATML, bpe_tokenizer, chat_tokenizer
 from tests.conftest import put_in_front
 from tests.spoken import spoken
 
-GAMES = ["maze", "hanoi", "mastermind", "number", "sorting", "lights", "calculator"]
+GAMES = ["maze", "hanoi", "number", "sorting", "calculator"]
 
 
 def episodes(path: Path, name: str, form: str, count: int = 6) -> list[dict[str, Any]]:

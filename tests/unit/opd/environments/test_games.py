@@ -12,8 +12,6 @@ import pytest
 from experts.suites.letters import CHARACTERS
 from opd.environments.game import Game
 from opd.environments.hanoi import Hanoi
-from opd.environments.lights import LightsOut, fewest_presses, press_light
-from opd.environments.mastermind import Mastermind, score_guess
 from opd.environments.maze import Maze, carve_maze, cell_name, distances_to_goal, parse_cell
 from opd.environments.number import GuessTheNumber
 from opd.environments.sorting import Sorting
@@ -25,20 +23,14 @@ GAMES: list[tuple[type[Game[Any]], dict[str, Any]]] = [
     (Maze, {"size": 8, "mazes": 2}),
     (Maze, {"size": 3}),
     (Hanoi, {"disks": 4}),
-    (Mastermind, {}),
-    (Mastermind, {"length": 2, "letters": 3}),
     (GuessTheNumber, {"highest": 30}),
     (Sorting, {}),
-    (LightsOut, {}),
-    (LightsOut, {"size": 5}),
 ]
 GUESSES = {
     "maze": ["u", "d", "l", "r"],
     "hanoi": ["ab", "ac", "ba", "bc", "ca", "cb", "aa"],
-    "mastermind": ["aaa", "abc", "ab", "dcb"],
     "number": ["0", "7", "30", "99"],
     "sorting": list("0123456789"),
-    "lights": [f"{c}{r}" for c in "abcde" for r in "12345"],
 }
 each_game = pytest.mark.parametrize(("kind", "options"), GAMES, ids=[f"{g.name}-{o}" for g, o in GAMES])
 
@@ -152,8 +144,6 @@ def test_metadata_of_another_kind_is_refused_by_name(metadata: dict[str, Any]) -
         (Hanoi, "Move the disk: AC", "ac"),
         (GuessTheNumber, "Is it 50, or rather 62?", "62"),
         (GuessTheNumber, "12345", None),
-        (Mastermind, "The code may be abc.", "abc"),
-        (LightsOut, "press b2", "b2"),
         (Sorting, "place 3", "3"),
         (Sorting, "none", None),
     ],
@@ -186,25 +176,6 @@ def test_hanoi_keeps_its_law_and_is_solved_in_the_fewest_moves() -> None:
         assert why in str(game.step(Action(text=move)).observation)
     game.step(Action(text="ac"))
     assert "top disk of peg c is smaller" in str(game.step(Action(text="ac")).observation)
-
-
-def test_lights_need_the_fewest_presses() -> None:
-    """Against all 512 sets of presses of a small grid."""
-    for state in [(1, 0, 0), (5, 2, 5), (7, 7, 7)]:
-        fewest = 10
-        for chosen in product((0, 1), repeat=9):
-            after = state
-            for light, press in enumerate(chosen):
-                after = press_light(after, *divmod(light, 3)) if press else after
-            fewest = fewest if any(after) else min(fewest, sum(chosen))
-        found = fewest_presses(state)
-        assert found is not None and len(found) == fewest
-
-
-def test_mastermind_counts_each_letter_once() -> None:
-    assert score_guess("aab", "abb") == (2, 0)
-    assert score_guess("abc", "cab") == (0, 3)
-    assert score_guess("aaa", "abc") == (1, 0)
 
 
 def test_a_guess_outside_of_the_range_tells_nothing_and_costs_nothing_but_a_turn() -> None:
