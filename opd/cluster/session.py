@@ -18,7 +18,7 @@ from opd.cluster.errors import WorkerDied
 from opd.cluster.watching import WorkerWatch
 from opd.config.sections import ClusterConfig
 from opd.errors import ConfigError, RunError
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.address import LOOPBACK
 
 RAY_DIRECTORY = "r"
@@ -54,14 +54,14 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
         _restrict_ray_to_loopback()
     import ray
 
-    leftovers.end_orphans()
+    orphans.end_orphans()
     while _failed_directories:
         shutil.rmtree(_failed_directories.pop(), ignore_errors=True)
     directory = _make_own_directory() if config.address == LOCAL else None
     watch = _watch = WorkerWatch(config.start_timeout_s)
     with kill_suspended_daemons():
         try:
-            with leftovers.mark_children(), _keep_sigterm_handler():
+            with orphans.mark_children(), _keep_sigterm_handler():
                 _connect_to_ray(config, num_workers, directory)
             yield
         except RunError as error:
@@ -69,14 +69,14 @@ def ray_session(config: ClusterConfig, num_workers: int) -> Iterator[None]:
                 _failed_directories.append(directory)
             if isinstance(error, WorkerDied) and error.worker is None:
                 # Ray does not answer. Its processes end now, because `ray.shutdown` would wait for them.
-                leftovers.end_own_processes()
+                orphans.end_own_processes()
             raise
         finally:
             _watch = None  # from here on no thread can spawn a worker
             end_background(watch.workers)
             watch.stop_watching_all()
             ray.shutdown()
-            leftovers.end_own_processes()  # suspended or hung processes do not end by themselves
+            orphans.end_own_processes()  # suspended or hung processes do not end by themselves
             if directory is not None and directory not in _failed_directories:
                 shutil.rmtree(directory, ignore_errors=True)
 
@@ -112,9 +112,8 @@ def _connect_to_ray(config: ClusterConfig, num_workers: int, directory: Path | N
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=True,
-        _temp_dir=str(
-            directory / RAY_DIRECTORY
-        ),  # Ray opens this directory to every user, but not `directory` above it
+        # Ray opens this directory to every user, but not `directory` above it.
+        _temp_dir=str(directory / RAY_DIRECTORY),
         job_config=search_path.make_job_config(),
         # By default Ray first starts `num_cpus` processes, without the environment that our workers need, and waits for them.
         _system_config={"prestart_worker_first_driver": False},
@@ -128,12 +127,12 @@ def max_socket_directory_bytes() -> int:
     The path of a socket has at most 107 bytes, and Ray puts the names of its session's directories between the two.
     """
     session = f"session_2026-11-24_22-15-05_673087_{os.getpid()}/sockets/plasma_store"
-    return 107 - len(f"/{leftovers.SHORT}xxxxxxxx/{RAY_DIRECTORY}/{session}")
+    return 107 - len(f"/{orphans.SHORT}xxxxxxxx/{RAY_DIRECTORY}/{session}")
 
 
 def find_long_ray_variable(environ: Mapping[str, str]) -> str | None:
     """Return the environment variable that names Ray's temporary directory, if that path is too long for Ray's sockets; else None."""
-    name = next((name for name in leftovers.RAY_VARIABLES if environ.get(name)), None)
+    name = next((name for name in orphans.RAY_VARIABLES if environ.get(name)), None)
     return name if name is not None and len(os.fsencode(environ[name])) > max_socket_directory_bytes() else None
 
 
@@ -150,10 +149,10 @@ def _make_own_directory() -> Path:
             wanted=f"a path of at most {max_socket_directory_bytes()} bytes: Ray makes sockets below it, whose paths have a limit",
             fix="set RAY_TMPDIR to a shorter directory, for example RAY_TMPDIR=/tmp",
         )
-    parent = leftovers.ray_parent()
+    parent = orphans.ray_parent()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        return leftovers.make_short_directory(parent.absolute())
+        return orphans.make_short_directory(parent.absolute())
     except OSError as error:
         raise ConfigError.at(
             "temporary directory",

@@ -261,9 +261,8 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
             values += [next(arguments, "")] if name in valued and not value else []
         elif arg.startswith("-") and len(arg) > 1:
             flags += _split_short_options(arg)
-            values += (
-                [arg[arg.index("/") :]] if "/" in arg else []
-            )  # a path that is joined to its option: `-I/usr/include`
+            # A path that is joined to its option: `-I/usr/include`.
+            values += [arg[arg.index("/") :]] if "/" in arg else []
             values += [next(arguments, "")] if arg in valued else []
         else:
             operands.append(arg)

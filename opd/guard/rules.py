@@ -242,9 +242,8 @@ class RuleSet:
         if rules is None:
             narrowed = [rule.narrow_to_program(keys, program) for rule in self._compiled]
             rules = [rule for rule in narrowed if rule.any]
-            if (
-                len(self._narrowed) < MAX_NARROWED
-            ):  # a glob of programs fits any number of names that a policy may think of
+            # A glob of programs fits any number of names that a policy may think of.
+            if len(self._narrowed) < MAX_NARROWED:
                 self._narrowed[keys, program] = rules
         return rules
 

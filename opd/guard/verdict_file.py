@@ -67,12 +67,8 @@ class StoredJudge:
                 data = json.loads(line)
                 # The first opinion in the file counts, also for the worker that appended a later one.
                 self._opinions.setdefault(data["key"], Opinion(block=data["block"], reason=data["reason"]))
-            except (
-                ValueError,
-                KeyError,
-                TypeError,
-            ):  # an empty line, or one that was cut off when its writer was killed
-                continue
+            except (ValueError, KeyError, TypeError):
+                continue  # an empty line, or one that was cut off when its writer was killed
 
     def _store_opinion(self, key: str, question: Question, opinion: Opinion) -> None:
         """Append an opinion in one write, so that the lines of several workers do not mix. It begins with a line feed, which

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
 """Environment variable from which torch reads the directory for compiled code."""
@@ -54,7 +54,7 @@ def keep_compiled_code_private() -> None:
         os.environ[CACHE] = (
             str(own_directory)
             if _make_private(own_directory)
-            else tempfile.mkdtemp(prefix=f"{leftovers.directory_prefix()}torch-")
+            else tempfile.mkdtemp(prefix=f"{orphans.directory_prefix()}torch-")
         )
         os.environ[HEADERS] = "0"  # torch would keep headers in its default directory in spite of the other variable
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 
 POLL_S = 0.05
 """Pause between two checks whether the import is done."""
@@ -98,7 +98,7 @@ def wait_for_sender() -> None:
 
 def end_at_once(number: int) -> NoReturn:
     """End this process and every process that it started: the user has asked a second time."""
-    leftovers.end_own_processes()
+    orphans.end_own_processes()
     os._exit(128 + number)
 
 

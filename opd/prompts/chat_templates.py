@@ -77,9 +77,8 @@ def _find_fault(template: str, variables: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return too_long
-    if (
-        process.returncode
-    ):  # negative if the system killed it at the time limit; else Python ended, as for lack of memory
+    # The code is negative if the system killed Python at the time limit; else Python ended, as for lack of memory.
+    if process.returncode:
         return (
             too_long if process.returncode < 0 else f"it ends Python: {(process.stderr.splitlines() or ['?'])[-1]:.200}"
         )

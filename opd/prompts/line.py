@@ -26,9 +26,8 @@ from opd.settings.wording import describe_error
 from opd.settings.yaml_files import keys_of
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
-_COMPACT = json.JSONEncoder(
-    ensure_ascii=False, separators=(",", ":")
-)  # json.dumps would make a new encoder for each row
+# Made once: `json.dumps` would make a new encoder for each row.
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
 MAX_LINE_BYTES = 8 << 20

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.orphans import SHARED_MEMORY
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
@@ -49,10 +49,10 @@ def own_folder() -> str:
 @cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """Make this process's folder, which lives as long as the process."""
-    leftovers.delete_directories()  # of workers that were killed on a node where no driver comes by
+    orphans.delete_directories()  # of workers that were killed on a node where no driver comes by
     # A socket's path has 107 characters at most, and a temporary directory's may be long.
     return tempfile.TemporaryDirectory(
-        prefix=leftovers.directory_prefix(),
+        prefix=orphans.directory_prefix(),
         dir=SHARED_MEMORY if SHARED_MEMORY.is_dir() else None,
         ignore_cleanup_errors=True,
     )

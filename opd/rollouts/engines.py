@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.models.buckets import WeightStream
 from opd.rollouts.weight_broadcast import pass_buckets
 from opd.rollouts.worker import VLLMWorker
@@ -74,14 +74,18 @@ class Engines:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
 
     def _dispatch_requests(
-        self,
-        shares: Sequence[Sequence[int]],
-        submit: Callable[[Worker[VLLMWorker], int], Pending[list[R]]],
+        self, method: Callable[..., list[R]], requests: Sequence[Any], group_size: int, *arguments: Any
     ) -> list[R]:
-        """Return the answers in the order of the requests. `shares` has, for each worker, the indices of its requests, and `submit` sends
-        them to the worker of an index."""
-        answers = dict(zip(chain(*shares), chain(*self._call(submit)), strict=True))
-        return [answers[position] for position in range(len(answers))]
+        """Deal requests out among the workers, and return the answers in the order of the requests. They are dealt round-robin, so that
+        workers get equal mixes of domains, `group_size` neighbours at a time. `method` of each worker takes its requests, and then the
+        `arguments`."""
+        num = len(self._workers)
+        shares = [[i for i in range(len(requests)) if i // group_size % num == index] for index in range(num)]
+        parts = self._call(
+            lambda worker, index: worker.submit(method, [requests[i] for i in shares[index]], *arguments)
+        )
+        answers = dict(zip(chain(*shares), chain(*parts), strict=True))
+        return [answers[i] for i in range(len(requests))]
 
     def _call(self, ask: Callable[[Worker[VLLMWorker], int], Pending[R]]) -> list[R]:
         """Call all workers and return their answers. `ask` takes a worker and its index, and submits the call.
@@ -109,7 +113,7 @@ class Engines:
         restarted.add(index)
         self._restarted.append(worker_name(index))
         # The agents' programs that the worker started do not end with it.
-        leftovers.end_abandoned_processes()
+        orphans.end_abandoned_processes()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])
         return index

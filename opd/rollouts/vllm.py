@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from opd import cluster
-from opd.cluster import Pending, Worker
+from opd.cluster import Worker
 from opd.interfaces import Decoder
 from opd.records.episodes import EpisodeResult, EpisodeStats
 from opd.records.types import Completion, Prompt, QuarantinedPrompt, RolloutBatch
@@ -195,16 +195,10 @@ class VLLMRolloutEngine(Engines):
         temperature: float,
         policy_version: int = 0,
     ) -> list[EpisodeResult]:
-        """Deal episodes out among the workers, round-robin, and return the results in the order of the requests."""
-        num = len(self._workers)
+        """Play episodes, and return the results in the order of the requests."""
         if not requests:
             return []
-        shares = [list(range(index, len(requests), num)) for index in range(num)]
-
-        def submit(worker: Worker[VLLMWorker], index: int) -> Pending[list[EpisodeResult]]:
-            return worker.submit(VLLMWorker.episodes, requests[index::num], temperature, policy_version)
-
-        return self._dispatch_requests(shares, submit)
+        return self._dispatch_requests(VLLMWorker.episodes, requests, 1, temperature, policy_version)
 
     def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
         limit, room = self._spec.max_answer_tokens, self._spec.engine.max_model_len
@@ -257,15 +251,8 @@ class VLLMRolloutEngine(Engines):
         )
 
     def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:
-        """Deal requests out among the workers, and return the answers in the order of the requests. They are dealt round-robin, so that
-        workers get equal mixes of domains, `n` neighbours at a time, which are the responses to one prompt."""
-        num = len(self._workers)
-        shares = [[i for i in range(len(requests)) if i // n % num == index] for index in range(num)]
-
-        def submit(worker: Worker[VLLMWorker], index: int) -> Pending[list[Generated]]:
-            return worker.submit(VLLMWorker.generate, [requests[j] for j in shares[index]])
-
-        return self._dispatch_requests(shares, submit)
+        """Return the answers in the order of the requests. `n` neighbours, which are the responses to one prompt, go to one worker."""
+        return self._dispatch_requests(VLLMWorker.generate, requests, n)
 
 
 def _fits_context(prompt: Prompt, room: int) -> bool:

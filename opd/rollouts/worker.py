@@ -19,7 +19,7 @@ from typing import Any, get_args
 
 from opd.errors import RunError
 from opd.guard.build import shared_guard
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.imports import import_lightly
 from opd.models.buckets import Bucket
 from opd.prompts import load_tokenizer
@@ -154,9 +154,8 @@ class VLLMWorker:
         self._wake_engine()
         reset_prefix_cache(self._llm)
         for spec in {r.options.guard.digest: r.options.guard for r in requests if r.options.guard is not None}.values():
-            shared_guard(
-                spec
-            )  # loads a judge's model here, in the main thread, before another thread plays the episodes
+            # This loads a judge's model here, in the main thread, before another thread plays the episodes.
+            shared_guard(spec)
 
         def make_params(max_tokens: int, seed: int) -> Any:
             return self._only_final_output(
@@ -338,7 +337,7 @@ def start_engine(options: EngineOptions, **overrides: Any) -> Any:
     is_cpu = current_platform.is_cpu()
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
     settings = _engine_settings(options) | on_cpu | overrides
-    with leftovers.mark_children_as_owned(), own_files(), explain_failed_start(options.tensor_parallel_size):
+    with orphans.mark_children_as_owned(), own_files(), explain_failed_start(options.tensor_parallel_size):
         # Our settings come last, so that no argument of a user undoes them.
         llm = LLM(**{**options.engine_args, **settings})
     bind_processes(llm)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from pathlib import Path
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.orphans import SHARED_MEMORY
 from opd.sync.proof import ProvenSync, SyncSpec
 
@@ -67,7 +67,7 @@ class SharedMemorySync(ProvenSync):
                 else f"{SHARED_MEMORY} has room again: new weights go through it"
             )
         return tempfile.TemporaryDirectory(
-            prefix=f"{leftovers.directory_prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
+            prefix=f"{orphans.directory_prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         )
 
 

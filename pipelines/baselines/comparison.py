@@ -185,9 +185,8 @@ def _refuse_another_merge(config: PipelineConfig, inputs: Inputs, paths: RunPath
     if not paths.root.exists():
         return
     stored = load_run_pipeline(paths.pipeline)
-    current = validate_section(
-        PipelineConfig, resolve_pipeline(config, inputs), paths.pipeline
-    )  # with absolute paths, as a run has them
+    # With absolute paths, as a run has them.
+    current = validate_section(PipelineConfig, resolve_pipeline(config, inputs), paths.pipeline)
     changed = [name for name in WHOLE_SECTIONS if getattr(stored, name) != getattr(current, name)]
     decisive = refused_keys(stored.model_dump(mode="json"), current.model_dump(mode="json"))
     changed += [key.partition(".")[0] for key in decisive if key != TEMPLATE_DATE]  # a run of an older release has none
@@ -293,10 +292,8 @@ def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for index, row in enumerate(row for row in rows if row.share is None):
         axes.axhline(row.accuracy.mean, linestyle=":", linewidth=1, color="#888888")
-        label_position = (
-            0.01 + 0.14 * index,
-            row.accuracy.mean,
-        )  # labels side by side, because some levels are nearly equal
+        # Labels stand side by side, because some levels are nearly equal.
+        label_position = (0.01 + 0.14 * index, row.accuracy.mean)
         axes.annotate(row.label, label_position, xycoords=("axes fraction", "data"), fontsize=7, va="bottom")
     for method in dict.fromkeys(row.method for row in rows if row.share is not None):
         points = [(row.share, row.accuracy) for row in rows if row.method == method and row.share is not None]

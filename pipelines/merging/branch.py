@@ -25,7 +25,7 @@ from opd.run.lineage import BRANCHED, LINEAGE, format_events, list_events_until
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
-from opd.stream import written_rollouts as written
+from opd.stream import written_rollouts
 from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
@@ -154,7 +154,7 @@ def _link_checkpoint(
     file = target / checkpoints.MANIFEST
     facts = json.loads(file.read_text(encoding="utf-8"))
     if not keep_written_ahead:
-        for name in written.FILES:
+        for name in written_rollouts.FILES:
             (target / name).unlink(missing_ok=True)
             facts["files"].pop(name, None)
     # A new file replaces the hard link, so the origin's own manifest stays as it is.

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from opd.errors import RunDirError, StorageError
 from opd.files import place_dir, raise_storage_errors
 from opd.live.status import is_held
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.run import checkpoints
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
@@ -62,7 +62,7 @@ def new_directory(root: Path) -> Iterator[RunPaths]:
     Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
     """
     _clear_abandoned(root)
-    temporary = root.with_name(f".tmp-{root.name}-{leftovers.driver_mark()}")
+    temporary = root.with_name(f".tmp-{root.name}-{orphans.driver_mark()}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
@@ -87,7 +87,7 @@ def _clear_abandoned(root: Path) -> None:
     """Delete the directories that `new_directory` made for `root` in processes that were killed meanwhile."""
     head = f".tmp-{root.name}-"
     for path in root.parent.glob(".tmp-*"):
-        if path.name.startswith(head) and not leftovers.is_driver_alive(path.name.removeprefix(head)):
+        if path.name.startswith(head) and not orphans.is_driver_alive(path.name.removeprefix(head)):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -118,10 +118,11 @@ def reopen_rounds(
             wanted=f"{len(recorded)}, as when the run began",
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
+    # Once more for each round, which may have domains of its own.
     configs = [
         as_recorded(round_config, recorded_config)
         for round_config, recorded_config in zip(configs, recorded_configs, strict=True)
-    ]  # once more for each round, which may have domains of its own
+    ]
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 

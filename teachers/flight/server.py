@@ -171,9 +171,8 @@ class PoolServer(flight.FlightServerBase):
         with self._hold_turn(context):
             targets = self._pool.score(rollouts)
             while (part := targets.take_part()) is not None and not client_left.is_set():
-                if not free_slots.acquire(
-                    timeout=self._timeout_s / 2
-                ):  # half, because others wait `_timeout_s` for a turn
+                # Half of the time, because others wait `_timeout_s` for a turn.
+                if not free_slots.acquire(timeout=self._timeout_s / 2):
                     self._log(f"score for {context.peer()}: the client took nothing for {self._timeout_s / 2:.0f} s")
                     raise flight.FlightTimedOutError("you took nothing for too long: the server's turn went to others")
                 parts.put(memoryview(cluster.fetch_object(part.handle)).cast("B"))

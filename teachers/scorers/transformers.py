@@ -421,8 +421,6 @@ def _read_config(model_dir: Path) -> tuple[Any, str]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir, trust_remote_code=False)
-    config.name_or_path, config.transformers_version = (
-        "",
-        None,
-    )  # they say where the model is from, not what it computes
+    # They say where the model is from, not what it computes.
+    config.name_or_path, config.transformers_version = ("", None)
     return config, config.to_json_string(use_diff=False)

@@ -24,7 +24,7 @@ from opd.cluster import RemoteCall, Seat, Worker, WorkerDied, WorkerGroup, watch
 from opd.cluster.session import get_current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 
 ROOT = Path(__file__).parents[2]
 TITLES = {"gcs_server", "raylet", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "ray::Owner"}
@@ -210,7 +210,7 @@ def titles_and_marks() -> dict[str, str | None]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             title = process.cmdline()[0] if process.name().startswith("ray::") else process.name()
-            found[title.split("(")[0].split(".")[0]] = process.environ().get(leftovers.VARIABLE)
+            found[title.split("(")[0].split(".")[0]] = process.environ().get(orphans.VARIABLE)
     return found
 
 
@@ -251,7 +251,7 @@ def test_a_worker_says_where_the_cluster_reaches_its_machine(session: Session) -
 def test_every_process_carries_the_mark_of_its_driver(session: Session) -> None:
     """Also under the titles that Ray's agents and workers give themselves."""
     assert session.marks.keys() >= TITLES
-    assert {title: mark for title, mark in session.marks.items() if mark != leftovers.driver_mark()} == {}
+    assert {title: mark for title, mark in session.marks.items() if mark != orphans.driver_mark()} == {}
 
 
 def test_ray_starts_no_process_before_a_worker_wants_one(session: Session) -> None:

@@ -16,7 +16,7 @@ import yaml
 from opd import cluster
 from opd.config import PipelineConfig
 from opd.config.sections import ClusterConfig
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.orphans import SHARED_MEMORY
 from opd.records.types import Prompt
 from opd.rollouts.vllm import VLLMRolloutEngine
@@ -156,7 +156,7 @@ def assert_stops_without_a_trace(engine: VLLMRolloutEngine, shared: set[Path]) -
         time.sleep(0.1)
     assert all(map(gone, processes))
     assert left_in_memory() <= shared
-    leftovers.end_own_processes()  # as at the end of a session
+    orphans.end_own_processes()  # as at the end of a session
     assert not folder.exists()
 
 

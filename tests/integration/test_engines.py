@@ -121,11 +121,11 @@ def test_a_push_reaches_the_engine(
 @pytest.mark.slow
 def test_without_the_head_repair_a_tied_model_is_stale(tmp_path: Path, make_model_dir: Make) -> None:
     """The repair is what makes the push arrive: without it the same probe sees the old head."""
-    import opd.rollouts.worker_extension as inside
+    from opd.rollouts import worker_extension
 
     class WithoutRepair(VLLMWorker):
         def load(self, model_dir: Path) -> None:
-            inside.repack_output_head = lambda model: None
+            worker_extension.repack_output_head = lambda model: None
             super().load(model_dir)
 
     from opd.rollouts.processes import ENGINE_ENV

@@ -243,9 +243,8 @@ def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls
     scope: dict[str, Any] = {}
     exec(source, scope)  # our own text, from problems.py
     broken = [_call_as_json(scope[name], arguments) for arguments in argument_lists]
-    shown = next(
-        (i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None
-    )  # the call that the prompt tells
+    # The call that the prompt tells.
+    shown = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
     if shown is None:
         return None
     example_call = f"{name}({', '.join(map(repr, argument_lists[shown]))})"

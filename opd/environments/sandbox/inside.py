@@ -216,9 +216,8 @@ def _make_directories(root: str, disk_mb: int) -> None:
     """Make the directories of the new root that are our own: those to write in, `/proc`, Python's names and a list of users."""
     for name in (*FILES, "proc", "run/bin", "etc"):
         Path(root, name).mkdir(parents=True, exist_ok=True)
-    python = os.path.realpath(
-        getattr(sys, "_base_executable", sys.executable)
-    )  # a virtual environment may have a copy of it
+    # A virtual environment may have a copy of it.
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     for name in ("python", "python3"):
         Path(root, "run/bin", name).symlink_to(python)
     Path(root, "etc/passwd").write_text(f"root:x:0:0::/box:/bin/sh\nnobody:x:{NOBODY}:{NOBODY}::/box:/bin/sh\n")
@@ -254,11 +253,8 @@ def calls_filter(machine: str) -> bytes:
         comparisons after it need."""
         instructions.extend([(jump, 0, len(steps), number[name]), *steps])
 
-    instructions += [
-        (load, 0, 0, 4),
-        (jump, 1, 0, architecture),
-        (end, 0, 0, kill),
-    ]  # no other set of calls, such as that for 32 bits
+    # No other set of calls, such as that for 32 bits.
+    instructions += [(load, 0, 0, 4), (jump, 1, 0, architecture), (end, 0, 0, kill)]
     instructions += [(load, 0, 0, 0), (jump_from, 0, 1, 0x40000000), (end, 0, 0, fail | errno.ENOSYS)]  # nor x32
     for name in ABSENT:
         look_at(name, (end, 0, 0, fail | errno.ENOSYS))

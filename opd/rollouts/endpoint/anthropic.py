@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opd.records.environments import Tool
-from opd.rollouts.endpoint import json_values as reading
+from opd.rollouts.endpoint import json_values
 from opd.rollouts.endpoint.messages import (
     ApiError,
     Call,
@@ -40,19 +40,19 @@ WAITING = b'event: ping\ndata: {"type": "ping"}\n\n'
 
 def parse(body: Mapping[str, Any]) -> Request:
     """Read a request. Raises: ApiError."""
-    choice = reading.read_mapping(body.get("tool_choice") or {}, "tool_choice").get("type", "auto")
-    limit = reading.read_positive_integer(body.get("max_tokens"), "max_tokens")
+    choice = json_values.read_mapping(body.get("tool_choice") or {}, "tool_choice").get("type", "auto")
+    limit = json_values.read_positive_integer(body.get("max_tokens"), "max_tokens")
     if limit is None:
         raise make_request_error("max_tokens: expected a whole number of at least 1, found nothing")
-    system = reading.read_content(body.get("system"), "system")
+    system = json_values.read_content(body.get("system"), "system")
     return Request(
-        model=reading.read_text(body.get("model", ""), "model"),
+        model=json_values.read_text(body.get("model", ""), "model"),
         messages=(*([Message(role="system", text=system)] if system else []), *_parse_messages(body)),
         tools=() if choice == "none" else tuple(_parse_tools(body)),
         max_tokens=limit,
         stop=tuple(
-            reading.read_text(stop, "stop_sequences")
-            for stop in reading.read_list(body.get("stop_sequences"), "stop_sequences")
+            json_values.read_text(stop, "stop_sequences")
+            for stop in json_values.read_list(body.get("stop_sequences"), "stop_sequences")
             if stop != ""
         ),
         stream=bool(body.get("stream")),
@@ -62,16 +62,16 @@ def parse(body: Mapping[str, Any]) -> Request:
 
 
 def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
+    for number, data in enumerate(json_values.read_list(body.get("messages"), "messages")):
         path = f"messages[{number}]"
-        message = reading.read_mapping(data, path)
+        message = json_values.read_mapping(data, path)
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
             raise make_request_error(f"{path}.role: expected user or assistant, found {role!r:.40}")
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         checked = [
-            reading.read_mapping(block, f"{path}.content[{index}]")
-            for index, block in enumerate(reading.read_list(blocks, f"{path}.content"))
+            json_values.read_mapping(block, f"{path}.content[{index}]")
+            for index, block in enumerate(json_values.read_list(blocks, f"{path}.content"))
         ]
         yield from _read_user_turn(checked, path) if role == "user" else _read_assistant_turn(checked, path)
 
@@ -80,36 +80,38 @@ def _read_user_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator[Mess
     """Yield the messages of a user's turn: results of tools as messages of their own, before what the user says."""
     results = [block for block in blocks if block.get("type") == "tool_result"]
     for block in results:
-        called = reading.read_text(block.get("tool_use_id"), f"{path}.content: tool_use_id")
-        yield Message(role="tool", text=reading.read_content(block.get("content"), f"{path}.content"), answers=called)
+        called = json_values.read_text(block.get("tool_use_id"), f"{path}.content: tool_use_id")
+        yield Message(
+            role="tool", text=json_values.read_content(block.get("content"), f"{path}.content"), answers=called
+        )
     text_blocks = [block for block in blocks if block.get("type") != "tool_result"]
     if text_blocks or not results:
-        yield Message(role="user", text=reading.read_content(text_blocks, f"{path}.content"))
+        yield Message(role="user", text=json_values.read_content(text_blocks, f"{path}.content"))
 
 
 def _read_assistant_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator[Message]:
     text_blocks = [block for block in blocks if block.get("type") != "tool_use"]
     calls = tuple(
         Call(
-            id=reading.read_text(block.get("id"), f"{path}.content: id"),
-            name=reading.read_text(block.get("name"), f"{path}.content: name"),
-            arguments=reading.read_mapping(block.get("input"), f"{path}.content: input"),
+            id=json_values.read_text(block.get("id"), f"{path}.content: id"),
+            name=json_values.read_text(block.get("name"), f"{path}.content: name"),
+            arguments=json_values.read_mapping(block.get("input"), f"{path}.content: input"),
         )
         for block in blocks
         if block.get("type") == "tool_use"
     )
-    yield Message(role="assistant", text=reading.read_content(text_blocks, f"{path}.content"), calls=calls)
+    yield Message(role="assistant", text=json_values.read_content(text_blocks, f"{path}.content"), calls=calls)
 
 
 def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
+    for number, data in enumerate(json_values.read_list(body.get("tools"), "tools")):
         path = f"tools[{number}]"
-        tool = reading.read_mapping(data, path)
+        tool = json_values.read_mapping(data, path)
         if tool.get("type", "custom") != "custom":
             raise make_request_error(
                 f"{path}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}"
             )
-        yield reading.read_tool(tool, "input_schema", path)
+        yield json_values.read_tool(tool, "input_schema", path)
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:

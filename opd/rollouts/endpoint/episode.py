@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.interfaces import TokenEngine
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.records.episodes import BROKEN, EpisodeResult
 from opd.rollouts.endpoint.dialogue import ChatMessages, ClientDialogue, PlainMessages
 from opd.rollouts.endpoint.options import AgentOptions
@@ -132,7 +132,7 @@ class _ProgramEpisode:
         session_environ = endpoint.open_session(session)
         try:
             with tempfile.TemporaryDirectory(
-                prefix=f"{leftovers.directory_prefix()}agent-", ignore_cleanup_errors=True
+                prefix=f"{orphans.directory_prefix()}agent-", ignore_cleanup_errors=True
             ) as name:
                 folder = Path(name)
                 (folder / "task.json").write_text(json.dumps(self._task_for_program()), "utf-8")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opd.records.environments import Tool
-from opd.rollouts.endpoint import json_values as reading
+from opd.rollouts.endpoint import json_values
 from opd.rollouts.endpoint.messages import (
     ApiError,
     Call,
@@ -56,16 +56,16 @@ def parse(body: Mapping[str, Any]) -> Request:
         )
     choice = body.get("tool_choice")
     stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else reading.read_list(stop, "stop")
-    limits = [reading.read_positive_integer(body.get(key), key) for key in ("max_completion_tokens", "max_tokens")]
-    options = reading.read_mapping(body.get("stream_options") or {}, "stream_options")
+    stops = [stop] if isinstance(stop, str) else json_values.read_list(stop, "stop")
+    limits = [json_values.read_positive_integer(body.get(key), key) for key in ("max_completion_tokens", "max_tokens")]
+    options = json_values.read_mapping(body.get("stream_options") or {}, "stream_options")
     forced = () if choice in (None, "auto", "none") else ("tool_choice",)
     return Request(
-        model=reading.read_text(body.get("model", ""), "model"),
+        model=json_values.read_text(body.get("model", ""), "model"),
         messages=tuple(_parse_messages(body)),
         tools=() if choice == "none" else tuple(_parse_tools(body)),
         max_tokens=min((limit for limit in limits if limit is not None), default=None),
-        stop=tuple(reading.read_text(text, "stop") for text in stops if text != ""),
+        stop=tuple(json_values.read_text(text, "stop") for text in stops if text != ""),
         stream=bool(body.get("stream")),
         stream_usage=bool(options.get("include_usage")),
         overridden=list_other_keys(body, READ) + forced,
@@ -74,9 +74,9 @@ def parse(body: Mapping[str, Any]) -> Request:
 
 
 def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(reading.read_list(body.get("messages"), "messages")):
+    for number, data in enumerate(json_values.read_list(body.get("messages"), "messages")):
         path = f"messages[{number}]"
-        message = reading.read_mapping(data, path)
+        message = json_values.read_mapping(data, path)
         role = ROLES.get(str(message.get("role")))
         if role is None:
             raise make_request_error(
@@ -85,34 +85,34 @@ def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
         unread = next((key for key in ("function_call", "refusal", "audio") if message.get(key) is not None), None)
         if unread is not None:
             raise make_request_error(f"{path}.{unread}: this model reads content and tool_calls")
-        calls = reading.read_list(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else []
-        answers = reading.read_text(message.get("tool_call_id"), f"{path}.tool_call_id") if role == "tool" else ""
+        calls = json_values.read_list(message.get("tool_calls"), f"{path}.tool_calls") if role == "assistant" else []
+        answers = json_values.read_text(message.get("tool_call_id"), f"{path}.tool_call_id") if role == "tool" else ""
         yield Message(
             role=role,
-            text=reading.read_content(message.get("content"), f"{path}.content"),
+            text=json_values.read_content(message.get("content"), f"{path}.content"),
             calls=tuple(_parse_call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(calls)),
             answers=answers,
         )
 
 
 def _parse_call(data: Any, path: str) -> Call:
-    call = reading.read_mapping(data, path)
-    function = reading.read_mapping(call.get("function"), f"{path}.function")
+    call = json_values.read_mapping(data, path)
+    function = json_values.read_mapping(call.get("function"), f"{path}.function")
     return Call(
-        id=reading.read_text(call.get("id"), f"{path}.id"),
-        name=reading.read_text(function.get("name"), f"{path}.function.name"),
-        arguments=reading.read_arguments(function.get("arguments"), f"{path}.function.arguments"),
+        id=json_values.read_text(call.get("id"), f"{path}.id"),
+        name=json_values.read_text(function.get("name"), f"{path}.function.name"),
+        arguments=json_values.read_arguments(function.get("arguments"), f"{path}.function.arguments"),
     )
 
 
 def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(reading.read_list(body.get("tools"), "tools")):
+    for number, data in enumerate(json_values.read_list(body.get("tools"), "tools")):
         path = f"tools[{number}]"
-        tool = reading.read_mapping(data, path)
+        tool = json_values.read_mapping(data, path)
         if tool.get("type") != "function":
             raise make_request_error(f"{path}.type: expected function, found {tool.get('type')!r:.40}")
-        function = reading.read_mapping(tool.get("function"), f"{path}.function")
-        yield reading.read_tool(function, "parameters", f"{path}.function")
+        function = json_values.read_mapping(tool.get("function"), f"{path}.function")
+        yield json_values.read_tool(function, "parameters", f"{path}.function")
 
 
 def body(reply: Reply, model: str) -> dict[str, Any]:

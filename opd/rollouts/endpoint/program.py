@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 
-INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", leftovers.VARIABLE)
+INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", orphans.VARIABLE)
 """Environment variables that a program gets from ours, besides PATH and those that the pipeline names; none of them holds a secret."""
 TASK, RESULT = "OPD_TASK", "OPD_RESULT"
 """Environment variables with the path of the task's file, and with that of the file in which the program may leave its result."""
@@ -78,7 +78,7 @@ def program_environment(folder: Path, variables: Mapping[str, str], inherit: Seq
         | inherited
         | dict(variables)
         # These come after the pipeline's, which so cannot hide to whom the program belongs and where its files lie.
-        | {leftovers.OWNER: leftovers.driver_mark()}
+        | {orphans.OWNER: orphans.driver_mark()}
         | {TASK: str(folder / "task.json"), RESULT: str(folder / "result.json")}
     )
 

@@ -109,9 +109,8 @@ class BatchEngine:
         loop = asyncio.get_running_loop()
         request = _TurnRequest(list(token_ids), self._sampling.params(room, seed), loop.create_future(), loop, engine)
         self._inbox.put(request)
-        if (
-            self._failed
-        ):  # if the engine's thread has failed meanwhile, it may have emptied the inbox for the last time already
+        # If the engine's thread has failed meanwhile, it may have emptied the inbox for the last time already.
+        if self._failed:
             raise RunError(self._failed)
         try:
             return await request.future

@@ -88,9 +88,8 @@ class TraceSegment:
             raise RunError(f"a sampled token came with log-prob {odd}")
         self.logprobs += turn.logprobs
         self._append_turn(turn)
-        if self.masked_ids.isdisjoint(
-            turn.token_ids
-        ):  # nearly always; the loop below takes much longer over a long turn
+        # Nearly always so; the loop below takes much longer over a long turn.
+        if self.masked_ids.isdisjoint(turn.token_ids):
             return self._append_span(len(turn.token_ids), "policy")
         for is_masked, run in groupby(turn.token_ids, self.masked_ids.__contains__):
             self._append_span(len(list(run)), "masked" if is_masked else "policy")

@@ -84,11 +84,11 @@ def test_elsewhere_than_in_the_main_thread_nothing_comes() -> None:
 
 CHILD = """
 import subprocess, sys, time
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from pipelines.interrupts import interrupts
 
 with interrupts():
-    with leftovers.mark_children():
+    with orphans.mark_children():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         print(child.pid, flush=True)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from opd.models import linear_kernels as products
+from opd.models import linear_kernels
 
 CPU = torch.device("cpu")
 
 
 def make_machine(monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str) -> None:
-    monkeypatch.setattr(products, "read_vendor", lambda: maker)
+    monkeypatch.setattr(linear_kernels, "read_vendor", lambda: maker)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
 
 
@@ -39,11 +39,13 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_layers_give_the_values_and_gradients_of_float64(
     monkeypatch: pytest.MonkeyPatch, bias: bool, shape: tuple[int, ...]
 ) -> None:
-    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(linear_kernels, "is_onednn_faster", lambda: True)
     x, model = torch.randn(*shape, generator=torch.Generator().manual_seed(1)), made(bias)
     wanted = gradients(copy.deepcopy(model).double(), x.double())
-    exact = products.with_onednn_products(products.measure_product_error)() < products.MAX_PRODUCT_ERROR
-    assert products.use_quick_products(model, CPU)
+    exact = (
+        linear_kernels.with_onednn_products(linear_kernels.measure_product_error)() < linear_kernels.MAX_PRODUCT_ERROR
+    )
+    assert linear_kernels.use_quick_products(model, CPU)
     assert all("forward" in vars(m) for m in model if isinstance(m, nn.Linear))
     for found, right in zip(gradients(model, x), wanted, strict=True):
         # On cores with AMX `quick_here` says no, because products are rounded to bfloat16 there.
@@ -52,11 +54,11 @@ def test_layers_give_the_values_and_gradients_of_float64(
 
 
 def test_a_frozen_layer_has_no_gradient_and_a_bfloat16_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
+    monkeypatch.setattr(linear_kernels, "is_onednn_faster", lambda: True)
     model = made(bias=False)
     model[0].weight.requires_grad_(False)
     model[2].to(torch.bfloat16)
-    products.use_quick_products(model, CPU)
+    linear_kernels.use_quick_products(model, CPU)
     assert "forward" in vars(model[0]) and "forward" not in vars(model[2])
     x = torch.randn(5, 24, requires_grad=True)
     y = model[0](x)
@@ -82,11 +84,11 @@ def test_deepspeeds_function_is_told_around_each_of_its_passes(monkeypatch: pyte
 
     for name in ("forward", "backward"):
         monkeypatch.setattr(Sharded, name, staticmethod(noting(getattr(Sharded, name))))
-    monkeypatch.setattr(products, "is_onednn_faster", lambda: True)
-    assert products.use_quick_products(made(bias=False), CPU, sharded=True)
+    monkeypatch.setattr(linear_kernels, "is_onednn_faster", lambda: True)
+    assert linear_kernels.use_quick_products(made(bias=False), CPU, sharded=True)
     x, weight = torch.randn(9, 24, requires_grad=True), torch.randn(6, 24, requires_grad=True)
     Sharded.apply(x, weight).sum().backward()
-    assert seen == [products.ONEDNN_PRECISION] * 2
+    assert seen == [linear_kernels.ONEDNN_PRECISION] * 2
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -96,13 +98,16 @@ def test_one_that_rounds_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.Tensor.__matmul__
 
     def rounded(a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == products.ONEDNN_PRECISION:
+        if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == linear_kernels.ONEDNN_PRECISION:
             a, b = a.bfloat16().float(), b.bfloat16().float()
         return plain(a, b)
 
     monkeypatch.setattr(torch.Tensor, "__matmul__", rounded)
-    assert products.with_onednn_products(products.measure_product_error)() > 10 * products.MAX_PRODUCT_ERROR
-    assert not products.is_onednn_faster()
+    assert (
+        linear_kernels.with_onednn_products(linear_kernels.measure_product_error)()
+        > 10 * linear_kernels.MAX_PRODUCT_ERROR
+    )
+    assert not linear_kernels.is_onednn_faster()
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -120,20 +125,20 @@ def test_threads_that_overlap_leave_the_process_as_it_was() -> None:
         seen.append(torch.get_float32_matmul_precision())
 
     with ThreadPoolExecutor(2) as threads:
-        a = threads.submit(products.with_onednn_products(first))
+        a = threads.submit(linear_kernels.with_onednn_products(first))
         assert first_in.wait(20)
-        b = threads.submit(products.with_onednn_products(second))
+        b = threads.submit(linear_kernels.with_onednn_products(second))
         a.result(timeout=20)
         first_out.set()
         b.result(timeout=20)
-    assert seen == [products.ONEDNN_PRECISION], "the first one out leaves the second one what it needs"
+    assert seen == [linear_kernels.ONEDNN_PRECISION], "the first one out leaves the second one what it needs"
     assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize(
     ("maker", "instructions", "device"),
     [
-        (products.INTEL, "AVX512", "cpu"),
+        (linear_kernels.INTEL, "AVX512", "cpu"),
         ("", "AVX512", "cpu"),
         ("AuthenticAMD", "AVX2", "cpu"),
         ("AuthenticAMD", "AVX512", "cuda"),
@@ -143,9 +148,9 @@ def test_mkl_stays_where_nothing_was_measured(
     monkeypatch: pytest.MonkeyPatch, maker: str, instructions: str, device: str
 ) -> None:
     make_machine(monkeypatch, maker, instructions)
-    monkeypatch.setattr(products, "measure_product_error", lambda: 4e-7)
+    monkeypatch.setattr(linear_kernels, "measure_product_error", lambda: 4e-7)
     model = made(bias=False)
-    assert not products.use_quick_products(model, torch.device(device))
+    assert not linear_kernels.use_quick_products(model, torch.device(device))
     assert "forward" not in vars(model[0])
     make_machine(monkeypatch, "AuthenticAMD", "AVX512")
-    assert products.use_quick_products(model, CPU)
+    assert linear_kernels.use_quick_products(model, CPU)

@@ -12,7 +12,7 @@ from pathlib import Path
 from vllm import envs
 from vllm.utils import network_utils
 
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.rollouts.engine_files import own_files
 
 ROOT = Path(__file__).parents[4]
@@ -40,7 +40,7 @@ def test_an_engine_that_starts_meets_in_the_folder_of_its_process() -> None:
         meeting = Path(network_utils.get_file_store_init_method().removeprefix("file://"))
         socket = Path(network_utils.get_open_zmq_ipc_path().removeprefix("ipc://"))
     assert meeting.name.startswith("vllm_dist_") and meeting.parent == socket.parent
-    assert meeting.parent.name.startswith(leftovers.directory_prefix()) and meeting.parent.is_dir()
+    assert meeting.parent.name.startswith(orphans.directory_prefix()) and meeting.parent.is_dir()
     assert len(str(socket)) < 108, "the longest path that a socket may have"
     after = Path(network_utils.get_file_store_init_method().removeprefix("file://"))
     assert str(after.parent) == tempfile.gettempdir() == before[0], "what others in this process put there stays there"
@@ -59,7 +59,7 @@ def test_the_folder_of_a_worker_that_was_killed_is_swept_up_and_no_other() -> No
         killed.send_signal(signal.SIGKILL)
         killed.wait(timeout=60)
         (gone / "vllm_dist_1").write_text("")
-        leftovers.end_own_processes()
+        orphans.end_own_processes()
         assert not gone.exists() and kept.is_dir()
         lives.kill()
         lives.wait(timeout=60)

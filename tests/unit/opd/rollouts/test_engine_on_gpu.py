@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from opd.rollouts import cpu_settings as on_cpu
-from opd.rollouts import worker
+from opd.rollouts import cpu_settings, worker
 from opd.rollouts.cpu_settings import ModelKind
 from opd.rollouts.worker import EngineOptions, GenerateRequest, VLLMWorker
 
@@ -77,7 +76,7 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(sys.modules, "vllm.entrypoints.llm", fake)
     monkeypatch.setattr(worker, "read_model_shape", lambda model_dir: {"model_type": "llama"})
     monkeypatch.setattr(worker, "own_files", nullcontext)
-    monkeypatch.setattr(on_cpu, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=False))
+    monkeypatch.setattr(cpu_settings, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=False))
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
     monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
     return found
@@ -96,7 +95,7 @@ def test_latent_attention_does_not_depend_on_the_cores(
 ) -> None:
     """What vLLM takes on cores with AMX knows no float32."""
     platform.cpu = cpu
-    monkeypatch.setattr(on_cpu, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=latent))
+    monkeypatch.setattr(cpu_settings, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=latent))
     wanted = "CPU_MLA" if cpu and latent else None
     assert worker.start_engine(OPTIONS).settings.get("attention_backend") == wanted
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.errors import RunError
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.sync import SharedMemorySync, SyncSpec
 
 
@@ -151,7 +151,7 @@ def test_a_worker_that_comes_later_gets_the_same_weights() -> None:
     ((first, _),) = engine.loaded
     with engine.again() as directory:
         assert directory != first and (directory / "model.safetensors").read_bytes() == b"new"
-        assert directory.name.startswith(leftovers.directory_prefix())
+        assert directory.name.startswith(orphans.directory_prefix())
     assert not directory.exists()
 
 

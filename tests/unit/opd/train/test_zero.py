@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opd.config.sections import MAX_UNSHARDED
 from opd.errors import RunError
-from opd.train import gathered_layers as gathered
+from opd.train import gathered_layers
 from opd.train.gathered_layers import find_leaf_classes
 from opd.train.optimizer import AdamWOptions
 from opd.train.zero import ZeroEngine, ZeroOptions
@@ -39,7 +39,7 @@ def test_a_layer_whose_mixer_reads_its_convolutions_weight_is_gathered_as_one(
 ) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    monkeypatch.setattr(gathered, "MAX_UNSHARDED", 0)
+    monkeypatch.setattr(gathered_layers, "MAX_UNSHARDED", 0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | more))
     assert [found.__name__ for found in find_leaf_classes(model, world_size=2)] == wanted
 
@@ -66,7 +66,7 @@ def test_layers_of_small_weights_are_gathered_as_one(monkeypatch: pytest.MonkeyP
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE))
     largest = max(param.numel() for param in model.model.layers.parameters())
     for small, wanted in ((largest, ["LlamaDecoderLayer"]), (largest - 1, [])):
-        monkeypatch.setattr(gathered, "MAX_UNSHARDED", small)
+        monkeypatch.setattr(gathered_layers, "MAX_UNSHARDED", small)
         assert [found.__name__ for found in find_leaf_classes(model, world_size=2)] == wanted
 
 

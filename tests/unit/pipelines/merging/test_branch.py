@@ -20,7 +20,7 @@ from opd.errors import ConfigError, OpdError, RunDirError, RunError
 from opd.files import blake3_file
 from opd.run import checkpoints
 from opd.run.paths import RunPaths
-from opd.stream import written_rollouts as written
+from opd.stream import written_rollouts
 from pipelines.merging import run as merging
 from pipelines.merging.branch import DECIDE_EXAMS, _has_same_writers, begin_branch
 from pipelines.merging.changes import matches_pattern
@@ -37,7 +37,7 @@ def with_written(origin: Path) -> None:
     """Give the checkpoint of step 1 responses that were written ahead."""
     directory = origin / "checkpoints" / "step-000001"
     facts = json.loads((directory / "checkpoint.json").read_text())
-    for name in written.FILES:
+    for name in written_rollouts.FILES:
         (directory / name).write_text("{}")
         facts["files"][name] = {"blake3": blake3_file(directory / name), "bytes": 2}
     (directory / "checkpoint.json").write_text(json.dumps(facts))
@@ -76,8 +76,10 @@ def test_what_was_written_ahead_goes_along_if_it_would_be_written_again(
     begin(interrupted, tmp_path / "branch", change)
     path = tmp_path / "branch" / "checkpoints" / "step-000001"
     listed = json.loads((path / "checkpoint.json").read_text())["files"]
-    assert {name: (path / name).exists() for name in written.FILES} == dict.fromkeys(written.FILES, kept)
-    assert {name: name in listed for name in written.FILES} == dict.fromkeys(written.FILES, kept)
+    assert {name: (path / name).exists() for name in written_rollouts.FILES} == dict.fromkeys(
+        written_rollouts.FILES, kept
+    )
+    assert {name: name in listed for name in written_rollouts.FILES} == dict.fromkeys(written_rollouts.FILES, kept)
     checkpoints.verify_checkpoint(path)
 
 

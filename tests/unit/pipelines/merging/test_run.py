@@ -24,7 +24,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
 from opd.live.displays import Silence
 from opd.live.progress import RunReporter
-from opd.machine import orphans as leftovers
+from opd.machine import orphans
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Teacher
 from opd.run.metrics import MetricsFile
@@ -184,7 +184,7 @@ def test_a_run_that_began_meanwhile_is_not_replaced(world: Any, monkeypatch: pyt
 
 
 def test_a_run_that_begins_clears_what_killed_commands_left_and_no_more(world: Any) -> None:
-    number, start, namespace = leftovers.driver_mark().split("-")
+    number, start, namespace = orphans.driver_mark().split("-")
     gone = world.root / f".tmp-run-{2**22 + 1}-{start}-{namespace}"  # above the largest number of a process
     elsewhere = world.root / f".tmp-run-{number}-{start}-{int(namespace) + 1}"
     for directory in (gone, elsewhere):
