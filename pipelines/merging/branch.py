@@ -42,6 +42,7 @@ from pipelines.merging.origin import Origin
 from pipelines.merging.run import MergeRun
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import refuse_unplaceable
+from pipelines.sizing.auto import choose_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -85,6 +86,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     config = as_recorded(config, origin_config)
     _refuse_other_shape(config, origin_config, origin)
     inputs = read_inputs(config)
+    config = choose_numbers(config, inputs, local_machine(config))
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)

@@ -76,6 +76,7 @@ from pipelines.merging.manifest import (
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
+from pipelines.sizing.auto import choose_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -176,6 +177,7 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
     inputs = read_inputs(config)
+    config = choose_numbers(config, inputs, local_machine(config))
     refuse_too_large(config, inputs)
     notices = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
@@ -233,6 +235,7 @@ def _make_resumed_run(
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
     inputs = read_inputs(config)
+    config = choose_numbers(config, inputs, local_machine(config))  # for a key that the recorded pipeline does not have
     refuse_too_large(config, inputs)
     crowded = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
