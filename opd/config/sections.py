@@ -103,8 +103,8 @@ class TrainerConfig(Strict):
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     micro_batch_tokens: Annotated[int, Field(ge=16), OrAuto(4096)] = Field(AUTO, validate_default=True)
-    """Tokens of one forward pass of a rank, give or take one response. `auto`: 4096 on a CPU, 16384 on a GPU, and at
-    least the longest row; fewer if memory is short."""
+    """Tokens of one forward pass of a rank, give or take one response. `auto`: 4096, up to 16384 on
+    a GPU of this machine, as memory allows, and at least the longest row."""
     head_memory: Annotated[ByteSize, Field(gt=0), OrAuto(1 << 30)] = Field(AUTO, validate_default=True)
     """Memory for teachers' output heads on each rank; the least recently used go first. `auto`: for all heads, or for as
     many as memory allows."""

@@ -66,7 +66,7 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
-    numbers: str
+    numbers: str = ""
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
