@@ -33,6 +33,7 @@ def test_the_cache_has_room_for_keys_and_values_also_where_their_projections_are
             "domains": {"d": {"prompts": "prompts.jsonl"}},
             "rollout": {"max_model_len": 1 << 20, "max_num_seqs": 16},
             "trainer": {"steps": 1, "samples_per_step": 20},
+            "cluster": {"address": "auto"},  # machines whose memory is not known
         }
     )
     # 16 sequences of 2^20 tokens, each with keys and values of 64 numbers in 2 layers
