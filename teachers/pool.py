@@ -16,7 +16,9 @@ from opd.models.heads import HeadSource
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.part_files import PartsDirectory
+from opd.stream.part_summaries import parse_summary
+from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
 from teachers.scorers import ScorerOptions
 from teachers.weights import base_key, weight_key
 from teachers.worker import TeacherRows, TeacherWorker
@@ -25,8 +27,9 @@ Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
 Heads = dict[str, HeadSource]
 """Content hash -> head."""
-PendingParts = deque[Pending[np.ndarray | None]]
-"""Parts that a worker was asked for and that were not taken yet, oldest first; a result of None means no more parts."""
+PendingParts = deque[tuple[Pending[bytes | None], Any]]
+"""Parts that a worker was asked for and that were not taken yet, oldest first: the summary, which is None after the last part, and a handle
+to the part itself."""
 PARTS_AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver. Together
 with `teachers.queue` this limits how many bytes have been scored but not yet trained."""
@@ -97,8 +100,10 @@ class Pool:
             if proof is not None:
                 self.layouts[teacher.name] = proof
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; the workers begin at once.
+
+        Those that reach `directory` write their parts there.
 
         Taking parts from the stream raises: RunError if a worker dies twice or misses the deadline.
 
@@ -106,16 +111,17 @@ class Pool:
         """
         shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers)
         restarted: list[str] = []
-        pending = [self._begin_share(index, share) for index, share in enumerate(shares)]
-        return self._build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
+        pending = [self._begin_share(index, share, directory) for index, share in enumerate(shares)]
+        source = self._iterate_parts(shares, pending, directory, restarted)
+        return self._build_stream(rollouts, source, restarted)
 
     def _build_stream(
         self,
         rollouts: Sequence[Rollout],
-        source: Iterator[Any],
+        source: Iterator[StreamPart],
         restarted: list[str],
     ) -> TargetStream:
-        """Build the stream of a step, which checks its rows; `source` yields handles to its parts.
+        """Build the stream of a step, which checks its rows; `source` yields its parts.
 
         `restarted` collects the names of workers that were restarted.
         """
@@ -171,9 +177,13 @@ class Pool:
             worker.kill()
 
     def _iterate_parts(
-        self, shares: Sequence[Sequence[TeacherRows]], pending: list[PendingParts], restarted: list[str]
-    ) -> Iterator[Any]:
-        """Yield handles to the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
+        self,
+        shares: Sequence[Sequence[TeacherRows]],
+        pending: list[PendingParts],
+        directory: PartsDirectory | None,
+        restarted: list[str],
+    ) -> Iterator[StreamPart]:
+        """Yield the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
 
         A worker that dies is restarted once and scores its whole share again. As many of its parts as had arrived before
         its death are then skipped.
@@ -186,30 +196,33 @@ class Pool:
                 (index for index, answers in enumerate(pending) if answers), key=lambda index: num_parts[index]
             )
             try:
-                index = busy[cluster.wait_first([pending[i][0] for i in busy], timeout_s=self._timeout_s)]
+                index = busy[cluster.wait_first([pending[i][0][0] for i in busy], timeout_s=self._timeout_s)]
+                text = pending[index][0][0].wait_for_result(timeout_s=self._timeout_s)
             except cluster.WorkerDied as error:
                 index = self.restart_worker(error, restarted)
-                pending[index] = self._begin_share(index, shares[index])
+                pending[index] = self._begin_share(index, shares[index], directory, num_parts[index])
                 num_parts[index], num_skipped[index] = 0, num_parts[index]
                 continue
-            part = pending[index].popleft()
-            if cluster.fetch_object(part.handle) is None:
+            _, handle = pending[index].popleft()
+            if text is None:
                 pending[index].clear()
                 continue
             pending[index].append(self._next_part(index))
             num_parts[index] += 1
             if num_parts[index] > num_skipped[index]:
-                yield part.handle
+                yield StreamPart(handle=handle, summary=parse_summary(text), driver_bytes=len(text))
 
-    def _begin_share(self, index: int, share: Sequence[TeacherRows]) -> PendingParts:
-        """Let worker `index` score these groups, and ask it for its first parts."""
+    def _begin_share(
+        self, index: int, share: Sequence[TeacherRows], directory: PartsDirectory | None, written: int = 0
+    ) -> PendingParts:
+        """Let worker `index` score these groups, and ask it for its first parts. `written`: parts that came in the step already."""
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_rows, share, index)
+        self._workers[index].submit(TeacherWorker.begin_rows, share, index, directory, written)
         return deque(self._next_part(index) for _ in range(PARTS_AHEAD))
 
-    def _next_part(self, index: int) -> Pending[np.ndarray | None]:
+    def _next_part(self, index: int) -> tuple[Pending[bytes | None], Any]:
         """Ask a worker for its next part; returns at once."""
-        return self._workers[index].submit(TeacherWorker.next_part)
+        return self._workers[index].submit_pair(TeacherWorker.next_part)
 
     def restart_worker(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
         """Restart the worker that died, add its name to `restarted` (the names of the step so far), and return its index.

@@ -179,11 +179,11 @@ class Mortal(TeacherWorker):
     """Shares that it was given."""
     asked = 0
 
-    def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
+    def begin_rows(self, groups: Sequence[TeacherRows], worker: int, *where: Any) -> None:
         self.begun += 1
         self.asked = 0
         self._may_die("begin")
-        super().begin_rows(groups, worker)
+        super().begin_rows(groups, worker, *where)
 
     def next_part(self) -> Any:
         self.asked += 1

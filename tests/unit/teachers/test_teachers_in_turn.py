@@ -52,7 +52,7 @@ def score(scoring: Any, groups: list[TeacherRows]) -> list[bytes]:
     """All parts of a step."""
     scoring.begin_rows(groups, 0)
     parts = []
-    while (part := scoring.next_part()) is not None:
+    while (part := scoring.next_part()[1]) is not None:
         parts.append(bytes(part))
     return parts
 

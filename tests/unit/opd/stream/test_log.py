@@ -22,7 +22,7 @@ from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest, make_part
 from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
@@ -66,7 +66,7 @@ TEACHERS = {"a": {"t": ExpectedRow(weight=1.0, head="h")}, "b": {"t": ExpectedRo
 
 def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
     return TargetStream(
-        iter(parts),
+        (make_part(raw, "teachers") for raw in parts),
         TeacherRequest(rollouts=batch.rollouts, teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0.0),
         heads={"h": HEADS["h"]},
     )  # fmt: skip
@@ -166,7 +166,7 @@ def test_a_step_comes_back_as_it_was_written(log: ArrowTargetLog, said: list[str
     assert (targets.heads, targets.rows) == ({"h": HEADS["h"]}, 3)
     taken = []
     while (each := targets.take_part()) is not None:
-        taken.append(each.handle.tobytes())
+        taken.append(each.handle.read_bytes())
     assert taken == [p.tobytes() for p in parts]
     assert said == []
 
@@ -192,8 +192,8 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 5', b'"format": 4'), "format is 4, wanted 5"),
-        ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
+        ("step.json", lambda data: data.replace(b'"format": 6', b'"format": 5'), "format is 5, wanted 6"),
+        ("step.json", lambda data: data.replace(b'{"weight": 1.0', b'{"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),
         ("rollouts.arrow", None, "rollouts.arrow"),
@@ -306,6 +306,7 @@ def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
         "policy_version",
         "prompts",
         "files",
+        "parts",
         "kind",
         "teachers",
         "refused",
