@@ -130,8 +130,8 @@ def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # The record comes first: a run that is killed in between resumes from an older checkpoint, and drops later records.
-            saved = _take_committed(parts, wait=parts.log.lacks_room(1))
-            # Room for two steps: the next one is logged while this checkpoint is written.
+            # Room for two steps, because the next one is logged while a checkpoint of this one is written.
+            saved = _take_committed(parts, wait=parts.log.lacks_room(1)) if parts.log.lacks_room(2) else None
             if leaving or step % plan.checkpoint_every == 0 or parts.log.lacks_room(2):
                 parts.checkpoints.save(step, version, parts.schedule.carried(step))
             saved = _take_committed(parts, wait=leaving or parts.log.lacks_room(1)) or saved

@@ -7,20 +7,19 @@ from typing import Any
 
 import pytest
 
-from opd.stream.part_summaries import PartSummary, RowSummary
-from opd.stream.schema import PartRecord
 from opd.stream.targets import StreamPart
 from opd.train.feed import Feed
+from tests.rows import make_stream_part
 
 PLAN = [[["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]]
 """Two ranks, three rounds."""
 
 
 class Targets:
-    """Parts in a given order, each of 10 bytes; what was taken is there."""
+    """Parts in a given order, each of 10 bytes: a letter is a row, and the handle is the letters. What was taken is there."""
 
     def __init__(self, *parts: str) -> None:
-        self._parts = [make_part(letters) for letters in parts]
+        self._parts = [make_stream_part(letters, letters) for letters in parts]
         self._here: set[str] = set()
         self.arrived = False
         self.slow_s = 0.0
@@ -36,15 +35,6 @@ class Targets:
 
     def has_samples(self, ids: list[str]) -> bool:
         return set(ids) <= self._here
-
-
-def make_part(letters: str) -> StreamPart:
-    """Ten bytes; each letter is a row, and the handle is the letters."""
-    rows = tuple(
-        RowSummary(sample_id=letter, teacher="t", weight=1.0, head="", width=None, rollout="") for letter in letters
-    )
-    summary = PartSummary(record=PartRecord(), dtype="float32", payload="hidden_states", rows=rows, nbytes=10)
-    return StreamPart(handle=letters, summary=summary, driver_bytes=0)
 
 
 def feed(*parts: str, queue: int = 1000) -> Feed:
