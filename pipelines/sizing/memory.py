@@ -441,9 +441,7 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the memory of what travels between processes: new weights, and the scored rows of a step."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    responses = config.trainer.samples_per_step * longest  # tokens
-    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    responses, most_teachers = count_response_tokens(config), count_teachers(models)
     return [
         HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
@@ -462,6 +460,16 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
+
+
+def count_response_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens that the student writes in a step."""
+    return config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
+
+
+def count_teachers(models: MergeModels) -> int:
+    """Return the most teachers that one response has."""
+    return max((len(teachers) for teachers in models.scoring.values()), default=1)
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
