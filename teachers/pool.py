@@ -13,15 +13,18 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.models.heads import HeadSource
+from opd.models.packing import SHARED
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
 from opd.stream.part_files import PartsDirectory
 from opd.stream.part_summaries import parse_summary
 from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
-from teachers.scorers import ScorerOptions
-from teachers.weights import base_key, weight_key
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.scorers import ScorerOptions, batch_tokens
+from teachers.scorers.rows import split_batches
+from teachers.shares import TeacherRows, assign_rows
+from teachers.weights import weight_key
+from teachers.worker import TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
@@ -44,7 +47,7 @@ class PoolSpec:
     scorer: ScorerOptions
     """Options from which every worker makes its scorer."""
     workers: int = 1
-    """Number of scoring workers; in a step, all rows of a teacher go to the same worker."""
+    """Number of scoring workers, which share the rows of a step."""
     gpus: float = 0
     """GPUs of each worker; with engine `vllm`, GPUs of each process of the worker's engine. 0: the CPU."""
     roles: int = 1
@@ -81,6 +84,8 @@ class Pool:
         """`weight_key` -> one of the teachers with these weights, and their output head as a source without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
+        self._share_prompts: set[str] = set()
+        """`weight_key` of each teacher that computes the tokens with which several rows begin only once."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
         self._heads: Heads = {}
         """The heads that rows of the newest stream refer to."""
@@ -99,6 +104,8 @@ class Pool:
             proof = worker.submit(TeacherWorker.prove_layout, teacher).wait_for_result(timeout_s=self._start_timeout_s)
             if proof is not None:
                 self.layouts[teacher.name] = proof
+                if proof.layout == SHARED:
+                    self._share_prompts.add(weight_key(teacher))
 
     def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; the workers begin at once.
@@ -109,7 +116,7 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers)
+        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers, self._cut_batches)
         restarted: list[str] = []
         pending = [self._begin_share(index, share, directory) for index, share in enumerate(shares)]
         source = self._iterate_parts(shares, pending, directory, restarted)
@@ -249,6 +256,13 @@ class Pool:
             TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
 
+    def _cut_batches(self, group: TeacherRows) -> list[list[Rollout]]:
+        """Cut a group's rows into batches as the scorer of a worker does."""
+        teacher, _, rows = group
+        return list(
+            split_batches(rows, batch_tokens(self._engine), share=weight_key(teacher) in self._share_prompts)
+        )
+
     def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
         """Yield one group of rows for each pair of a domain and one of its teachers.
 
@@ -288,37 +302,3 @@ def expected_rows(
         }
         for domain in sorted(domains)
     }
-
-
-def assign_rows(groups: Sequence[TeacherRows], workers: int) -> list[list[TeacherRows]]:
-    """Return each worker's share of the groups; all groups of a teacher are in the same share.
-
-    The teacher with the most tokens is assigned first, each teacher to the worker with the fewest tokens so far. In a
-    share, groups of the same teacher stand side by side, and so do teachers with the same base, so that each is loaded
-    once. Apart from that the groups keep their order, which is the order of the trainer's micro-batches.
-    """
-    by_teacher: dict[str, list[TeacherRows]] = defaultdict(list)
-    for group in groups:
-        by_teacher[weight_key(group[0])].append(group)
-    sizes = {
-        key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in teacher_groups for r in rows)
-        for key, teacher_groups in by_teacher.items()
-    }
-    owners = _balance_loads(sizes, workers)
-    by_base: dict[str, list[str]] = defaultdict(list)
-    for key, teacher_groups in by_teacher.items():
-        by_base[base_key(teacher_groups[0][0])].append(key)
-    order = [key for keys in by_base.values() for key in keys]
-    return [[group for key in order if owners[key] == i for group in by_teacher[key]] for i in range(workers)]
-
-
-def _balance_loads(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Return `weight_key` of a teacher -> index of its worker. `sizes`: tokens to score for each teacher.
-
-    The largest teacher is assigned first, each teacher to the worker with the smallest load so far.
-    """
-    loads, owners = [0] * workers, {}
-    for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
-        owners[key] = loads.index(min(loads))
-        loads[owners[key]] += sizes[key]
-    return owners

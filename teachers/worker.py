@@ -15,9 +15,8 @@ from opd.stream.part_summaries import make_summary
 from opd.stream.schema import PartRecord, TargetRow, cut_parts, write_stream
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
+from teachers.shares import TeacherRows
 
-TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
-"""A teacher, its weight in the domain of these rows, and the rows."""
 EncodedPart = tuple[bytes, np.ndarray]
 """The summary of a part as JSON, and the part as one Arrow stream, uint8 [bytes]."""
 

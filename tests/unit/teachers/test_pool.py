@@ -19,9 +19,10 @@ from opd.stream import schema
 from opd.stream.schema import Stream, read_stream
 from opd.stream.targets import TargetStream
 from pipelines.specs import pool_spec
-from teachers.pool import PARTS_AHEAD, Pool, assign_rows
+from teachers.pool import PARTS_AHEAD, Pool
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.conftest import read_rows
 from tests.unit.teachers.conftest import rollout
 
@@ -151,19 +152,20 @@ def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) 
     assert [s.rows for s in streams_of(targets)] == [(), ()]
 
 
-def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
-    groups = [
-        (
-            Teacher(name=f"t{i}", model_dir=Path(f"t{i}")),
-            1.0,
-            tuple(rollout(j, f"d{i}") for j in range(i + 1)),
-        )
-        for i in range(8)
-    ]
-    shares = assign_rows(groups, 3)
-    assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
-    loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
-    assert max(loads) - min(loads) <= 9 * 8
+def test_no_bit_depends_on_the_number_of_workers(
+    teachers: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch, in_process: Any
+) -> None:
+    """A teacher's rows are divided between two batches, never within one."""
+    monkeypatch.setattr("teachers.scorers.SCORE_TOKENS", 40)
+    monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 40)
+    rollouts = [rollout(i, domain) for i in range(12) for domain in ("upper", "reverse")]
+    wanted = contents(pool(teachers, 1).score(rollouts))
+    assert len(wanted) == 24
+    for workers in (2, 3, 5):
+        in_process.workers.clear()
+        targets = pool(teachers, workers).score(rollouts)
+        assert contents(targets) == wanted
+        assert targets.num_parts == workers, "every worker has some"
 
 
 # Workers that die

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.rows import make_rollout
 
 

@@ -15,7 +15,8 @@ from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.rows import make_rollout
 
 
