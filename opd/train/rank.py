@@ -19,7 +19,7 @@ from opd.errors import RunError
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
-from opd.models.heads import OWN_HEAD, Head, HeadSource
+from opd.models.heads import OWN_HEAD, FileStamp, Head, HeadSource
 from opd.models.lora import tensor_name
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.part_files import read_part
@@ -126,6 +126,8 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._hashed_heads: dict[str, FileStamp] = {}
+        """For `HeadSource.read`: a head that finds no place in `trainer.head_memory` is read every step, but hashed once."""
         self._companions: dict[str, Companion] = {}
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
@@ -342,7 +344,7 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read().to(self._device), source.rule)
+            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
