@@ -105,7 +105,15 @@ def build_merge(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _build_credit(config, inputs, display)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, display.say, config.cluster.phase_timeout_s)
+    log = ArrowTargetLog(
+        paths.targets,
+        pool,
+        inputs.student.vocab_size,
+        display.say,
+        config.cluster.phase_timeout_s,
+        keeps_targets=config.target_log.keep == "targets",
+        max_bytes=config.target_log.max_size,
+    )
     return Components(
         prompts=prompts,
         schedule=_build_schedule(config, prompts, engine, log),

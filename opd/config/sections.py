@@ -180,6 +180,14 @@ class CheckpointConfig(Strict):
     """Steps divisible by this keep their checkpoints for good; 0: none."""
 
 
+class TargetLogConfig(Strict):
+    keep: Literal["targets", "rollouts"] = "targets"
+    """Of each step since the last checkpoint: `targets`: responses and teachers' scores; `rollouts`: responses alone, which a
+    resume scores again. See docs/resume.md#a-disk-that-takes-no-more."""
+    max_size: ByteSize | None = Field("64GiB", validate_default=True, gt=0)
+    """The next checkpoint comes early where the log would exceed this; one step is always logged. null: no limit."""
+
+
 class LoggingConfig(Strict):
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""

@@ -458,22 +458,15 @@ def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
         # One copy in the worker that builds them, one in the object store.
         HostMemoryNeed(
             part="a step's scored rows",
-            nbytes=2 * step_rows_bytes(config, models),
+            nbytes=2 * count_response_tokens(config) * row_bytes(config, models),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
 
 
-def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the most bytes of a step's scored rows, if every response is as long as it may be."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    return config.trainer.samples_per_step * longest * row_bytes(config, models)
-
-
 def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that a response token takes in the scored rows of all its teachers."""
-    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
-    return most_teachers * (target_bytes(config, models) + 16)
+    return count_teachers(models) * (target_bytes(config, models) + 16)
 
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -483,6 +476,16 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
+
+
+def count_response_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens that the student writes in a step."""
+    return config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
+
+
+def count_teachers(models: MergeModels) -> int:
+    """Return the most teachers that one response has."""
+    return max((len(teachers) for teachers in models.scoring.values()), default=1)
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:

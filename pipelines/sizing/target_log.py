@@ -1,0 +1,24 @@
+"""Disk that the target log takes, from shapes alone. It is an upper estimate: every response as long as it may be."""
+
+from __future__ import annotations
+
+from opd.config import PipelineConfig
+from pipelines.sizing.memory import count_response_tokens, count_teachers, target_bytes
+from pipelines.sizing.models import MergeModels
+
+TOKEN_BYTES = 16
+"""Bytes of a response token beside its score, in the file of rollouts and in each scored row: its id, the student's log-prob, its share of
+prompt, spans and names."""
+
+
+def estimate_step_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the most bytes of one step in the log."""
+    scored = count_teachers(models) * (target_bytes(config, models) + TOKEN_BYTES)
+    return count_response_tokens(config) * (TOKEN_BYTES + (scored if config.target_log.keep == "targets" else 0))
+
+
+def estimate_log_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the most bytes of the log: all steps between two checkpoints, and the one in which a checkpoint is written."""
+    step, limit = estimate_step_bytes(config, models), config.target_log.max_size
+    whole = step * min(config.checkpoint.every + 1, config.trainer.steps)
+    return whole if limit is None else min(whole, max(limit, step))
