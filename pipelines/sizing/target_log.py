@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 from opd.config import PipelineConfig
-from pipelines.sizing.memory import count_response_tokens, count_teachers, target_bytes
+from pipelines.sizing.memory import count_response_tokens, count_teachers, format_gib, target_bytes
 from pipelines.sizing.models import MergeModels
 
 TOKEN_BYTES = 16
@@ -22,3 +25,24 @@ def estimate_log_bytes(config: PipelineConfig, models: MergeModels) -> int:
     step, limit = estimate_step_bytes(config, models), config.target_log.max_size
     whole = step * min(config.checkpoint.every + 1, config.trainer.steps)
     return whole if limit is None else min(whole, max(limit, step))
+
+
+def describe_log(config: PipelineConfig, models: MergeModels) -> str:
+    """Return in words how much the log takes."""
+    step, whole = (format_gib(estimate(config, models)) for estimate in (estimate_step_bytes, estimate_log_bytes))
+    return f"target log: at most {step} GiB a step, {whole} GiB until a checkpoint frees it"
+
+
+def find_full_disk(config: PipelineConfig, models: MergeModels, directory: Path) -> str | None:
+    """Return in words that the disk under `directory`, which need not exist yet, has no room for the log; None if it has."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    needed, free = estimate_log_bytes(config, models), shutil.disk_usage(existing).free
+    if needed <= free:
+        return None
+    return f"the target log takes up to {format_gib(needed)} GiB, and the disk of {directory} has {format_gib(free)} GiB free"
+
+
+def suggest_smaller_log(config: PipelineConfig) -> str:
+    """Return the keys to change, in words."""
+    keys = "checkpoint.every or target_log.max_size" if config.target_log.max_size else "checkpoint.every"
+    return f"lower {keys}, set target_log.keep to rollouts, or give a --run-dir on a larger disk"
