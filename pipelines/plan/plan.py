@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
@@ -22,7 +21,7 @@ from pipelines.sizing.cache import cache_bytes, cache_tokens
 from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
 from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
 from pipelines.sizing.parts import MemoryPart, worker_parts
-from pipelines.sizing.target_log import estimate_log_bytes, estimate_step_bytes, find_full_disk, suggest_smaller_log
+from pipelines.sizing.target_log import estimate_log_bytes, estimate_step_bytes
 
 SIMULATED = 20
 """Most steps that are simulated; all others are taken to be like them."""
@@ -95,6 +94,8 @@ class MergePlan:
     """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
     room: tuple[MemoryRoom, ...]
     traffic: tuple[Transfer, ...]
+    log: int
+    """Most bytes of the target log, before a checkpoint frees them."""
     phases: tuple[PhasePlan, ...]
     roles: tuple[RoleRow, ...]
     step_s: float
@@ -145,6 +146,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
         traffic=tuple(_step_traffic(costs, lengths)),
+        log=estimate_log_bytes(config, models.merge),
         phases=phases,
         roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
@@ -218,9 +220,9 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
         loaded = sum(teacher_bytes(config, models).values())
         yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=loaded)
-        log, until = estimate_step_bytes(config, merge), estimate_log_bytes(config, merge)
-        yield Transfer(what="target log, at most", link="scoring workers → disk", nbytes=log)
-        yield Transfer(what="all of it until a checkpoint", link="on the disk", nbytes=until)
+        yield Transfer(
+            what="target log, at most", link="scoring workers → disk", nbytes=estimate_step_bytes(config, merge)
+        )
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = costs.train_seconds(lengths)
@@ -255,8 +257,6 @@ def _plan_notes(
     `opd merge` does not do it yet."""
     if numbers := describe_numbers(written, config):
         yield f"auto: {numbers}"
-    if shortage := find_full_disk(config, models.merge, Path("runs")):
-        yield f"on this machine {shortage}: {suggest_smaller_log(config)}"
     with_episodes = [name for name, domain in config.domains.items() if domain.has_episodes]
     if with_episodes:
         yield f"planned as single responses although they are episodes of turns: {', '.join(with_episodes)}"

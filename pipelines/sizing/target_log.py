@@ -33,10 +33,10 @@ def describe_log(config: PipelineConfig, models: MergeModels) -> str:
     return f"target log: at most {step} GiB a step, {whole} GiB until a checkpoint frees it"
 
 
-def find_full_disk(config: PipelineConfig, models: MergeModels, directory: Path) -> str | None:
-    """Return in words that the disk under `directory`, which need not exist yet, has no room for the log; None if it has."""
+def find_full_disk(needed: int, directory: Path) -> str | None:
+    """Return in words that the disk of `directory`, which need not exist yet, has no room for a log of `needed` bytes; None if it has."""
     existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    needed, free = estimate_log_bytes(config, models), shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing).free
     if needed <= free:
         return None
     return f"the target log takes up to {format_gib(needed)} GiB, and the disk of {directory} has {format_gib(free)} GiB free"

@@ -73,12 +73,12 @@ def test_a_disk_without_room_is_named_with_the_keys(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(sizes.shutil, "disk_usage", disk_usage)
     room = 0
-    assert find_full_disk(whole, models(), directory) is None
+    assert find_full_disk(estimate_log_bytes(whole, models()), directory) is None
     room = 1
-    said = find_full_disk(whole, models(), directory)
+    said = find_full_disk(estimate_log_bytes(whole, models()), directory)
     assert said is not None and "up to 182.81 GiB" in said and str(directory) in said
     assert set(asked) == {tmp_path}
     assert "max_size" not in suggest_smaller_log(whole) and "max_size" in suggest_smaller_log(config())
     assert (
-        describe_log(whole, models()) == "target log: at most 7.02 GiB a step, 182.81 GiB until a checkpoint frees it"
+        describe_log(whole, models()) == "target log: at most 7.03 GiB a step, 182.81 GiB until a checkpoint frees it"
     )
