@@ -67,9 +67,9 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
-    log: str = ""
+    log: str
     """Disk that the target log takes, in words."""
-    numbers: str = ""
+    numbers: str
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
