@@ -23,7 +23,7 @@ from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherReq
 from teachers.scorers import ScorerOptions, batch_tokens
 from teachers.scorers.rows import split_batches
 from teachers.shares import TeacherRows, assign_rows
-from teachers.weights import weight_key
+from teachers.weight_keys import weight_key
 from teachers.worker import TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
@@ -259,9 +259,7 @@ class Pool:
     def _cut_batches(self, group: TeacherRows) -> list[list[Rollout]]:
         """Cut a group's rows into batches as the scorer of a worker does."""
         teacher, _, rows = group
-        return list(
-            split_batches(rows, batch_tokens(self._engine), share=weight_key(teacher) in self._share_prompts)
-        )
+        return list(split_batches(rows, batch_tokens(self._engine), share=weight_key(teacher) in self._share_prompts))
 
     def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
         """Yield one group of rows for each pair of a domain and one of its teachers.

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from opd.models.heads import HeadSource, head_array
-from opd.records.types import LayoutProof, Rollout, Teacher
+from opd.records.types import LayoutProof, Teacher
 from opd.stream.part_files import PartsDirectory
 from opd.stream.part_summaries import make_summary
 from opd.stream.schema import PartRecord, TargetRow, cut_parts, write_stream

@@ -74,8 +74,6 @@ def columns_of_row(row: TargetRow) -> dict[str, Any]:
 
 def make_stream_part(handle: Any, sample_ids: Sequence[str] = (), *, nbytes: int = 10) -> StreamPart:
     """A part with a row for each of these samples, for code that reads no more of it."""
-    rows = tuple(
-        RowSummary(sample_id=i, teacher="t", weight=1.0, head="", width=None, rollout="") for i in sample_ids
-    )
+    rows = tuple(RowSummary(sample_id=i, teacher="t", weight=1.0, head="", width=None, rollout="") for i in sample_ids)
     summary = PartSummary(record=PartRecord(), dtype="float32", payload="hidden_states", rows=rows, nbytes=nbytes)
     return StreamPart(handle=handle, summary=summary, driver_bytes=0)

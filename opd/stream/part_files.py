@@ -3,7 +3,6 @@ driver those of all others."""
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path

@@ -289,9 +289,7 @@ def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int |
             )
 
 
-def _decode_rows(
-    batch: pa.RecordBatch, answers: type[Answer], wanted: Callable[[str], bool]
-) -> Iterator[TargetRow]:
+def _decode_rows(batch: pa.RecordBatch, answers: type[Answer], wanted: Callable[[str], bool]) -> Iterator[TargetRow]:
     """Yield the batch's rows of the samples that are wanted. Raises: RolloutError for a rollout that contradicts itself."""
     numbers = [i for i, sample_id in enumerate(batch.column("sample_id").to_pylist()) if wanted(sample_id)]
     columns = {name: batch.column(name) for name in batch.schema.names}

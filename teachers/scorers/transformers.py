@@ -35,7 +35,8 @@ from teachers.device_cache import DeviceCache
 from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
 from teachers.scorers.rows import split_batches
-from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
+from teachers.weight_keys import base_key, weight_key
+from teachers.weights import State, WeightCache, read_tensors, weights_nbytes
 
 
 class TransformersScorer:

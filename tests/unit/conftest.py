@@ -76,9 +76,13 @@ class InProcessWorker:
 
     def submit_pair(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Answered, Any]:
         answered = self.submit(method, *args, **kwargs).handle
-        return (Answered(answered), None) if isinstance(answered, cluster.WorkerDied) else (
-            Answered(answered[0]),
-            answered[1],
+        return (
+            (Answered(answered), None)
+            if isinstance(answered, cluster.WorkerDied)
+            else (
+                Answered(answered[0]),
+                answered[1],
+            )
         )
 
     def on_demand(self, timeout_s: float, method: Callable[..., Any], *args: Any) -> Later:

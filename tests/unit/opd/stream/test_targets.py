@@ -109,7 +109,9 @@ def test_answers_of_two_widths_in_two_parts_are_refused(in_process: Any) -> None
             kind=("float32", "top_k"),
             max_quarantined=0,
         )
-        return TargetStream((make_part(raw, "teachers") for raw in (part_of(0, 2), part_of(1, second))), asked, heads={})
+        return TargetStream(
+            (make_part(raw, "teachers") for raw in (part_of(0, 2), part_of(1, second))), asked, heads={}
+        )
 
     stream(2).wait_for_parts()
     with pytest.raises(StreamError, match="teachers: row a/1 of teacher x: an answer of width 3, others have 2"):
