@@ -23,7 +23,7 @@ from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherReq
 from teachers.scorers import ScorerOptions, batch_tokens
 from teachers.scorers.rows import split_batches
 from teachers.shares import TeacherRows, assign_rows
-from teachers.weights import weight_key
+from teachers.weight_keys import weight_key
 from teachers.worker import TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]

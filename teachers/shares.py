@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from opd.records.types import Rollout, Teacher
-from teachers.weights import base_key, weight_key
+from teachers.weight_keys import base_key, weight_key
 
 TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
 """A teacher, its weight in the domain of these rows, and the rows."""

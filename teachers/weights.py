@@ -14,7 +14,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from opd.models.files import weight_files
 from opd.records.types import Teacher
+from teachers.weight_keys import base_key, weight_key
 
 State = dict[str, Tensor]
 """Name -> tensor: the weights of a model or an adapter, as torch's `load_state_dict` takes them."""
@@ -131,18 +131,6 @@ class WeightCache:
             # Reading one value of each page brings the page into memory.
             flat[:: max(1, PAGE_BYTES // flat.element_size())].sum()
         return state
-
-
-def weight_key(teacher: Teacher) -> str:
-    """Return the key of a teacher's weights: experts with equal keys are one teacher."""
-    return teacher.digest or f"{teacher.model_dir}:{teacher.adapter_dir}"
-
-
-def base_key(teacher: Teacher) -> str:
-    """Return the key of a teacher's model without its adapter: experts with equal keys share it."""
-    return weight_key(
-        replace(teacher, adapter_dir=None, digest=teacher.base_digest) if teacher.adapter_dir else teacher
-    )
 
 
 def _weight_parts(teacher: Teacher) -> dict[str, Path]:

@@ -182,8 +182,8 @@ class CheckpointConfig(Strict):
 
 class TargetLogConfig(Strict):
     keep: Literal["targets", "rollouts"] = "targets"
-    """Of each step since the last checkpoint: `targets`: responses and teachers' scores; `rollouts`: responses alone, which a
-    resume scores again. See docs/resume.md#a-disk-that-takes-no-more."""
+    """What stays on disk of each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
+    resume scores again. See docs/resume.md#the-size-of-the-target-log."""
     max_size: ByteSize | None = Field("64GiB", validate_default=True, gt=0)
     """The next checkpoint comes early where the log would exceed this; one step is always logged. null: no limit."""
 

@@ -23,7 +23,7 @@ class RowSummary:
     sample_id: str
     teacher: str
     weight: float
-    """As it travels: a float32."""
+    """Weight of the teacher in the row's domain, rounded to float32, in which it travels."""
     head: str
     """Content hash of the teacher's head; empty under payloads without hidden states."""
     width: int | None

@@ -31,7 +31,7 @@ from opd.stream.schema import TargetRow
 from teachers.scorers import ENGINE_TOKENS, ScorerOptions
 from teachers.scorers.rows import build_logprob_answer, split_batches
 from teachers.scorers.transformers import TransformersScorer
-from teachers.weights import weight_key
+from teachers.weight_keys import weight_key
 
 MAX_NUM_SEQS = 256
 """Sequences that the engine computes at the same time."""

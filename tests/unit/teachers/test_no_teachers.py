@@ -49,7 +49,8 @@ def test_a_step_of_many_rows_comes_in_parts_that_ranks_can_share(in_process: Any
     first, last = taken(POOL.score(rollouts))
     assert [len(part.samples) for part in (first, last)] == [PART_ROWS, 7]
     shares = [
-        read_stream(first.handle.tobytes(), wanted=lambda i: int(i.rsplit("/")[-1]) % 2 == rank).rows for rank in (0, 1)
+        read_stream(first.handle.tobytes(), wanted=lambda i, rank=rank: int(i.rsplit("/")[-1]) % 2 == rank).rows
+        for rank in (0, 1)
     ]
     assert [len(rows) for rows in shares] == [PART_ROWS // 2] * 2
 
