@@ -116,6 +116,6 @@ def test_rows_are_written_to_the_log_by_their_scorers() -> None:
         return next(phase for phase in made.phases if phase.name == "score").link
 
     slower, faster, uncounted = link(1e9), link(2e9), link(None)
-    assert slower - uncounted == pytest.approx(2 * (faster - uncounted), rel=0.01)
-    a_step = make_plan(config, spec).response * config.trainer.samples_per_step * 2 * 3584 / 1e9
-    assert a_step / 8 < slower - uncounted < a_step / 4, "two of eight workers have two teachers"
+    a_step = make_plan(config, spec).response * config.trainer.samples_per_step * 2 * 3584
+    for logged, rate in ((slower, 1e9), (faster, 2e9)):
+        assert logged - uncounted == pytest.approx(a_step / 8 / rate, rel=0.1), "eight workers share them"
