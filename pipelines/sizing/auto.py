@@ -78,8 +78,9 @@ def choose_numbers(
 
 
 def local_machine(config: PipelineConfig) -> MachineFacts | None:
-    """Return this machine if the merge runs on it; None for a cluster's, whose memory this process does not see."""
-    return read_machine() if config.cluster.address == LOCAL else None
+    """Return this machine if the merge runs on it; None if it runs on machines or GPUs whose memory this process does not see."""
+    machine = read_machine() if config.cluster.address == LOCAL else None
+    return None if machine and config.cluster.trainer_gpus and not machine.gpus else machine
 
 
 def choose_cache(config: PipelineConfig, model_dir: Path) -> PipelineConfig:
