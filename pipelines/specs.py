@@ -173,6 +173,7 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         compile=trainer.compile,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
+        deepspeed=trainer.deepspeed.settings,
         head_memory_bytes=trainer.head_memory,
         turn_weights=turn_weights(config),
         lora=lora_options(config),

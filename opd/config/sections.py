@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.deepspeed import DeepSpeedConfig
 from opd.config.placement import PlacementConfig
 from opd.settings.strict import DType, Strict
 
@@ -114,6 +115,22 @@ class TrainerConfig(Strict):
     bucket: int | None = Field(None, ge=1)
     """Weights that a rank gathers, and gradients that it holds, at a time: fewer need less memory and more messages.
     Default: 1,000,000,000 and 500,000,000."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """DeepSpeed's own settings, under its names, see docs/gpu.md#deepspeeds-own-settings."""
+
+    @model_validator(mode="after")
+    def _check_partition(self) -> TrainerConfig:
+        size = self.deepspeed.zero_optimization.zero_hpz_partition_size
+        if self.ranks % size:
+            raise PydanticCustomError(
+                "zero_hpz_partition_size",
+                "a divisor of trainer.ranks: the ranks are divided into groups of so many",
+                {
+                    "where": "trainer.deepspeed.zero_optimization.zero_hpz_partition_size",
+                    "found": f"{size} with trainer.ranks {self.ranks}",
+                },
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_extensions(self) -> TrainerConfig:

@@ -59,6 +59,8 @@ def patch_post_step(optimizer: Any) -> None:
     assert callable(finish)
 
     def gather_and_finish(*args: Any, **kwargs: Any) -> None:
+        # DeepSpeed drops the copies within groups (hpZ) only after this gather, which would read the old weights from them.
+        optimizer.invalidate_secondary_tensor()
         absent = [p for p in optimizer.persistent_parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
         if absent:
             absent[0].all_gather_coalesced(absent).wait()

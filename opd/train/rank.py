@@ -350,7 +350,13 @@ class TrainerRank(ZeroEngine):
 
 def _load_student(options: RankOptions) -> Student:
     dtype = getattr(torch, options.dtype)
-    lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
+    lm = load_share(
+        options.model_dir,
+        dtype,
+        bucket=options.bucket,
+        eager_attention=options.eager_attention,
+        deepspeed=options.deepspeed,
+    )
     if options.lora is not None:
         add_adapters(lm, options.lora)
     loss = options.objective

@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,8 @@ class ZeroOptions:
     bucket: int | None = None
     """How many numbers are gathered at a time (of weights) or summed over ranks at a time (of gradients); None: DeepSpeed's
     own bounds."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of DeepSpeed that the user chose, as `opd.config.deepspeed` allows them."""
     lends_memory: bool = False
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
@@ -283,6 +285,8 @@ class ZeroEngine:
                 param.ds_tensor.data.copy_(weights)
                 for kind in MOMENTS:
                     safe_set_local_optimizer_state(param, part(kind), kind)
+        # Copies of the weights that the ranks of one machine share are as old as the weights before.
+        optimizer.invalidate_secondary_tensor()
         optimizer.checkpoint_event_epilogue()
 
     def _trained_parameters(self) -> list[tuple[str, Any]]:
@@ -400,6 +404,9 @@ def _bucket_settings(options: ZeroOptions, trained: int) -> dict[str, int | bool
 
 
 def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
+    own = dict(options.deepspeed)
+    # A CPU has no second stream on which sums over ranks could overlap with the backward pass.
+    zero = {"stage": 3, "overlap_comm": torch.cuda.is_available(), **_bucket_settings(options, trained)}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -408,7 +415,9 @@ def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
         # `data_types` sets the type in which a rank sums its micro-batches; `communication_data_type`, that of sums over ranks.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": 3, "overlap_comm": False, **_bucket_settings(options, trained)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW computes on a CPU too, and DeepSpeed's own needs a compiler
         "steps_per_print": 10**9,  # never
+        **own,
+        "zero_optimization": zero | dict(own.get("zero_optimization", {})),
     }
