@@ -171,6 +171,7 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         compile=trainer.compile,
+        sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
         deepspeed=trainer.deepspeed.settings,

@@ -75,6 +75,8 @@ class TrainerConfig(Strict):
 
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/gpu.md#long-rows."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -119,17 +121,18 @@ class TrainerConfig(Strict):
     """DeepSpeed's own settings, under its names, see docs/gpu.md#deepspeeds-own-settings."""
 
     @model_validator(mode="after")
-    def _check_partition(self) -> TrainerConfig:
-        size = self.deepspeed.zero_optimization.zero_hpz_partition_size
-        if self.ranks % size:
-            raise PydanticCustomError(
-                "zero_hpz_partition_size",
-                "a divisor of trainer.ranks: the ranks are divided into groups of so many",
-                {
-                    "where": "trainer.deepspeed.zero_optimization.zero_hpz_partition_size",
-                    "found": f"{size} with trainer.ranks {self.ranks}",
-                },
-            )
+    def _check_groups(self) -> TrainerConfig:
+        sizes = {
+            "trainer.deepspeed.zero_optimization.zero_hpz_partition_size": self.deepspeed.zero_optimization.zero_hpz_partition_size,
+            "trainer.sequence_parallel_size": self.sequence_parallel_size,
+        }
+        for key, size in sizes.items():
+            if self.ranks % size:
+                raise PydanticCustomError(
+                    "groups",
+                    "a divisor of trainer.ranks: the ranks are divided into groups of so many",
+                    {"where": key, "found": f"{size} with trainer.ranks {self.ranks}"},
+                )
         return self
 
     @model_validator(mode="after")

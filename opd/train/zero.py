@@ -26,7 +26,7 @@ from opd.config.sections import SUMMED_AT_ONCE
 from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
-from opd.models.layouts import LAYOUTS, find_positions_before, layout_error
+from opd.models.layouts import LAYOUTS, Packed, find_positions_before, layout_error
 from opd.models.linear_kernels import use_quick_products
 from opd.models.weights import obeys_masks, whole_shape
 from opd.records.types import WrittenFile
@@ -84,6 +84,8 @@ class ModelOptions(ZeroOptions):
 
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
+    sequence_parallel_size: int = 1
+    """Ranks that share every row, see `opd.train.sequence_parallel`; divides the number of ranks."""
     eager_attention: bool = False
     """Compute attention step by step, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled_layers`."""
 
@@ -137,12 +139,17 @@ class ZeroEngine:
         """Measure the error of a layout for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
-            lambda packed: module.hidden_states(to_device(packed, self._device)),
+            lambda packed: self._compute_states(to_device(packed, self._device)),
             layout,
             self._options.vocab_size,
             self._dtype,
             masks_decide=obeys_masks(module.lm),
         )
+
+    def _compute_states(self, packed: Packed) -> Tensor:
+        """Return [B*T, D] the last hidden states of a layout, as this engine trains with it."""
+        hidden_N_D: Tensor = self._engine.module.hidden_states(packed)
+        return hidden_N_D
 
     def use_layout(self, layout: str) -> None:
         """Use this layout for all sequences from now on."""

@@ -292,7 +292,8 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
-    tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
+    # Ranks that share rows each have a part of the columns.
+    tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
     body = models.read_body(student)
     activations = (
         tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
