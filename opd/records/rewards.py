@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from opd.records.json_fields import get_mapping, keep_known_keys
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -113,16 +112,6 @@ class RewardRecord:
             for name, reward in self.domains.items()
         }
         return {key: value for key, value in data.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = keep_known_keys(cls, data)
-        domains = {
-            name: DomainReward(**keep_known_keys(DomainReward, reward))
-            for name, reward in get_mapping(read, "domains").items()
-        }
-        return cls(**read | {"domains": domains})
 
 
 def compare_gradients(sums: GradientSums | None) -> dict[str, float]:
