@@ -141,11 +141,7 @@ class VLLMWorker:
         return self._expert
 
     def _play_with_expert(
-        self,
-        requests: Sequence[EpisodeRequest],
-        temperature: float,
-        policy_version: int,
-        expert: VLLMWorker | None,
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, expert: VLLMWorker | None
     ) -> list[EpisodeResult]:
         """Play episodes with one expert beside the policy, or with none. Raises: as `episodes`."""
         # Not at the top: the package of its HTTP server is installed only with the engines.

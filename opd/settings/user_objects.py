@@ -67,9 +67,4 @@ def _import_user_module(module: str, key: str) -> ModuleType:
     except Exception as error:  # noqa: BLE001 importing runs code that is not ours
         problem = traceback.format_exception_only(error)[-1].strip()
         fix = f"correct the module; `python -c 'import {module}'` shows where it raises this"
-    raise ConfigError.at(
-        key,
-        found=problem,
-        wanted=f"a module {module} that Python can import",
-        fix=fix,
-    )
+    raise ConfigError.at(key, found=problem, wanted=f"a module {module} that Python can import", fix=fix)

@@ -30,10 +30,7 @@ Tell = Callable[[str], None]
 
 
 def load_training(
-    config: PipelineConfig,
-    sources: Mapping[str, Path | PromptsConfig],
-    tokenizer: Any,
-    tell: Tell = lambda _: None,
+    config: PipelineConfig, sources: Mapping[str, Path | PromptsConfig], tokenizer: Any, tell: Tell = lambda _: None
 ) -> dict[str, PromptTable]:
     """Return domain -> prompts to train on, without those that `eval.holdout` keeps back and those that are too long.
 
