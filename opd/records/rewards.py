@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -103,13 +103,10 @@ class RewardRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the keys that have a value; without keys of failures where there were none."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        optional = ("failed", "error")
+        data = asdict(self)
         data["domains"] = {
-            name: {
-                f.name: value for f in fields(reward) if (value := getattr(reward, f.name)) or f.name not in optional
-            }
-            for name, reward in self.domains.items()
+            name: {key: value for key, value in reward.items() if value or key not in ("failed", "error")}
+            for name, reward in data["domains"].items()
         }
         return {key: value for key, value in data.items() if value is not None}
 

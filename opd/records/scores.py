@@ -166,25 +166,19 @@ def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evalua
 
     `step` and `tokens` are kept only if all evaluations agree on both. Answers are those of the evaluation that counts.
     """
-    last_by_domain = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
+    latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
     training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
-        scores={domain: evaluation.scores[domain] for domain, evaluation in last_by_domain.items()},
-        answers=tuple(
-            a for domain, evaluation in last_by_domain.items() for a in evaluation.answers if a.domain == domain
-        ),
+        scores={domain: evaluation.scores[domain] for domain, evaluation in latest.items()},
+        answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
         step=step,
         tokens=tokens,
         weights={
-            domain: evaluation.weights[domain]
-            for domain, evaluation in last_by_domain.items()
-            if domain in evaluation.weights
+            domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights
         },
         cached={
-            domain: evaluation.cached[domain]
-            for domain, evaluation in last_by_domain.items()
-            if domain in evaluation.cached
+            domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached
         },
     )

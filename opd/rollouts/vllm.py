@@ -73,11 +73,8 @@ class VLLMRolloutEngine(Engines):
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         size = options.tensor_parallel_size
-        env = (
-            cluster.worker_env(spec.workers * size, spec.roles)
-            | engine_env(size)
-            | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
-        )
+        env = cluster.worker_env(spec.workers * size, spec.roles) | engine_env(size)
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         if not spec.gpus:
             env |= cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine

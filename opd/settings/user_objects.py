@@ -57,10 +57,8 @@ def _import_user_module(module: str, key: str) -> ModuleType:
         problem = f"no module `{error.name}`"
         # The missing module may be one that the user's module imports: then the error has another name.
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            problem, fix = (
-                f"{problem}, which {module} imports",
-                f"install {error.name}, or correct the import in {module}",
-            )
+            problem = f"{problem}, which {module} imports"
+            fix = f"install {error.name}, or correct the import in {module}"
     except SyntaxError as error:
         problem = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
         fix = "correct that line"

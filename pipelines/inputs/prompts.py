@@ -74,9 +74,7 @@ def load_exams(
         else:
             source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
         # If the source also serves training, its notices have been told there.
-        prompts = read_prompts(
-            config, name, source, tokenizer, tell if domain.eval.prompts is not None else lambda _: None
-        )
+        prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
         if domain.eval.holdout is not None:
             prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
