@@ -37,8 +37,9 @@ def make_record(record: type[T], data: Any) -> T:
 
     Keys of a newer release are ignored. Raises: TypeError, which names the first field whose value cannot be converted.
     """
+    kind: Any = record  # to mypy, `type[T]` cannot be hashed
     try:
-        made: T = _type_adapter(record).validate_python(data)
+        made: T = _type_adapter(kind).validate_python(data)
     except ValidationError as error:
         first_error = error.errors()[0]
         path = ".".join(map(str, first_error["loc"])) or record.__name__
