@@ -179,7 +179,8 @@ def _find_wrong_head_size(text: Any) -> Refusal | None:
 
 def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
     """Return the refusal of the first part of a model that `size` processes cannot divide; None if they can divide all. `config` is a
-    config object of transformers, `key` the pipeline's key for the number of processes."""
+    config object of transformers, `key` the pipeline's key for the number of processes. vLLM itself would refuse such a model only
+    later, in these processes."""
     text = config.get_text_config(decoder=True)
     for name in DIVIDED:
         part_size = getattr(text, name, None)
