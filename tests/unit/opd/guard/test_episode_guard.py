@@ -16,6 +16,7 @@ from opd.guard.rules import RuleSet, shipped_rules
 from opd.records.environments import ToolCall
 from opd.records.episodes import EpisodeStats
 from opd.records.guard import GuardRecord, GuardStats
+from opd.records.json_fields import make_record
 from opd.rollouts.episodes.dialogue import check_observation
 
 RULES = RuleSet([shipped_rules()])
@@ -202,7 +203,7 @@ def test_numbers_survive_the_step_log_and_the_metrics() -> None:
     stats = EpisodeStats(episodes=1, guard=found.stats)
     assert EpisodeStats.from_json(asdict(stats)) == stats
     record = GuardRecord.of(found.stats + found.stats)
-    assert GuardRecord.from_json(asdict(record)) == record
+    assert make_record(GuardRecord, asdict(record)) == record
     network = record.rules["network"]
     assert (network.hits, network.blocked, network.stages) == (4, 2, {"judge": 4})
     assert [example.blocked for example in network.examples] == [True, False], "one of either verdict is enough"

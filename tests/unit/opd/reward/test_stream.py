@@ -12,6 +12,7 @@ from opd.config.reward import RewardConfig
 from opd.credit.ema import EmaCredit, EmaSpec
 from opd.credit.interfaces import StepCredit
 from opd.credit.leave_one_out import LeaveOneOut
+from opd.records.json_fields import make_record
 from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardRecord
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.stream import RewardStream
@@ -121,8 +122,8 @@ def test_the_record_tells_both_streams_apart_and_survives_the_file() -> None:
     assert set(record.domains) == {"a", "b"}
     assert (record.cosine, record.divergence_norm, record.policy_norm) == (-0.5, 2.0, 3.0)
     data = json.loads(json.dumps(record.to_json()))
-    assert RewardRecord.from_json(data) == record
-    assert RewardRecord.from_json(data | {"of a newer release": 1}) == record
+    assert make_record(RewardRecord, data) == record
+    assert make_record(RewardRecord, data | {"of a newer release": 1}) == record
     assert "failed" not in data["domains"]["a"] and "error" not in data["domains"]["a"]
     assert not {"cosine", "divergence_norm"} & set(made.record(rollouts, None).to_json())
 
