@@ -13,10 +13,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeGuard
 
+from opd.config.guard import GuardConfig
 from opd.guard.facts import ProgramCall, Streams
 from opd.guard.fake_errors import DUMMIES
 from opd.guard.literal_paths import find_mentions
@@ -82,23 +83,6 @@ TOO_COMPLEX_ERROR = "bash: fork: Resource temporarily unavailable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardOptions:
-    """Settings of a guard, apart from its rules and its judge."""
-
-    on_failure: Literal["allow", "block"] = "block"
-    """What happens to a suspicious call if there is no judge, or if the judge does not answer."""
-    tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
-    """Tool -> argument -> kind, for tools that the pipeline describes. Without an entry of a tool its arguments' names decide."""
-    workdir: str = "/workspace"
-    home: str = "/root"
-    keeps_shell: bool = True
-    only_tools: frozenset[str] | None = None
-    """Tools whose calls are checked; None: all."""
-    answers: bool = False
-    """True if turns without a call, which are answers, are checked, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFinding:
     """What stage one finds about a tool call."""
 
@@ -120,20 +104,21 @@ class GuardFinding:
 class Guard:
     """Both stages. Episodes and threads may share a guard, for what it knows of an episode is kept in the episode's session."""
 
-    def __init__(self, rules: RuleSet, judge: Judge | None = None, options: GuardOptions | None = None) -> None:
+    def __init__(self, rules: RuleSet, judge: Judge | None = None, config: GuardConfig | None = None) -> None:
+        """Of the section `config` its rules and its judge are not read: they are given as `rules` and `judge`."""
         self._rules = rules
         self._judge = judge
-        self._options = options or GuardOptions()
+        self._config = config or GuardConfig()
 
     def session(self, workdir: str | None = None) -> GuardSession:
         """Return the state of a new episode, which begins in `workdir`; None: in the directory of the configuration."""
-        options = self._options
-        return GuardSession(cwd=workdir or options.workdir, home=options.home, keeps_shell=options.keeps_shell)
+        config = self._config
+        return GuardSession(cwd=workdir or config.workdir, home=config.home, keeps_shell=config.keeps_shell)
 
     def checks(self, tool: str) -> bool:
         """Return True if calls of this tool are checked; with an empty name, whether answers are."""
-        only = self._options.only_tools
-        return (only is None or tool in only) if tool else self._options.answers
+        only = self._config.only_tools
+        return (only is None or tool in only) if tool else self._config.answers
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """Return the verdict on a turn without calls. Each piece of fenced code in it is checked as a call; if none is blocked, the judge
@@ -170,7 +155,7 @@ class Guard:
     def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         """Return what stage one finds, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
-        kinds = self._options.tools.get(call.name)
+        kinds = self._config.tools.get(call.name)
         directory = next(
             (argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), ""
         )
@@ -303,8 +288,8 @@ class Guard:
                 return self._judge.judge(question), "judge"
             except JudgeFailed as error:
                 failure, stage = str(error), "judge_failed"
-        block = self._options.on_failure == "block"
-        return Opinion(block=block, reason=f"({failure}; on_failure: {self._options.on_failure})"), stage
+        on_failure = self._config.on_failure
+        return Opinion(block=on_failure == "block", reason=f"({failure}; on_failure: {on_failure})"), stage
 
 
 def _run_in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:
