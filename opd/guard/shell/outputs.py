@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable
 
-from opd.guard.code.texts import decompress
+from opd.guard.code.folding import decompress
 from opd.guard.session import GuardSession
 from opd.guard.shell.fields import UNKNOWN, UNSET, show_field
 from opd.guard.shell.reader import unescape
