@@ -155,7 +155,7 @@ class Guard:
     def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         """Return what stage one finds, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
-        kinds = self._config.tools.get(call.name)
+        kinds: Mapping[str, Kind] | None = self._config.tools.get(call.name)
         directory = next(
             (argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), ""
         )
