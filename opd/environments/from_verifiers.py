@@ -67,8 +67,8 @@ class FromVerifiers:
     def step(self, action: Action) -> Outcome:
         """Give the turn to the environment, and its answer back; the rubric judges at the end."""
         turn = [{"role": "assistant", "content": action.text}]
-        taken = _trajectory_step(self._prompt, turn)
-        self._wait(self._environment.add_trajectory_step(self._state, taken))
+        record = _trajectory_step(self._prompt, turn)
+        self._wait(self._environment.add_trajectory_step(self._state, record))
         if self._wait(self._environment.is_completed(self._state)):
             self._wait(self._environment.rubric.score_group([self._state]))
             return Outcome(reward=float(self._state["reward"]), done=True)

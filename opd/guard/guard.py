@@ -127,11 +127,8 @@ class Guard:
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
                 if not verdict.allowed:
-                    return (
-                        verdict
-                        if verdict.rule and verdict.observation
-                        else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
-                    )
+                    observation = verdict.observation if verdict.rule else ""
+                    return replace(verdict, observation=observation or BLOCKED_ANSWER_ERROR)
         if self._judge is None:
             return Verdict(allowed=True, stage="rules", suspicion="none")
         finding = GuardFinding(suspicion="answer", reason=ANSWER_REASON)
@@ -170,10 +167,9 @@ class Guard:
         except Exception as error:  # noqa: BLE001 whatever a policy writes, none of its calls may end the run
             problem = f"to read it failed with {to_one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most calls are the same in each state that the shell may be in
+        hit = self._rules.find_deciding_hit(calls, session)
         # Only if no rule hits the calls as they were read, we look for paths that stand anywhere in their texts.
-        hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
-            find_mentions(calls, session), session
-        )
+        hit = hit or self._rules.find_deciding_hit(find_mentions(calls, session), session)
         if problem and (hit is None or hit.rule.verdict != "block"):
             return GuardFinding(suspicion="unreadable", reason=problem, hit=hit, calls=calls, replacement=replacement)
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
@@ -256,26 +252,19 @@ class Guard:
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
         """Return the verdict that follows from a finding; about a suspicious call that no rule blocks, the judge is asked."""
-        rule = finding.hit.rule if finding.hit else None
-        fields = {
-            "suspicion": finding.suspicion,
-            "rule": rule.id if rule else "",
-            "command": finding.command[:MAX_SHOWN],
-        }
+        verdict = Verdict(allowed=True, stage="rules", suspicion=finding.suspicion, command=finding.command[:MAX_SHOWN])
+        hit = finding.hit
+        if hit is not None:
+            verdict = replace(verdict, rule=hit.rule.id)
         if finding.suspicion == "none":
-            return Verdict(allowed=True, stage="rules", **fields)  # type: ignore[arg-type]
-        error_text = DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement
-        observation = strip_control_characters(error_text)
+            return verdict
+        error_text = DUMMIES[hit.rule.dummy](hit.call) if hit else finding.replacement
+        blocked = replace(verdict, allowed=False, observation=strip_control_characters(error_text))
         if finding.suspicion == "certain":
-            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=observation, **fields)  # type: ignore[arg-type]
+            return replace(blocked, reason=finding.reason)
         opinion, stage = self._ask_judge(call, finding)
-        return Verdict(
-            allowed=not opinion.block,
-            stage=stage,
-            reason=f"{finding.reason} {opinion.reason}".strip(),
-            observation=observation if opinion.block else "",
-            **fields,  # type: ignore[arg-type]
-        )
+        reason = f"{finding.reason} {opinion.reason}".strip()
+        return replace(blocked if opinion.block else verdict, stage=stage, reason=reason)
 
     def _ask_judge(self, call: ToolCall, finding: GuardFinding) -> tuple[Opinion, Stage]:
         """Return the judge's opinion, or what `on_failure` says if there is none, and the stage that it comes from."""

@@ -146,12 +146,10 @@ class Folder:
         if sequence is UNKNOWABLE or not isinstance(sequence, str | bytes | list):
             return UNKNOWABLE
         if isinstance(node.slice, ast.Slice):
-            ends = [
-                None if end is None else ast.literal_eval(end)
-                for end in (node.slice.lower, node.slice.upper, node.slice.step)
-            ]
-            self.decoded = self.decoded or ends[2] == -1  # a text from right to left is a disguise, too
-            return sequence[ends[0] : ends[1] : ends[2]]
+            parts = (node.slice.lower, node.slice.upper, node.slice.step)
+            start, stop, step = (None if part is None else ast.literal_eval(part) for part in parts)
+            self.decoded = self.decoded or step == -1  # a text from right to left is a disguise, too
+            return sequence[start:stop:step]
         return sequence[ast.literal_eval(node.slice)]
 
     def _fold_call(self, node: ast.Call) -> Any:

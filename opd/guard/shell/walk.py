@@ -433,15 +433,15 @@ class Walker:
         code = read_python(text) if language == "python" else read_other(language, text)
         self.add_call(read_code_call(language, code, self.session, run.streams, run.tags))
         with self._nested(frozenset({"decoded"} if "decodes" in code.tags else ())):
-            for path, written in code.files:
-                self.session.record_append(self.session.resolve_path(path, follow_copies=False), written)
+            for path, file_text in code.files:
+                self.session.record_append(self.session.resolve_path(path, follow_copies=False), file_text)
             for nested in code.nested:
                 self.walk_code(language, nested, run)
             find_file = self.session.written_module if language in PYTHONS else self.session.written_code_file
-            for path, loaded in filter(None, map(find_file, code.loads)):
+            for path, file_text in filter(None, map(find_file, code.loads)):
                 if path not in self._active_names:  # modules may import each other
                     self._active_names.append(path)
-                    self.walk_code(language, loaded, run)
+                    self.walk_code(language, file_text, run)
                     self._active_names.remove(path)
             for started in code.shell:
                 run_in_subprocess(self.session, partial(self._walk_started_command, language, started))
