@@ -105,7 +105,7 @@ class Guard:
     """Both stages. Episodes and threads may share a guard, for what it knows of an episode is kept in the episode's session."""
 
     def __init__(self, rules: RuleSet, judge: Judge | None = None, config: GuardConfig | None = None) -> None:
-        """Of the section `config` its rules and its judge are not read: they are given as `rules` and `judge`."""
+        """`rules` and `judge` are those of the section `config`, which names them, ready for use."""
         self._rules = rules
         self._judge = judge
         self._config = config or GuardConfig()
