@@ -14,11 +14,10 @@ from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, DomainEvalConfig, RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError, PromptError
-from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.evaluator import DomainExam, Reward
 from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.records.types import Prompt
 from opd.verifiers import build_verifier
-from opd.verifiers.reward import Reward
 
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from opd.config.guard import GuardConfig
 from opd.guard.episode_guard import CheckedTurn, GuardWatch
-from opd.guard.guard import BLOCKED_ANSWER_ERROR, Guard, GuardOptions
+from opd.guard.guard import BLOCKED_ANSWER_ERROR, Guard
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.records.environments import ToolCall
@@ -39,7 +40,7 @@ class FakeJudge:
 
 
 def watch(judge: FakeJudge | None = None, on_hit: Any = "keep", **options: Any) -> GuardWatch:
-    return GuardWatch(Guard(RULES, judge, GuardOptions(**options)), "s0", on_hit)
+    return GuardWatch(Guard(RULES, judge, GuardConfig(**options)), "s0", on_hit)
 
 
 def shell(command: str, tool: str = "shell") -> ToolCall:

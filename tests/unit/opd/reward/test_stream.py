@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.reward import RewardConfig
-from opd.credit.ema import EmaCredit, EmaSpec
+from opd.credit.ema import EmaCredit
 from opd.credit.interfaces import StepCredit
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.records.json_fields import make_record
@@ -148,9 +148,9 @@ def test_failures_are_those_of_the_step() -> None:
 
 def test_what_a_baseline_has_learned_goes_on_after_a_resume(tmp_path: Path) -> None:
     steps = [[rollout(f"{n}{i}", reward=float((n * i) % 3)) for i in range(3)] for n in range(1, 6)]
-    whole = stream(EmaCredit(EmaSpec(decay=0.5)))
+    whole = stream(EmaCredit(decay=0.5))
     want = [whole.step(n, rollouts) for n, rollouts in enumerate(steps, 1)]
-    first, second = EmaCredit(EmaSpec(decay=0.5)), EmaCredit(EmaSpec(decay=0.5))
+    first, second = EmaCredit(decay=0.5), EmaCredit(decay=0.5)
     for n, rollouts in enumerate(steps[:2], 1):
         stream(first).step(n, rollouts)
     (tmp_path / "credit").mkdir()
