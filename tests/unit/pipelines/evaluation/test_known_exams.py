@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from opd.cluster import Node
 from opd.config import load_pipeline
-from opd.live.displays import Silence
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation
 from opd.report.page import _cached_exam_notes
@@ -66,7 +66,7 @@ class Runs:
         self.paths = paths = RunPaths(self.world.root / f"run-{self.number}")
         paths.root.mkdir()
         config = load_pipeline(self.world.write())
-        shown: Any = type("Shown", (Silence,), {"say": lambda _, line: self.said.append(line)})()
+        shown: Any = type("Shown", (Display,), {"say": lambda _, line: self.said.append(line)})()
         parts: Any = Measuring(paths, shown)
         before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
         assert (before.model, before.step, before.tokens, expert.model) == ("student before", 0, 0, "expert")

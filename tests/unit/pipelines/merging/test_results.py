@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
-from opd.live.displays import Silence
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation, combine_evaluations
 from opd.run.metrics import MetricsFile
@@ -147,7 +147,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
     paths = RunPaths(world.root / "run")
     paths.root.mkdir()
     run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
-    shown = Silence()
+    shown = Display()
 
     def measure() -> list[str]:
         parts: Any = Measuring(paths, shown)

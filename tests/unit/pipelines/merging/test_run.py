@@ -22,7 +22,7 @@ from experts.adapter import open_full_model
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
-from opd.live.displays import Silence
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.machine import orphans
 from opd.records.scores import DomainScore, Evaluation
@@ -232,7 +232,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     paths = RunPaths(world.root / "run")
     run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
-    shown = Silence()
+    shown = Display()
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
