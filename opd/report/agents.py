@@ -48,7 +48,7 @@ def _make_row(records: Sequence[EpisodesRecord]) -> dict[str, Any]:
         "error": next((record.error for record in records if record.error), ""),
         "by_turn": [
             _make_turn_row([record.by_turn[n] for record in records if n < len(record.by_turn)])
-            for n in range(_most_turns(records))
+            for n in range(max(len(record.by_turn) for record in records))
         ],
     }
 
@@ -59,10 +59,6 @@ def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for entry in counts:
         total.update(entry)
     return dict(total.most_common())
-
-
-def _most_turns(records: Sequence[EpisodesRecord]) -> int:
-    return max(len(record.by_turn) for record in records)
 
 
 def _make_turn_row(turns: Sequence[TurnRecord]) -> dict[str, float | None]:
