@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from experts.suites.rows import SuiteRow
 from opd.environments.distinct_rows import take_unique
 from opd.environments.retry import gym_row
 
@@ -88,7 +87,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return `count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
@@ -96,7 +95,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
     return take_unique(_sample_rows(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
 
 
-def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
+def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
     family, config = DOMAINS[domain]
