@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
-from experts.json_files import Lenient, read_json, read_model, read_optional, refuse_custom_code, validate_json
+from experts.json_files import Lenient, read_json, read_model, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
 from experts.weight_values import refuse_other_head
@@ -135,7 +135,8 @@ def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | No
     tokenizer = validate_json(
         _TokenizerConfig, files.get(TOKENIZER_CONFIG, {}) | files.get(NAMED, {}), path / TOKENIZER_CONFIG
     )
-    generation = read_optional(_SpecialIds, path / "generation_config.json")
+    generation_file = path / "generation_config.json"
+    generation = read_model(_SpecialIds, generation_file) if generation_file.is_file() else _SpecialIds()
     tokens = token_map(path)
     _refuse_holes(path, tokens)
     _refuse_unlisted(path, files, tokens)

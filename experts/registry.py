@@ -329,11 +329,8 @@ def _prompt_problems(manifest: ExpertManifest) -> list[str]:
         actual = find_source(file).content_hash()
     except PromptError as error:
         return [str(error)]
-    return (
-        []
-        if actual == manifest.prompts_hash
-        else [f"{file}: changed prompts, expected {manifest.prompts_hash}, actual {actual}"]
-    )
+    expected = manifest.prompts_hash
+    return [] if actual == expected else [f"{file}: changed prompts, expected {expected}, actual {actual}"]
 
 
 def _is_name(text: str) -> bool:

@@ -59,14 +59,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "relations": ("aiw", {"max_entities": 6}),
     "complex_sums": (
         "complex_arithmetic",
-        {
-            "min_real": 1,
-            "max_real": 9,
-            "min_imag": 1,
-            "max_imag": 9,
-            "operations": ("+",),
-            "operations_weights": [1.0],
-        },
+        {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9, "operations": ("+",), "operations_weights": [1.0]},
     ),
     "matrix": (
         "manipulate_matrix",

@@ -117,7 +117,7 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
         values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):
-            plots.append(figures.draw_by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
+            plots.append(figures.draw_by_domain(f"agents-{key}", title, curves, values))
     for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):
         by_turn = {
             name: [turn[key] for turn in episodes[name]["by_turn"]] if name in episodes else [] for name in names

@@ -89,10 +89,7 @@ def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -
 
 
 def _draw_shares(
-    axes: Axes,
-    points: Sequence[tuple[str, str, float, Sequence[float] | None]],
-    label: str,
-    gate: float | None = None,
+    axes: Axes, points: Sequence[tuple[str, str, float, Sequence[float] | None]], label: str, gate: float | None = None
 ) -> None:
     """Draw a row for each name: a point with its interval, as a share of the headroom. `points`: name, colour variable, share,
     and interval if it is known."""
@@ -150,9 +147,9 @@ Curve = Sequence[float | None]
 
 
 def draw_by_domain(
-    name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
+    name: str, title: str, curves: Mapping[str, Any], values: Mapping[str, Curve], **options: Any
 ) -> Plot:
-    """Draw a line over the steps for each domain.
+    """Draw a line for each domain over `step` and `tokens` of the curves.
 
     Options: `log` or `percent` (scale of the y axis), `label` (its name), `markers` (a dot at each value), `note`.
     """
@@ -160,8 +157,8 @@ def draw_by_domain(
     def draw(axes: Axes) -> None:
         marker = "o" if options.get("markers") else None
         for index, curve in enumerate(values.values()):
-            _draw_curve(axes, step, curve, gid=f"domain-{index}", marker=marker, **domain_style(index))
-        _label_steps(axes, step, tokens)
+            _draw_curve(axes, curves["step"], curve, gid=f"domain-{index}", marker=marker, **domain_style(index))
+        _label_steps(axes, curves)
         _y_axis(axes, options)
 
     return draw_plot(name, title, draw, note=options.get("note", ""))
@@ -182,14 +179,9 @@ def draw_by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
 
 
 def draw_lines(
-    name: str,
-    title: str,
-    step: Sequence[int],
-    tokens: Sequence[int],
-    values: Mapping[str, tuple[str, Curve]],
-    **options: Any,
+    name: str, title: str, curves: Mapping[str, Any], values: Mapping[str, tuple[str, Curve]], **options: Any
 ) -> Plot:
-    """Draw lines over the steps, each in a colour of its own. `values`: label -> (colour variable, curve).
+    """Draw lines over `step` and `tokens` of the curves, each in a colour of its own. `values`: label -> (colour variable, curve).
 
     Options are those of `draw_by_domain`, and `band`: the two curves between which an area around the first line is filled.
     """
@@ -197,10 +189,12 @@ def draw_lines(
     def draw(axes: Axes) -> None:
         if "band" in options:
             low, high = (np.array(curve, dtype=float) for curve in options["band"])
-            axes.fill_between(step, low, high, color=COLOURS[next(iter(values.values()))[0]], alpha=0.2, linewidth=0)
+            colour = COLOURS[next(iter(values.values()))[0]]
+            axes.fill_between(curves["step"], low, high, color=colour, alpha=0.2, linewidth=0)
         for colour, curve in values.values():
-            _draw_curve(axes, step, curve, color=COLOURS[colour], marker="o" if options.get("markers") else None)
-        _label_steps(axes, step, tokens)
+            marker = "o" if options.get("markers") else None
+            _draw_curve(axes, curves["step"], curve, color=COLOURS[colour], marker=marker)
+        _label_steps(axes, curves)
         _y_axis(axes, options)
 
     legend = tuple((colour, label) for label, (colour, _) in values.items()) if len(values) > 1 else ()
@@ -212,11 +206,12 @@ def _draw_curve(axes: Axes, x: Sequence[float], curve: Curve, **style: Any) -> N
     axes.plot(x, np.array(curve, dtype=float), **{"markersize": 3.5, **style})  # numpy makes NaN of None
 
 
-def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
+def _label_steps(axes: Axes, curves: Mapping[str, Any]) -> None:
     """Label the x axis with steps, and below each step with the response tokens that were trained on by then."""
 
     def format_tick(value: float, _: int | None = None) -> str:
-        return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
+        tokens = float(np.interp(value, [0, *curves["step"]], [0, *curves["tokens"]]))
+        return f"{value:g}\n{format_thousands(tokens)}" if value >= 0 else ""
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(format_tick))

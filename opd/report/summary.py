@@ -80,10 +80,7 @@ def build_report(
 
 
 def _summarise_gains(
-    before: Mapping[str, float],
-    expert: Mapping[str, float],
-    after: Mapping[str, float],
-    clear: Collection[str] | None,
+    before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float], clear: Collection[str] | None
 ) -> dict[str, Any]:
     """Return the accuracies and headroom by domain, with the mean and the worst headroom.
 

