@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,42 +12,17 @@ from safetensors.torch import load_file, save_file
 from opd.cluster import Node
 from opd.config import load_pipeline
 from opd.live.interfaces import Display
-from opd.live.progress import RunReporter
-from opd.records.scores import DomainScore, Evaluation
 from opd.report.page import _cached_exam_notes
 from opd.report.run import read_run
-from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation import known_exams
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
 from pipelines.sizing.machine import GPU
+from tests.exams import Measuring
 
 ALL = ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
 NONE: list[str] = []
-
-
-class Measuring:
-    """An engine, an evaluator and a reporter that write down what they are asked for."""
-
-    def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self.sync = self
-        self.asked: list[str] = []
-
-    def load(self, model_dir: Path) -> None:
-        self.asked.append(f"load {model_dir.name}")
-
-    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        assert shape_of.name == "base", "the student's files are those that engines can reach"
-        self.asked.append(f"hold {model_dir.name}")
-
-    def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
-        self.asked.append(model)
-        scores = {
-            d: DomainScore(accuracy=len(model) / 30, stderr=0.1, low=0.3, high=1 / 3, questions=6) for d in domains
-        }
-        return Evaluation(model=model, scores=scores)
 
 
 class Runs:
