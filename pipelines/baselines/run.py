@@ -136,7 +136,7 @@ def make_result(job: BaselineJob, scores: dict[str, DomainScore], **measured: An
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
     if measured.get("strength") is not None:
         label += f" {measured['strength']:g}"
-    facts = {"method": job.method, "label": label, "token_share": job.share, "seed": job.config.seed}
+    facts: dict[str, Any] = {"method": job.method, "label": label, "token_share": job.share, "seed": job.config.seed}
     return BaselineResult(**facts, scores=scores, **{"wall_s": 0.0, **measured})
 
 
