@@ -199,7 +199,7 @@ def _run_trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=examples,  # type: ignore[arg-type]  # of a data set it needs no more than a list has
+        train_dataset=examples,  # a list has all that it needs of a data set
         data_collator=collate_examples,
         callbacks=[_Report(report)],
         optimizers=optimizers,
