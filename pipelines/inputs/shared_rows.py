@@ -8,7 +8,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.models.weights import choose_attention, obeys_masks
-from opd.rollouts.tensor_parallel import find_indivisible_part
+from opd.rollouts.served_families import find_indivisible_part
 from pipelines.routes import start_student_weights
 from pipelines.specs import turn_weights
 
