@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from opd.config import PipelineConfig
-from pipelines.sizing.memory import count_response_tokens, count_teachers, target_bytes
+from pipelines.sizing.memory import count_response_tokens, step_rows_bytes
 from pipelines.sizing.models import MergeModels
 
 TOKEN_BYTES = 16
-"""Bytes of a response token beside its score, in the file of rollouts and in each scored row: its id, the student's log-prob, its share of
-prompt, spans and names."""
+"""Bytes of a response token in the file of rollouts: its id, the student's log-prob, its share of prompt, spans and names."""
 
 
 def estimate_step_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the most bytes of one step in the log."""
-    scored = count_teachers(models) * (target_bytes(config, models) + TOKEN_BYTES)
-    return count_response_tokens(config) * (TOKEN_BYTES + (scored if config.target_log.keep == "targets" else 0))
+    scored = step_rows_bytes(config, models) if config.target_log.keep == "targets" else 0
+    return count_response_tokens(config) * TOKEN_BYTES + scored
 
 
 def estimate_log_bytes(config: PipelineConfig, models: MergeModels) -> int:
