@@ -41,6 +41,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
+from pipelines.sizing.target_log import choose_log_limit
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
@@ -112,7 +113,7 @@ def build_merge(
         display.say,
         config.cluster.phase_timeout_s,
         keeps_targets=config.target_log.keep == "targets",
-        max_bytes=config.target_log.max_size,
+        max_bytes=choose_log_limit(config, inputs),
     )
     return Components(
         prompts=prompts,

@@ -30,9 +30,9 @@ def config(**target_log: Any) -> PipelineConfig:
     )
 
 
-def models(teachers: int = 1) -> Any:
+def models(teachers: int = 1, trained: int = 10**7) -> Any:
     scorers = {"e": SimpleNamespace(info=SimpleNamespace(hidden_size=3584))}
-    return SimpleNamespace(scorers=scorers, scoring={"d": ("e",) * teachers})
+    return SimpleNamespace(scorers=scorers, scoring={"d": ("e",) * teachers}, trained=trained)
 
 
 def test_a_step_takes_its_hidden_states_and_a_few_bytes_a_token() -> None:
@@ -45,7 +45,7 @@ def test_a_step_takes_its_hidden_states_and_a_few_bytes_a_token() -> None:
 @pytest.mark.parametrize(
     ("target_log", "wanted"),
     [
-        ({"max_size": None}, 26 * STEP),
+        ({"max_size": "1TiB"}, 26 * STEP),
         ({}, 64 << 30),
         ({"max_size": "1GiB"}, STEP),
         ({"keep": "rollouts"}, 26 * 512 * 2048 * 16),
@@ -53,3 +53,7 @@ def test_a_step_takes_its_hidden_states_and_a_few_bytes_a_token() -> None:
 )
 def test_the_log_is_held_by_its_bound(target_log: dict[str, Any], wanted: int) -> None:
     assert estimate_log_bytes(config(**target_log), models()) == wanted
+
+
+def test_without_a_bound_the_log_may_take_what_a_checkpoint_takes() -> None:
+    assert estimate_log_bytes(config(), models(trained=7 * 10**9)) == 12 * 7 * 10**9
