@@ -35,7 +35,7 @@ PendingParts = deque[tuple[Pending[bytes | None], Any]]
 to the part itself."""
 PARTS_AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver. Together
-with `teachers.queue` this limits how many bytes have been scored but not yet trained."""
+with `teachers.queue` this limits how many bytes have been scored but not yet trained; one part more is being encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,15 @@ class WeightCache:
             else:
                 self._thread.submit(_warm_page_cache, directory)
 
+    def find_base(self, teacher: Teacher) -> tuple[Future[State], int] | None:
+        """Return the tensors of the (base) model, which may still be read, and their bytes; None if nobody reads them."""
+        key = base_key(teacher)
+        reading = self._prefetching.get(key)
+        if reading is None and key in self._states:
+            reading = Future[State]()
+            reading.set_result(self._states[key])
+        return None if reading is None else (reading, self._sizes[key])
+
     def has(self, teacher: Teacher) -> bool:
         """Return True if every part of the teacher is in memory or being read ahead.
 

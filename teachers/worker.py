@@ -62,8 +62,7 @@ class TeacherWorker:
         `worker` is the number that marks this worker's parts in the stream. Those from number `written` on are written into
         `directory` if this process reaches it; a worker before this one wrote the others.
         """
-        reached = directory if directory is not None and directory.is_here() else None
-        self._parts = self._make_parts(groups, worker, reached, written)
+        self._parts = self._make_parts(groups, worker, directory, written)
 
     def next_part(self) -> EncodedPart | tuple[None, None]:
         """Return the next part, scored now; None twice after the last one."""

@@ -42,7 +42,12 @@ class PartsDirectory:
             return False
 
     def write_part(self, record: PartRecord, raw: memoryview) -> str:
-        """Write a part, and sync it. Returns the file's BLAKE3; empty, with no file left, if this process cannot write there."""
+        """Write a part, and sync it. Returns the file's BLAKE3; empty, with no file left, if this process cannot write there.
+
+        The token is read each time: a worker may outlive its driver for a moment, and a resume makes the directory anew.
+        """
+        if not self.is_here():
+            return ""
         try:
             with atomic_file(self.path / part_name(record)) as file:
                 file.write(raw)

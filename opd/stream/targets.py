@@ -49,7 +49,7 @@ def make_part(raw: np.ndarray, sender: str) -> StreamPart:
     Ids are not checked against the vocabulary here: the ranks do that when they read the rows.
     """
     try:
-        stream = read_stream(memoryview(raw))
+        stream = read_stream(raw.data)
     except StreamError as error:
         raise StreamError(f"{sender}: {error}") from None
     summary = make_summary(stream.rows, stream.part, (stream.dtype, stream.payload), raw.nbytes)

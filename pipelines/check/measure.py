@@ -43,7 +43,7 @@ from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machin
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
-from pipelines.sizing.target_log import describe_log, estimate_log_bytes, find_full_disk, suggest_smaller_log
+from pipelines.sizing.target_log import SMALLER_LOG, describe_log, estimate_log_bytes, find_full_disk
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -288,7 +288,7 @@ def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFindi
     """Yield a warning if the disk of the merge's default run directory has no room for the target log."""
     shortage = find_full_disk(estimate_log_bytes(config, inputs), Path("runs"))
     if shortage is not None:
-        yield CheckFinding(level="warn", domain="", message=shortage, fix=suggest_smaller_log(config))
+        yield CheckFinding(level="warn", domain="", message=shortage, fix=SMALLER_LOG)
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:

@@ -72,10 +72,13 @@ class TransformersScorer:
         self._head_keys: dict[str, str] = {}
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to map and read the teacher's weights in a thread; returns at once."""
+        """Begin to map and read the teacher's weights in a thread, and to copy them to a GPU with room for them; returns at once."""
         self._get_architecture(teacher.model_dir)  # here, because the reading thread only looks it up
         if teacher.adapter_dir or self._device_cache.find(base_key(teacher)) is None:
             self._weights.prefetch(teacher)
+            reading = self._weights.find_base(teacher)
+            if reading is not None and not self._is_divided:
+                self._device_cache.copy_ahead(base_key(teacher), *reading)
 
     def head(self, teacher: Teacher) -> Tensor:
         """Return the teacher's output head, [V, D] on the CPU."""

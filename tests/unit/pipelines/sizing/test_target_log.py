@@ -15,7 +15,6 @@ from pipelines.sizing.target_log import (
     estimate_log_bytes,
     estimate_step_bytes,
     find_full_disk,
-    suggest_smaller_log,
 )
 
 STEP = 512 * 2048 * (2 * 3584 + 16 + 16)
@@ -38,9 +37,9 @@ def config(**target_log: Any) -> PipelineConfig:
     )
 
 
-def models(teachers: int = 1) -> Any:
+def models(teachers: int = 1, trained: int = 10**7) -> Any:
     scorers = {"e": SimpleNamespace(info=SimpleNamespace(hidden_size=3584))}
-    return SimpleNamespace(scorers=scorers, scoring={"d": ("e",) * teachers})
+    return SimpleNamespace(scorers=scorers, scoring={"d": ("e",) * teachers}, trained=trained)
 
 
 def test_a_step_takes_its_hidden_states_and_a_few_bytes_a_token() -> None:
@@ -53,7 +52,7 @@ def test_a_step_takes_its_hidden_states_and_a_few_bytes_a_token() -> None:
 @pytest.mark.parametrize(
     ("target_log", "wanted"),
     [
-        ({"max_size": None}, 26 * STEP),
+        ({"max_size": "1TiB"}, 26 * STEP),
         ({}, 64 << 30),
         ({"max_size": "1GiB"}, STEP),
         ({"keep": "rollouts"}, 26 * 512 * 2048 * 16),
@@ -63,8 +62,12 @@ def test_the_log_is_held_by_its_bound(target_log: dict[str, Any], wanted: int) -
     assert estimate_log_bytes(config(**target_log), models()) == wanted
 
 
+def test_without_a_bound_the_log_may_take_what_a_checkpoint_takes() -> None:
+    assert estimate_log_bytes(config(), models(trained=7 * 10**9)) == 12 * 7 * 10**9
+
+
 def test_a_disk_without_room_is_named_with_the_keys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    whole, directory = config(max_size=None), tmp_path / "runs" / "not here yet"
+    whole, directory = config(max_size="1TiB"), tmp_path / "runs" / "not here yet"
     asked = []
 
     def disk_usage(path: Path) -> Any:
@@ -78,7 +81,6 @@ def test_a_disk_without_room_is_named_with_the_keys(monkeypatch: pytest.MonkeyPa
     said = find_full_disk(estimate_log_bytes(whole, models()), directory)
     assert said is not None and "up to 182.81 GiB" in said and str(directory) in said
     assert set(asked) == {tmp_path}
-    assert "max_size" not in suggest_smaller_log(whole) and "max_size" in suggest_smaller_log(config())
     assert (
         describe_log(whole, models()) == "target log: at most 7.03 GiB a step, 182.81 GiB until a checkpoint frees it"
     )
