@@ -50,8 +50,8 @@ class ObjectiveConfig(Strict):
     kind: str
     chunk: int = Field(128, ge=1)
     """Response tokens whose logits exist at one time. Lower it if a GPU's memory is short."""
-    compile: bool = False
-    """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the elementwise part; needs a C++ compiler and on a GPU Triton, else it runs eagerly. `auto`: on a GPU only."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None

@@ -1043,8 +1043,8 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
         shapes.add(args[1].shape)
         return chunked._compute_chunk_loss(*args)
 
-    monkeypatch.setattr(chunked, "can_compile", lambda *_: True)
-    monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
+    monkeypatch.setattr(chunked, "can_compile", lambda *_, **__: True)
+    monkeypatch.setattr(chunked, "_compile_elementwise", lambda any_rows: elementwise)
     c = case(rules=(STUDENT_RULE, TEACHER_RULE))
     want, stats = run(c, objective, c.teachers, chunk)
     monkeypatch.setattr(chunked, "SLICE_VALUES", rows * V + V // 2)
