@@ -211,7 +211,7 @@ def _prepare_elementwise(loss: Loss, block: Block, part: slice, *, on_gpu: bool)
     wanted = on_gpu if loss.compiled == "auto" else loss.compiled
     if not (wanted and block_chunk.compiles and can_compile("objective.compile", "the loss runs", on_gpu=on_gpu)):
         return block_chunk, _compute_chunk_loss
-    return block_chunk, _compile_elementwise(any_rows=True) if on_gpu else _run_compiled
+    return block_chunk, _run_compiled if on_gpu else _run_compiled_padded
 
 
 def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
@@ -340,6 +340,18 @@ def _round_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
 def _run_compiled(
     loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Run the compiled `_compute_chunk_loss` on a GPU, where one code for any number of rows is as fast as one for each."""
+    # torch compiles views that begin with their memory and views that do not apart, so all are made to begin with it.
+    own = tuple(column.clone() for column in columns)
+    result: tuple[tuple[Tensor | None, ...], Tensor] = _compile_elementwise(any_rows=True)(
+        loss, raw_C_V, block_chunk, own
+    )
+    return result
+
+
+def _run_compiled_padded(
+    loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
     """Run the compiled `_compute_chunk_loss` on a CPU.
 
     A last slice with fewer rows is padded, so that every (chunk, V, dtype) has one shape and is compiled once.
@@ -355,8 +367,8 @@ def _run_compiled(
 
 @functools.cache
 def _compile_elementwise(*, any_rows: bool) -> Any:
-    """Return the compiled `_compute_chunk_loss`. `any_rows`: when rows of another number come, compile once more for any number, as
-    costs nothing on a GPU, where each row is a program of its own; else compile for each number."""
+    """Return the compiled `_compute_chunk_loss`. `any_rows`: when a second number of rows comes, compile it once more for any number;
+    else compile it for each."""
     return torch.compile(_compute_chunk_loss, dynamic=None if any_rows else False)
 
 

@@ -74,7 +74,7 @@ class Case:
     """The teacher's answers, in the payload of the objective."""
     tokens: Tokens
 
-    def loss(self, chunk: int, *, compiled: bool = False) -> Tensor:
+    def loss(self, chunk: int, *, compiled: Any = False) -> Tensor:
         """Run the forward pass."""
         policy = None if self.tokens.advantage_N is None else PolicyGradient(low=0.2, high=0.2)
         vocab = len(self.head_V_D)
