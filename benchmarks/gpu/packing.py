@@ -20,7 +20,7 @@ from opd.models.layouts import (
     list_candidate_layouts,
     measure_layout_differences,
 )
-from opd.models.varlen import VARLEN, has_varlen_kernel, register
+from opd.models.varlen import VARLEN, has_varlen_kernel, register_attention
 from opd.models.weights import choose_attention
 from tests.models.families import FAMILIES, Family, build_config
 
@@ -37,7 +37,7 @@ def measure(check: Check) -> None:
     else:
         kernels.append("flash_attention_2")
     if has_varlen_kernel(torch.device(check.device), torch.bfloat16):
-        kernels.append(register())
+        kernels.append(register_attention())
     else:
         check.leave_out(VARLEN, "torch's attention by lengths does not run here")
     if not (is_here("fla") and is_here("causal_conv1d")):

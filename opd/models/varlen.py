@@ -2,7 +2,7 @@
 
 With transformers' `sdpa` a row of several sequences has a mask of [T, T] numbers, with which torch takes no flash kernel: time and
 memory grow with the square of the row. torch's `varlen_attn` takes the first column of each sequence instead (`Packed.cu_seq_lens`).
-It knows CUDA and types of two bytes only. `register` gives transformers an attention implementation that uses it where a call
+It knows CUDA and types of two bytes only. `register_attention` gives transformers an attention implementation that uses it where a call
 names the sequences, and is `sdpa` in every other call. Whether a model hands the names on to its layers is proven at start, like
 every layout (`opd.models.layouts`).
 
@@ -39,17 +39,17 @@ def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def register() -> str:
+def register_attention() -> str:
     """Make transformers know the implementation. Returns its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(VARLEN, _attend)
+    AttentionInterface.register(VARLEN, _compute_attention)
     AttentionMaskInterface.register(VARLEN, sdpa_mask)
     return VARLEN
 
 
-def _attend(
+def _compute_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return [B, T, H, K] what the columns read, as transformers wants it; the tensors given are [B, H, T, K]."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
-from opd.models.varlen import VARLEN, has_varlen_kernel, register
+from opd.models.varlen import VARLEN, has_varlen_kernel, register_attention
 
 State = dict[str, Tensor]
 
@@ -47,7 +47,7 @@ def choose_attention(config: Any, device: torch.device | None = None, dtype: tor
         return "eager"
     if device is None or dtype is None or not _attends_fully(config) or not has_varlen_kernel(device, dtype):
         return "sdpa"
-    return register()
+    return register_attention()
 
 
 def obeys_masks(lm: Any) -> bool:

@@ -93,11 +93,12 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     """Random numbers that bfloat16 can hold, in any type. Without a divergence there is a policy gradient."""
-    gen = torch.Generator().manual_seed(0)
+    gen, device = torch.Generator().manual_seed(0), torch.get_default_device()
     hidden, head, states, teacher_head = (
-        torch.randn(rows, width, generator=gen).mul(0.5).bfloat16().to(dtype) for rows in (tokens, vocab, tokens, vocab)
+        torch.randn(rows, width, generator=gen, device="cpu").mul(0.5).bfloat16().to(device, dtype)
+        for rows in (tokens, vocab, tokens, vocab)
     )
-    token = torch.randint(vocab, (tokens,), generator=gen)
+    token = torch.randint(vocab, (tokens,), generator=gen, device="cpu").to(device)
     logp, logq = ((h.double() @ w.double().T).log_softmax(-1) for h, w in ((hidden, head), (states, teacher_head)))
     teacher = TeacherBlock(states, teacher_head)
     block: Block = teacher
@@ -172,6 +173,21 @@ def test_gradients_are_those_of_float64(objective: Objective, dtype: torch.dtype
     for found, want in zip(*grads, strict=True):
         assert found is not None and want is not None and found.dtype == dtype
         assert float((found.double() - want).norm() / want.norm()) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@every_objective
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.025), (torch.float32, 3e-6)], ids=str)
+def test_gradients_of_a_gpu_are_those_of_float64(objective: Objective, dtype: torch.dtype, bound: float) -> None:
+    exact = make_case(objective, 43, 211, dtype=torch.float64)
+    exact.loss(16).backward()
+    with torch.device("cuda"):
+        c = make_case(objective, 43, 211, dtype=dtype)
+        c.loss(16, compiled="auto").backward()
+    for found, want in ((c.hidden_N_D.grad, exact.hidden_N_D.grad), (c.head_V_D.grad, exact.head_V_D.grad)):
+        assert found is not None and want is not None
+        assert float((found.double().cpu() - want).norm() / want.norm()) < bound
 
 
 # Kernels

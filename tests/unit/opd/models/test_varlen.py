@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from opd.machine.devices import to_device
 from opd.models import layouts, varlen
 from opd.models.layouts import (
     LAYOUTS,
@@ -154,6 +155,17 @@ def test_without_a_gpu_the_attention_is_what_it_was() -> None:
     assert not varlen.has_varlen_kernel(CUDA, torch.float32)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("family", FULL_ATTENTION)
+def test_the_kernel_itself_keeps_sequences_apart(family: str) -> None:
+    if not varlen.has_varlen_kernel(CUDA, torch.bfloat16):
+        pytest.skip("this card or this torch lacks the kernel")
+    lm = build_model(family, torch.bfloat16).to(CUDA)
+    error = layout_error(lambda packed: body_of(lm)(to_device(packed, CUDA)), PACKED_VARLEN, VOCABULARY, torch.bfloat16)
+    assert error <= 1
+
+
 # Masks
 
 
@@ -206,7 +218,7 @@ def test_heads_too_wide_and_dropout_go_to_sdpa(kernel: None, monkeypatch: pytest
         query, key = (torch.ones(1, 2, 6, width) for _ in range(2))
         value = torch.ones(1, 2, 6, value_width)
         starts = torch.tensor([0, 2, 6], dtype=torch.int32)
-        varlen._attend(module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=4, **options)
+        varlen._compute_attention(module, query, key, value, None, cu_seq_lens_q=starts, max_length_q=4, **options)
 
     attend(512, 512)
     attend(64, 32)
