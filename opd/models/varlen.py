@@ -73,8 +73,9 @@ def _attend_within(
     from torch.nn.attention.varlen import varlen_attn
 
     query_T_H_K, key_T_H_K, value_T_H_K = (part[0].transpose(0, 1) for part in (query_1_H_T_K, key, value))
-    result_T_H_K: Tensor = varlen_attn(
+    result_T_H_K = varlen_attn(
         query_T_H_K, key_T_H_K, value_T_H_K, starts, starts, longest, longest,
         scale=scaling, window_size=(-1, 0), enable_gqa=key_T_H_K.shape[1] != query_T_H_K.shape[1],
     )  # fmt: skip
+    assert isinstance(result_T_H_K, Tensor)  # a pair only if more is asked for
     return result_T_H_K[None]

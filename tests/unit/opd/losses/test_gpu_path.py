@@ -236,7 +236,7 @@ def gpu_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     backends = pytest.importorskip("triton.backends.compiler")
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
-    from triton.runtime import driver
+    from triton.runtime import driver  # type: ignore[import-untyped]
 
     class H200:
         def get_current_target(self) -> Any:

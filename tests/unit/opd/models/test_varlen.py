@@ -44,7 +44,7 @@ def attend_one_by_one(
     assert starts.dtype == torch.int32 and int(starts.diff().max()) == longest
     parts = [
         nn.functional.scaled_dot_product_attention(
-            *(part[:, :, a:b] for part in (query, key, value)), is_causal=True, scale=scaling, enable_gqa=True
+            query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], is_causal=True, scale=scaling, enable_gqa=True
         )
         for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
     ]
@@ -133,7 +133,7 @@ def test_attention_that_does_not_go_by_the_lengths_is_found(
             laid_out = whole(sequences)
             return dataclasses.replace(laid_out, cu_seq_lens=None, seq_idx_B_T=None)
 
-        monkeypatch.setitem(layouts.LAYOUTS, PACKED_VARLEN, without)  # type: ignore[arg-type]
+        monkeypatch.setitem(layouts.LAYOUTS, PACKED_VARLEN, without)
     else:
         monkeypatch.setattr(varlen, "KERNEL_TYPES", (torch.bfloat16,))
     proof = prove(lm)
@@ -203,7 +203,7 @@ def test_gradients_are_those_of_separate_rows(kernel: None) -> None:
     found = []
     for rows in ([LAYOUTS[PACKED_VARLEN](SEQUENCES)], [lay_out_single(s) for s in SEQUENCES]):
         lm.zero_grad()
-        sum(body_of(lm)(packed).square().sum() for packed in rows).backward()
+        torch.stack([body_of(lm)(packed).square().sum() for packed in rows]).sum().backward()
         found.append([param.grad for param in lm.base_model.parameters()])
     for together, alone in zip(*found, strict=True):
         torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
