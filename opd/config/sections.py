@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.deepspeed import DeepSpeedConfig
 from opd.config.placement import PlacementConfig
 from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Strict
@@ -76,6 +77,8 @@ class TrainerConfig(Strict):
 
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/gpu.md#long-rows."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -118,6 +121,23 @@ class TrainerConfig(Strict):
     bucket: Annotated[int, Field(ge=1), OrAuto(100_000_000)] | None = None
     """Weights that a rank gathers, and gradients that it holds, at a time: fewer need less memory and more messages.
     Default: 1,000,000,000 and 500,000,000; `auto`: as many as memory allows."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """DeepSpeed's own settings, under its names, see docs/gpu.md#deepspeeds-own-settings."""
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> TrainerConfig:
+        sizes = {
+            "trainer.deepspeed.zero_optimization.zero_hpz_partition_size": self.deepspeed.zero_optimization.zero_hpz_partition_size,
+            "trainer.sequence_parallel_size": self.sequence_parallel_size,
+        }
+        for key, size in sizes.items():
+            if self.ranks % size:
+                raise PydanticCustomError(
+                    "groups",
+                    "a divisor of trainer.ranks: the ranks are divided into groups of so many",
+                    {"where": key, "found": f"{size} with trainer.ranks {self.ranks}"},
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_extensions(self) -> TrainerConfig:

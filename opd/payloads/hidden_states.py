@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
@@ -54,6 +54,10 @@ class HiddenStates(Answer):
 
     def fits(self, num: int, itemsize: int) -> bool:
         return self.hidden_size > 0 and len(self.hidden) == num * self.hidden_size * itemsize
+
+    def select_tokens(self, part: slice, num: int) -> HiddenStates:
+        width = len(self.hidden) // max(1, num)
+        return replace(self, hidden=self.hidden[part.start * width : part.stop * width])
 
     def head_key(self) -> str:
         return self.head

@@ -34,6 +34,9 @@ class Unscored(Answer):
     def fits(self, num: int, itemsize: int) -> bool:
         return True
 
+    def select_tokens(self, part: slice, num: int) -> Unscored:
+        return self
+
     @classmethod
     def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
         return 0

@@ -43,6 +43,9 @@ class SampledLogprobs(Answer):
     def fits(self, num: int, itemsize: int) -> bool:
         return len(self.teacher_logprobs) == num
 
+    def select_tokens(self, part: slice, num: int) -> SampledLogprobs:
+        return SampledLogprobs(self.teacher_logprobs[part])
+
     @classmethod
     def token_bytes(cls, *, hidden_size: int, itemsize: int, top_k: int) -> int:
         return 4

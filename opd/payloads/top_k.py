@@ -48,6 +48,11 @@ class TopTokens(Answer):
             return False
         return num == 0 or len(self.topk_ids) % num == 0
 
+    def select_tokens(self, part: slice, num: int) -> TopTokens:
+        k = self.width(num) or 0
+        own = slice(part.start * k, part.stop * k)
+        return TopTokens(self.topk_ids[own], self.topk_logprobs[own])
+
     def width(self, num: int) -> int | None:
         """Return K."""
         return len(self.topk_ids) // num if num else None

@@ -33,6 +33,7 @@ from pipelines.sizing.memory import (
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
+    offloaded_bytes,
     scoring_bytes,
     summed_bytes,
     teacher_sizes,
@@ -214,7 +215,8 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
         roles += [_teacher_memory(config, models)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
         heads = heads_bytes(config, models) if answer_class(config.teachers.payload).SENDS_HEADS else 0
-        rank = _rank_memory(config, models, "trainer rank", trainer_state_bytes(config, models), models.trained)
+        state = trainer_state_bytes(config, models) - offloaded_bytes(config, models)
+        rank = _rank_memory(config, models, "trainer rank", state, models.trained)
         roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
         if config.objective.has_critic:
             critic, parameters = critic_state_bytes(config, models), student.parameters

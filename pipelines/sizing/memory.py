@@ -256,10 +256,24 @@ def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]
     reward = config.objective.reward
     compared = 12 if reward is not None and reward.compare_every else 0
     return {
-        "weights": (frozen + models.trained) * copy,
+        "weights": (frozen + models.trained) * copy + weights_copy_bytes(config, frozen + models.trained),
         "gradients": models.trained * (gradients + compared),
         "optimiser": models.trained * (4 + 8),
     }
+
+
+def weights_copy_bytes(config: PipelineConfig, parameters: int) -> int:
+    """Return the bytes of the weights' second copy, of all ranks together: each group of ranks that gathers by itself has one."""
+    trainer = config.trainer
+    size = trainer.deepspeed.zero_optimization.zero_hpz_partition_size
+    return parameters * DTYPE_BYTES[trainer.dtype] * (trainer.ranks // size) if size > 1 else 0
+
+
+def offloaded_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of the trainer's state that DeepSpeed keeps in the machine's memory, in place of GPUs; of all ranks together."""
+    state, zero = trainer_state(config, models), config.trainer.deepspeed.zero_optimization
+    weights = state["weights"] if zero.offload_param.device == "cpu" else 0
+    return weights + (state["gradients"] + state["optimiser"] if zero.offload_optimizer.device == "cpu" else 0)
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -279,7 +293,8 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
-    tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
+    # Ranks that share rows each have a part of the columns.
+    tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
     body = models.read_body(student)
     activations = (
         tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
@@ -412,6 +427,10 @@ def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
         trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
         what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
         needs.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
+        if offloaded := offloaded_bytes(config, models):
+            offloaded += critic_state_bytes(config, models) if config.objective.has_critic else 0
+            what, knobs = "trainer: state in place of GPUs", "trainer.deepspeed.zero_optimization"
+            needs.append(HostMemoryNeed(part=what, nbytes=offloaded, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"

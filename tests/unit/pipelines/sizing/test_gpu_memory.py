@@ -326,3 +326,25 @@ def test_a_divided_engine_is_on_several_gpus_with_a_part_of_the_weights_on_each(
         refuse_crowded_gpus(config, inputs[1])
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 4)
     assert refuse_crowded_gpus(config, inputs[1]) == []
+
+
+def test_offloaded_state_is_counted_in_the_machines_memory(inputs: tuple[PipelineConfig, Inputs]) -> None:
+    config, read = inputs
+    ranks = config.trainer.ranks
+    on_gpus = changed(config, cluster={"trainer_gpus": 1})
+    offload = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    offloaded = changed(on_gpus, trainer={"deepspeed": {"zero_optimization": offload}})
+    (before, *_), (after, *_) = (gpu_roles(c, read) for c in (on_gpus, offloaded))
+    state = memory.trainer_state_bytes(on_gpus, read)
+    assert state == 20 * PARAMETERS
+    assert before.resident - after.resident == state // ranks
+    hosts = [sum(need.nbytes for need in memory.estimate_memory(c, read)) for c in (on_gpus, offloaded)]
+    assert hosts[1] - hosts[0] == state
+
+
+def test_each_group_that_gathers_by_itself_has_a_copy_of_the_weights(inputs: tuple[PipelineConfig, Inputs]) -> None:
+    config, read = inputs
+    four = changed(config, trainer={"ranks": 4})
+    groups = changed(four, trainer={"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}})
+    weights = [memory.trainer_state(c, read)["weights"] for c in (four, groups)]
+    assert weights == [4 * PARAMETERS, 4 * PARAMETERS + 2 * 4 * PARAMETERS]
