@@ -28,7 +28,7 @@ from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.layouts import LAYOUTS, Packed, find_positions_before, layout_error
 from opd.models.linear_kernels import use_quick_products
-from opd.models.weights import obeys_masks, whole_shape
+from opd.models.weights import obeys_masks, takes_lengths, whole_shape
 from opd.records.types import WrittenFile
 from opd.train.compiled_layers import compile_layers
 from opd.train.exchange import (
@@ -144,6 +144,7 @@ class ZeroEngine:
             self._options.vocab_size,
             self._dtype,
             masks_decide=obeys_masks(module.lm),
+            lengths_decide=takes_lengths(module.lm),
         )
 
     def _compute_states(self, packed: Packed) -> Tensor:
