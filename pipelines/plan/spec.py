@@ -212,11 +212,6 @@ class ClusterSpec(Strict):
             cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus
         )
 
-    @property
-    def takes_turns(self) -> bool:
-        """True if the placement puts the roles on the same GPUs."""
-        return self.placement is not None and self.placement.shared
-
 
 def shipped_specs() -> dict[str, Path]:
     """Return the file of every cluster spec that comes with the package, by its name."""

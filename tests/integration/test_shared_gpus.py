@@ -1,0 +1,126 @@
+"""Workers on GPUs that roles share, under a real Ray that is told of GPUs which are not there: who gets which.
+
+The placement is the product's. The workers are light ones with the names of a merge's, which say what Ray has given them; in the last
+test they are the engine, the scorer and the ranks of a whole merge, which compute on the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from opd import cluster
+from opd.cluster import ray_session
+from opd.cluster.session import get_current_watch
+from opd.config import PipelineConfig
+from opd.settings.yaml_files import validate_section
+from pipelines import build
+from pipelines.placement import groups_of, reserve_places
+
+SHARES = {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4}
+TIMEOUT_S = 120
+
+pytestmark = pytest.mark.timeout(900)
+
+
+class Probe:
+    """A worker that says where it is."""
+
+    def place(self) -> tuple[str, str, list[str]]:
+        """Return the id of the node, CUDA_VISIBLE_DEVICES, and the GPUs that Ray counts for this worker."""
+        import ray
+
+        return (
+            ray.get_runtime_context().get_node_id(),
+            os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            [str(gpu) for gpu in ray.get_gpu_ids()],
+        )
+
+
+def pipeline(ranks: int, engines: int, scorers: int, **sections: Any) -> PipelineConfig:
+    data: dict[str, Any] = {
+        "name": "shared",
+        "student": {"model": "base"},
+        "experts": {"math": {"model": "m", "domain": "math"}},
+        "domains": {"math": {"prompts": "math.jsonl"}},
+        "rollout": {"workers": engines},
+        "teachers": {"workers": scorers},
+        "trainer": {"steps": 3, "samples_per_step": 8, "ranks": ranks},
+        "cluster": SHARES,
+    }
+    for name, keys in sections.items():
+        data[name] = data.get(name, {}) | keys
+    return validate_section(PipelineConfig, data, "p.yaml")
+
+
+@contextmanager
+def local_session(config: PipelineConfig, gpus: int) -> Iterator[None]:
+    """A Ray of this machine that counts `gpus` GPUs."""
+    import ray
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ray, "init", functools.partial(ray.init, num_gpus=gpus))
+    with patch.context(), ray_session(config.cluster, build.num_workers(config)):
+        patch.undo()
+        yield
+
+
+@pytest.fixture
+def two_nodes() -> Iterator[str]:
+    """The address of a cluster of two nodes with four GPUs each."""
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 16, "num_gpus": 4, "object_store_memory": 80 << 20}
+    nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    try:
+        nodes.add_node(**node)
+        nodes.wait_for_nodes()
+        yield nodes.address
+    finally:
+        nodes.shutdown()
+
+
+def ask_places(config: PipelineConfig) -> dict[str, tuple[str, str, list[str]]]:
+    """Reserve the places of a merge, start a probe in each, and return name -> what it says."""
+    reserve_places(config)
+    names = [name for group in groups_of(config) for name in group.names]
+    probes = [cluster.spawn_worker(Probe, name=name, env={}) for name in names]
+    answers = cluster.wait_for_all([probe.submit(Probe.place) for probe in probes], timeout_s=TIMEOUT_S)
+    return dict(zip(names, answers, strict=True))
+
+
+def assert_each_gpu_has_its_rank_engine_and_scorer(places: dict[str, tuple[str, str, list[str]]], gpus: int) -> None:
+    used = set()
+    for index in range(gpus):
+        trio = [places[f"{role} {index}"] for role in ("trainer rank", "rollout worker", "teacher worker")]
+        assert trio[0] == trio[1] == trio[2], f"rank, engine and scorer {index} are on one GPU: {trio}"
+        node, visible, counted = trio[0]
+        assert [visible] == counted
+        used.add((node, visible))
+    assert len(used) == gpus and len(places) == 3 * gpus
+
+
+def test_eight_gpus_of_one_machine_have_a_rank_an_engine_and_a_scorer_each() -> None:
+    config = pipeline(8, 8, 8)
+    with local_session(config, 8):
+        places = ask_places(config)
+        assert_each_gpu_has_its_rank_engine_and_scorer(places, 8)
+        # A worker that is started again has the GPU that it had.
+        first = next(worker for worker in get_current_watch().workers if worker.name == "rollout worker 5")
+        first.kill()
+        again = cluster.spawn_worker(Probe, name="rollout worker 5", env={})
+        assert again.submit(Probe.place).wait_for_result(timeout_s=TIMEOUT_S) == places["rollout worker 5"]
+
+
+def test_two_machines_of_four_gpus(two_nodes: str) -> None:
+    config = pipeline(8, 8, 8, cluster=SHARES | {"address": two_nodes}, sync={"kind": "network"})
+    with ray_session(config.cluster, 0):
+        places = ask_places(config)
+        assert_each_gpu_has_its_rank_engine_and_scorer(places, 8)
+        nodes = [places[f"trainer rank {rank}"][0] for rank in range(8)]
+        assert len(set(nodes[:4])) == len(set(nodes[4:])) == 1, "neighbours are on one machine"
