@@ -188,8 +188,8 @@ def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig
 
 
 def placement_keys(config: PipelineConfig, spec: ClusterSpec) -> Data:
-    """Return the spec's placement as keys of the pipeline; none if it has no placement. On GPUs that roles share, each role has an equal
-    share."""
+    """Return the spec's placement as keys of the pipeline; none if it has no placement. On GPUs that roles share, each role has the share
+    that the pipeline gives it, or an equal one if some role has none."""
     placement = spec.placement
     if placement is None:
         return {}
@@ -199,10 +199,13 @@ def placement_keys(config: PipelineConfig, spec: ClusterSpec) -> Data:
         workers["teachers"] = {"workers": placement.teachers.workers}
     if not spec.machine.gpus:
         return workers
-    roles = 2 + scores + config.objective.has_critic
-    gpus = floor(100 / roles) / 100 if placement.shared else 1
     divided = {"rollout": {"tensor_parallel_size": placement.rollout.devices}}
-    cluster = {"rollout_gpus": gpus, "teacher_gpus": gpus if scores else 0, "trainer_gpus": gpus}
+    keys = ("rollout_gpus", "trainer_gpus", *(("teacher_gpus",) if scores else ()))
+    cluster = {key: getattr(config.cluster, key) for key in keys}
+    if not placement.shared:
+        cluster = dict.fromkeys(keys, 1)
+    elif not all(0 < share < 1 for share in cluster.values()):
+        cluster = dict.fromkeys(keys, floor(100 / (len(keys) + config.objective.has_critic)) / 100)
     if isinstance(config.teachers, VLLMTeachers):
         divided["teachers"] = {"tensor_parallel_size": placement.teachers.devices}
     elif layers := _map_layers(config, placement.teachers.devices):
