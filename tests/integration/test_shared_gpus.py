@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from opd.cluster.session import get_current_watch
 from opd.config import PipelineConfig
 from opd.settings.yaml_files import validate_section
 from pipelines import build
-from pipelines.placement import groups_of, reserve_places
+from pipelines.merging import run as merging
+from pipelines.placement import describe_divided_trainer, groups_of, reserve_places
+from tests.integration.conftest import two_domain_pipeline
 
 SHARES = {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4}
+SERVED = {"engine": "flight", "address": "grpc://127.0.0.1:1"}
 TIMEOUT_S = 120
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,7 +53,7 @@ def pipeline(ranks: int, engines: int, scorers: int, **sections: Any) -> Pipelin
         "experts": {"math": {"model": "m", "domain": "math"}},
         "domains": {"math": {"prompts": "math.jsonl"}},
         "rollout": {"workers": engines},
-        "teachers": {"workers": scorers},
+        "teachers": {"workers": scorers} if scorers else SERVED,
         "trainer": {"steps": 3, "samples_per_step": 8, "ranks": ranks},
         "cluster": SHARES,
     }
@@ -70,15 +74,15 @@ def local_session(config: PipelineConfig, gpus: int) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def two_nodes() -> Iterator[str]:
-    """The address of a cluster of two nodes with four GPUs each."""
+@contextmanager
+def fake_cluster(*gpus: int) -> Iterator[str]:
+    """The address of a cluster with a node for each number of GPUs."""
     from ray.cluster_utils import Cluster
 
-    node = {"num_cpus": 16, "num_gpus": 4, "object_store_memory": 80 << 20}
-    nodes = Cluster(initialize_head=True, head_node_args=node | {"include_dashboard": False})
+    nodes = Cluster()
     try:
-        nodes.add_node(**node)
+        for number in gpus:
+            nodes.add_node(num_cpus=16, num_gpus=number, object_store_memory=80 << 20, include_dashboard=False)
         nodes.wait_for_nodes()
         yield nodes.address
     finally:
@@ -117,10 +121,67 @@ def test_eight_gpus_of_one_machine_have_a_rank_an_engine_and_a_scorer_each() -> 
         assert again.submit(Probe.place).wait_for_result(timeout_s=TIMEOUT_S) == places["rollout worker 5"]
 
 
-def test_two_machines_of_four_gpus(two_nodes: str) -> None:
-    config = pipeline(8, 8, 8, cluster=SHARES | {"address": two_nodes}, sync={"kind": "network"})
-    with ray_session(config.cluster, 0):
+def test_an_engine_of_two_processes_sees_the_gpus_of_two_ranks() -> None:
+    config = pipeline(4, 2, 0, rollout={"tensor_parallel_size": 2})
+    with local_session(config, 4):
         places = ask_places(config)
-        assert_each_gpu_has_its_rank_engine_and_scorer(places, 8)
-        nodes = [places[f"trainer rank {rank}"][0] for rank in range(8)]
-        assert len(set(nodes[:4])) == len(set(nodes[4:])) == 1, "neighbours are on one machine"
+        visible = [places[f"trainer rank {rank}"][1] for rank in range(4)]
+        assert len(set(visible)) == 4
+        assert places["rollout worker 0"][1] == ",".join(visible[:2])
+        assert places["rollout worker 1"][1] == ",".join(visible[2:])
+
+
+def test_two_machines_of_four_gpus() -> None:
+    with fake_cluster(4, 4) as address:
+        config = pipeline(8, 8, 8, cluster=SHARES | {"address": address}, sync={"kind": "network"})
+        with ray_session(config.cluster, 0):
+            places = ask_places(config)
+            assert_each_gpu_has_its_rank_engine_and_scorer(places, 8)
+            nodes = [places[f"trainer rank {rank}"][0] for rank in range(8)]
+            assert len(set(nodes[:4])) == len(set(nodes[4:])) == 1, "neighbours are on one machine"
+
+
+def test_a_trainer_is_on_one_machine_wherever_one_has_room() -> None:
+    """Ray's own PACK fills the machine with least room first. Where no machine has room, that is said."""
+    whole = {"trainer_gpus": 1, "rollout_gpus": 0, "teacher_gpus": 0}
+    with fake_cluster(2, 4) as address:
+        config = pipeline(4, 1, 1, cluster=whole | {"address": address}, sync={"kind": "network"})
+        with ray_session(config.cluster, 0):
+            nodes = reserve_places(config)
+            ranks = {nodes[f"trainer rank {rank}"].id for rank in range(4)}
+            assert len(ranks) == 1 and describe_divided_trainer(config, nodes) is None
+        six = pipeline(6, 1, 1, cluster=whole | {"address": address}, sync={"kind": "network"})
+        with ray_session(six.cluster, 0):
+            said = describe_divided_trainer(six, reserve_places(six))
+            assert said is not None and "the trainer's 6 ranks are on several nodes" in said
+
+
+def test_a_merge_on_two_gpus_that_all_roles_share(
+    tmp_path: Path, make_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole merge of tiny models: real engines, scorers and ranks, which compute on the CPU, in the places of two GPUs."""
+    import ray
+
+    data = two_domain_pipeline(tmp_path, make_model_dir)
+    data["rollout"]["workers"] = 2
+    data["teachers"] = {"workers": 2}
+    data["trainer"] |= {"steps": 2, "ranks": 2}
+    data["evaluate"] = {"every": 0}
+    config = validate_section(PipelineConfig, data, "p.yaml")
+    on_gpus = validate_section(PipelineConfig, data | {"cluster": SHARES}, "p.yaml")
+    places: dict[str, tuple[str, str, list[str]]] = {}
+
+    def reserve(_: PipelineConfig, **more: Any) -> Any:
+        return reserve_places(on_gpus, **more)
+
+    def record_places(*args: Any) -> None:
+        workers = get_current_watch().workers
+        answers = ray.get([worker._actor.__ray_call__.remote(Probe.place) for worker in workers], timeout=TIMEOUT_S)
+        places.update({worker.name: place for worker, place in zip(workers, answers, strict=True)})
+
+    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_gpus=2))
+    monkeypatch.setattr(merging, "reserve_places", reserve)
+    monkeypatch.setattr(merging, "record_layouts", record_places)
+    merging.start(config, tmp_path / "run")
+    assert (tmp_path / "run" / "report.json").is_file()
+    assert_each_gpu_has_its_rank_engine_and_scorer(places, 2)
