@@ -162,7 +162,7 @@ class RoleSpec(Strict):
 
 class PlacementSpec(Strict):
     shared: bool = False
-    """Roles take turns on the same devices; else each has its own."""
+    """Roles take turns on the same devices, as shares of GPUs (`cluster.*_gpus` below 1) have it; else each has its own."""
     rollout: RoleSpec
     teachers: RoleSpec
     ranks: int = Field(..., ge=1)
