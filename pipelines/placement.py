@@ -18,7 +18,7 @@ from opd.errors import ConfigError
 from opd.rollouts import engines
 from opd.settings.user_objects import is_import_name
 from opd.train.ranks import rank_name
-from pipelines.gpu_sharing import SharingRole, deal_workers
+from pipelines.gpu_sharing import DealtWorker, SharingRole, deal_workers
 from teachers import pool
 
 ROLLOUT, TEACHERS, TRAINER = (f"cluster.placement.{role}" for role in ("rollout", "teachers", "trainer"))
@@ -37,6 +37,7 @@ def local_worker_names(config: PipelineConfig) -> frozenset[str]:
 class _PlacedRole:
     """The workers of one role, and what each asks for."""
 
+    name: str
     key: str
     """Key of the pipeline that says where they go, for errors."""
     placement: RolePlacement
@@ -45,16 +46,16 @@ class _PlacedRole:
     processes: int = 1
     """Processes of each worker that compute; they inherit its environment and share its CPUs."""
     apart: bool = True
-    """As in `SharingRole`."""
+    """The same as in `SharingRole`."""
     one_node: bool = False
-    """As in `WorkerGroup`."""
+    """The same as in `WorkerGroup`."""
 
-    def seat_worker(self, name: str, bundles: tuple[int, ...] = (0,)) -> SeatedWorker:
-        """Return a worker of the role as its seat has it; `bundles`: the seat's bundles with the GPUs of the worker."""
+    def seat_worker(self, index: int, bundles: tuple[int, ...] = (0,)) -> SeatedWorker:
+        """Return worker number `index` as its seat has it; `bundles`: the seat's bundles with the GPUs of the worker."""
         cpus = self.placement.cpus
         gpus = self.gpus.share if self.gpus.is_shared else float(self.gpus.count)
         return SeatedWorker(
-            name=name,
+            name=self.names[index],
             asks={"CPU": float(cpus or 1), **({"GPU": gpus} if gpus else {}), **self.placement.resources},
             bundles=bundles,
             threads=None if cpus is None else max(1, cpus // self.processes),
@@ -81,6 +82,7 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
     placement, ranks = config.cluster.placement, range(config.trainer.ranks)
     for name in ("trainer", *(("critic",) if config.objective.has_critic else ())):
         yield _PlacedRole(
+            name=name,
             key=TRAINER,
             placement=placement.trainer,
             names=tuple(rank_name(name, rank) for rank in ranks),
@@ -89,6 +91,7 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
         )
     if config.rollout.engine == "vllm":
         yield _PlacedRole(
+            name="rollout",
             key=ROLLOUT,
             placement=placement.rollout,
             names=tuple(engines.worker_name(index) for index in range(config.rollout.workers)),
@@ -96,6 +99,7 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
             processes=config.rollout.tensor_parallel_size,
         )
     yield _PlacedRole(
+        name="teachers",
         key=TEACHERS,
         placement=placement.teachers,
         names=tuple(scorers or (pool.worker_name(index) for index in range(config.teachers.scoring_workers))),
@@ -107,7 +111,7 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
 
 def _group_role(role: _PlacedRole) -> WorkerGroup:
     """Return the group of a role whose workers share no GPU: each has a seat of its own."""
-    workers = map(role.seat_worker, role.names)
+    workers = map(role.seat_worker, range(len(role.names)))
     seats = (Seat(workers=(one,), bundles=(one.asks,), labels=role.placement.label_selector) for one in workers)
     return WorkerGroup(
         key=role.key, strategy=role.placement.strategy.upper(), seats=tuple(seats), one_node=role.one_node
@@ -117,32 +121,34 @@ def _group_role(role: _PlacedRole) -> WorkerGroup:
 def _group_sharing(roles: Sequence[_PlacedRole], *, leaves_room: bool) -> WorkerGroup:
     """Return the group of the roles that share GPUs, with a bundle for each GPU. `opd.config.devices` has refused roles that want
     different nodes. `leaves_room`: a bundle has of its GPU only what its workers ask for, else all of it."""
-    by_worker = {(role.names[0], index): (role, name) for role in roles for index, name in enumerate(role.names)}
     gpus = deal_workers(
-        [SharingRole(name=role.names[0], workers=len(role.names), gpus=role.gpus, apart=role.apart) for role in roles]
+        [SharingRole(name=role.name, workers=len(role.names), gpus=role.gpus, apart=role.apart) for role in roles]
     )
-    size = lcm(*(role.gpus.count for role in roles))
-    seats = []
-    for start in range(0, len(gpus), size):
-        places: dict[tuple[str, int], list[int]] = {}
-        for bundle, gpu in enumerate(gpus[start : start + size]):
-            for dealt in gpu:
-                places.setdefault((dealt.role, dealt.index), []).append(bundle)
-        workers = [
-            by_worker[worker][0].seat_worker(by_worker[worker][1], tuple(bundles)) for worker, bundles in places.items()
-        ]
-        bundles = [
-            _sum_asks([worker.asks for worker in workers if worker.bundles[0] == bundle])
-            | {"GPU": sum(dealt.share for dealt in gpu) if leaves_room else 1.0}
-            for bundle, gpu in enumerate(gpus[start : start + size])
-        ]
-        seats.append(Seat(workers=tuple(workers), bundles=tuple(bundles), labels=roles[0].placement.label_selector))
+    size, first = lcm(*(role.gpus.count for role in roles)), roles[0]
+    blocks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
+    by_name = {role.name: role for role in roles}
     return WorkerGroup(
-        key=roles[0].key,
-        strategy=roles[0].placement.strategy.upper(),
-        seats=tuple(seats),
+        key=first.key,
+        strategy=first.placement.strategy.upper(),
+        seats=tuple(_seat_block(block, by_name, leaves_room=leaves_room) for block in blocks),
         one_node=any(role.one_node for role in roles),
     )
+
+
+def _seat_block(gpus: Sequence[Sequence[DealtWorker]], roles: Mapping[str, _PlacedRole], *, leaves_room: bool) -> Seat:
+    """Return the seat of some GPUs and the workers on them, which have to be on one node if one of them is on several of the GPUs."""
+    bundles_of: dict[DealtWorker, list[int]] = {}
+    for bundle, gpu in enumerate(gpus):
+        for dealt in gpu:
+            bundles_of.setdefault(dealt, []).append(bundle)
+    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(own)) for dealt, own in bundles_of.items()]
+    bundles = [
+        _sum_asks([worker.asks for worker in workers if worker.bundles[0] == bundle])
+        | {"GPU": sum(dealt.share for dealt in gpu) if leaves_room else 1.0}
+        for bundle, gpu in enumerate(gpus)
+    ]
+    labels = next(iter(roles.values())).placement.label_selector
+    return Seat(workers=tuple(workers), bundles=tuple(bundles), labels=labels)
 
 
 def refuse_unplaceable(config: PipelineConfig) -> None:
@@ -167,7 +173,9 @@ def reserve_places(
     """
     groups, timeout_s = groups_of(config, keys, scorers), config.cluster.start_timeout_s
     if config.cluster.address == LOCAL:
-        cluster.reserve_seats([group for group in groups if group.shares_gpus], timeout_s=timeout_s)
+        sharing = [group for group in groups if group.shares_gpus]
+        if sharing:
+            cluster.reserve_seats(sharing, timeout_s=timeout_s)
         return {}
     this_node = cluster.list_nodes()[0]
     groups = [replace(group, seats=_pin_seats(group.seats, local_workers, this_node)) for group in groups]

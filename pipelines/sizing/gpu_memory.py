@@ -54,7 +54,7 @@ class GpuRole:
     name: str
     gpus: WorkerGpus
     apart: bool = True
-    """As in `SharingRole`."""
+    """The same as in `SharingRole`."""
     resident: int = 0
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
