@@ -15,6 +15,7 @@ from opd.config.devices import WorkerGpus
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.merging.run import begin
 from pipelines.sizing import gpu_memory, memory
 from pipelines.sizing.gpu_memory import (
     ASLEEP,
@@ -194,15 +195,16 @@ def test_shares_are_on_the_gpus_that_are_dealt_to_them(roles: list[tuple[float, 
 
 
 def test_every_gpu_of_a_machine_holds_a_rank_an_engine_and_a_scorer(
-    inputs: Any, monkeypatch: pytest.MonkeyPatch
+    inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of eight GPUs, and with half of them the way out."""
+    """The shape of the plan of eight GPUs, which a merge takes; with whole GPUs for each it is told the way out."""
     workers = {"rollout": {"workers": 8, "gpu_memory_utilization": 0.4}, "teachers": {"workers": 8}}
     eight = changed(inputs[0], cluster=ONE_GPU, trainer={"ranks": 8}, **workers)
     names = [[role.name for role in gpu] for gpu in place_roles(gpu_roles(eight, inputs[1]))]
     assert names == [["rollout engine", "scoring worker", "trainer rank"]] * 8
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 8)
     assert refuse_crowded_gpus(eight, inputs[1]) == []
+    assert begin(eight, tmp_path / "run").notices == ()
     whole = changed(eight, cluster=dict.fromkeys(ONE_GPU, 1))
     with pytest.raises(ConfigError, match="24 workers that need 24 GPUs, and 8 here") as refused:
         refuse_crowded_gpus(whole, inputs[1])
