@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.cluster import ray_session
+from opd.cluster import ray_session, session
 from opd.cluster.session import get_current_watch
 from opd.config import PipelineConfig
 from opd.settings.yaml_files import validate_section
@@ -65,18 +65,24 @@ def pipeline(ranks: int, engines: int, scorers: int, **sections: Any) -> Pipelin
 @contextmanager
 def local_session(config: PipelineConfig, gpus: int) -> Iterator[None]:
     """A Ray of this machine that counts `gpus` GPUs."""
+    with pytest.MonkeyPatch.context() as patch:
+        count_gpus(patch, gpus)
+        with ray_session(config.cluster, build.num_workers(config)):
+            yield
+
+
+def count_gpus(patch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Have a Ray of this machine count `gpus` GPUs."""
+    session._restrict_ray_to_loopback()  # Ray reads what this sets as it is imported
     import ray
 
-    patch = pytest.MonkeyPatch()
     patch.setattr(ray, "init", functools.partial(ray.init, num_gpus=gpus))
-    with patch.context(), ray_session(config.cluster, build.num_workers(config)):
-        patch.undo()
-        yield
 
 
 @contextmanager
 def fake_cluster(*gpus: int) -> Iterator[str]:
     """The address of a cluster with a node for each number of GPUs."""
+    session._restrict_ray_to_loopback()
     from ray.cluster_utils import Cluster
 
     nodes = Cluster()
@@ -160,8 +166,6 @@ def test_a_merge_on_two_gpus_that_all_roles_share(
     tmp_path: Path, make_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole merge of tiny models: real engines, scorers and ranks, which compute on the CPU, in the places of two GPUs."""
-    import ray
-
     data = two_domain_pipeline(tmp_path, make_model_dir)
     data["rollout"]["workers"] = 2
     data["teachers"] = {"workers": 2}
@@ -175,11 +179,13 @@ def test_a_merge_on_two_gpus_that_all_roles_share(
         return reserve_places(on_gpus, **more)
 
     def record_places(*args: Any) -> None:
+        import ray
+
         workers = get_current_watch().workers
         answers = ray.get([worker._actor.__ray_call__.remote(Probe.place) for worker in workers], timeout=TIMEOUT_S)
         places.update({worker.name: place for worker, place in zip(workers, answers, strict=True)})
 
-    monkeypatch.setattr(ray, "init", functools.partial(ray.init, num_gpus=2))
+    count_gpus(monkeypatch, 2)
     monkeypatch.setattr(merging, "reserve_places", reserve)
     monkeypatch.setattr(merging, "record_layouts", record_places)
     merging.start(config, tmp_path / "run")
