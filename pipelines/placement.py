@@ -166,11 +166,8 @@ def reserve_places(
     local_workers: Collection[str] = (),
     scorers: Sequence[str] | None = None,
 ) -> dict[str, Node]:
-    """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> its node.
-
-    For Ray on this machine alone, which has one node, only GPUs that workers share are reserved, and nothing is returned. `scorers`:
-    as in `groups_of`. Raises: RunError past `cluster.start_timeout_s`.
-    """
+    """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> address of its node;
+    nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
     groups, timeout_s = groups_of(config, keys, scorers), config.cluster.start_timeout_s
     if config.cluster.address == LOCAL:
         sharing = [group for group in groups if group.shares_gpus]
