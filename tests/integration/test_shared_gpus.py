@@ -46,6 +46,16 @@ class Probe:
         )
 
 
+def read_place(_: Any) -> tuple[str, str, list[str]]:
+    """Return what `Probe.place` does, for workers that compute on the CPU: their CUDA_VISIBLE_DEVICES is empty, so only the core of Ray
+    still knows the GPU."""
+    import ray
+
+    core = ray._private.worker.global_worker.core_worker
+    gpus = {str(gpu) for name, parts in core.resource_ids().items() if name.startswith("GPU") for gpu, _ in parts}
+    return ray.get_runtime_context().get_node_id(), ",".join(gpus), list(gpus)
+
+
 def pipeline(ranks: int, engines: int, scorers: int, **sections: Any) -> PipelineConfig:
     data: dict[str, Any] = {
         "name": "shared",
@@ -182,7 +192,7 @@ def test_a_merge_on_two_gpus_that_all_roles_share(
         import ray
 
         workers = get_current_watch().workers
-        answers = ray.get([worker._actor.__ray_call__.remote(Probe.place) for worker in workers], timeout=TIMEOUT_S)
+        answers = ray.get([worker._actor.__ray_call__.remote(read_place) for worker in workers], timeout=TIMEOUT_S)
         places.update({worker.name: place for worker, place in zip(workers, answers, strict=True)})
 
     count_gpus(monkeypatch, 2)
