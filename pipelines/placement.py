@@ -174,11 +174,20 @@ def reserve_places(
         if sharing:
             cluster.reserve_seats(sharing, timeout_s=timeout_s)
         return {}
-    this_node = cluster.list_nodes()[0]
-    groups = [replace(group, seats=_pin_seats(group.seats, local_workers, this_node)) for group in groups]
-    node_ids = cluster.reserve_seats(groups, timeout_s=timeout_s)
+    nodes = cluster.list_nodes()
+    groups = [replace(group, seats=_pin_seats(group.seats, local_workers, nodes[0])) for group in groups]
+    node_ids = cluster.reserve_seats(_order_groups(groups, nodes), timeout_s=timeout_s)
     by_id = {node.id: node for node in cluster.list_nodes()}
     return {worker: by_id[node] for worker, node in node_ids.items() if node in by_id}
+
+
+def _order_groups(groups: Sequence[WorkerGroup], nodes: Sequence[Node]) -> list[WorkerGroup]:
+    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `groups_of` has them."""
+
+    def count_choices(group: WorkerGroup) -> int:
+        return max(sum(seat.fits_node(node) for node in nodes) for seat in group.seats)
+
+    return sorted(groups, key=count_choices)
 
 
 def describe_divided_trainer(config: PipelineConfig, nodes: Mapping[str, Node]) -> str | None:

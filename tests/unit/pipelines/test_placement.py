@@ -176,6 +176,25 @@ def test_ranks_on_several_nodes_are_said(config: PipelineConfig) -> None:
     assert describe_divided_trainer(two, dict.fromkeys(nodes, NODES[0])) is None
 
 
+def test_who_has_least_choice_chooses_first(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have to be here, and teachers that have to be on one node, are not left without room by the ranks."""
+    reserved: list[WorkerGroup] = []
+
+    def reserve_seats(groups: list[WorkerGroup], **_: Any) -> dict[str, str]:
+        reserved[:] = groups
+        return {name: NODES[1].id for group in groups for name in group.names}
+
+    monkeypatch.setattr(placement.cluster, "reserve_seats", reserve_seats)
+    monkeypatch.setattr(placement.cluster, "list_nodes", lambda: NODES)
+    ranks, engines, scorers = ("trainer rank 0", "trainer rank 1"), ("rollout worker 0",), ("teacher worker 0",)
+    assert set(reserve_places(config)) == {*ranks, *engines, *scorers}
+    assert names(reserved) == [ranks, engines, scorers], "all may go anywhere"
+    reserve_places(config, local_workers=local_worker_names(config))
+    assert names(reserved) == [engines, ranks, scorers]
+    reserve_places(changed(config, {"placement": {"teachers": {"label_selector": {"pool": "far"}}}}))
+    assert names(reserved) == [scorers, ranks, engines]
+
+
 def test_workers_of_a_users_engine_are_not_known(config: PipelineConfig) -> None:
     assert names(groups_of(changed(config, {}, rollout={"engine": "my:Engine"}), {ROLLOUT})) == []
 
