@@ -213,11 +213,12 @@ class ClusterConfig(Strict):
     address: str = "local"
     """`local`: start Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
+    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`. Below 1: a share of GPUs on which other roles are too;
+    rank i, engine i and scorer i are on GPU i."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several. Below 1: a share."""
     trainer_gpus: float = Field(0, ge=0)
-    """GPUs for each trainer rank."""
+    """GPUs for each rank of the trainer, and of the critic. Below 1: a share; no two ranks of one model are on a GPU."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes for each role's workers, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)
