@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
     from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 
@@ -127,9 +128,9 @@ class TeacherPool(Protocol):
     """Teacher's name -> layout in which its rows share a forward pass, for teachers that the pool computes itself; filled once the
     pool is ready."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain. Returns at once; rows come through the stream as they are
-        scored."""
+        scored. Processes of the pool that reach `directory` write their parts there; the stream's summaries say so."""
         ...
 
     def heads(self) -> Mapping[str, HeadSource]:
@@ -140,10 +141,18 @@ class TeacherPool(Protocol):
 class TargetLog(Protocol):
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
-    ) -> tuple[RolloutBatch, TargetStream] | None:
+    ) -> tuple[RolloutBatch, TargetStream | None] | None:
         """Return what `record` stored of this step, if it is whole and belongs to the same policy version and prompts.
 
-        Otherwise the log deletes the step and all later ones, and this returns None.
+        The stream is None if the log keeps rollouts alone. Otherwise the log deletes the step and all later ones, and this returns
+        None.
+        """
+        ...
+
+    def begin(self, step: int) -> PartsDirectory | None:
+        """Make the directory into which scoring workers write the step's parts; None if no parts are stored. `record` follows.
+
+        Raises: StorageError.
         """
         ...
 
@@ -152,6 +161,10 @@ class TargetLog(Protocol):
     ) -> None:
         """Store a step's parts as they are taken from `targets`. They are in the log, all or none, once `targets.wait_for_sinks`
         returns. Taking parts and waiting raise: StorageError."""
+        ...
+
+    def lacks_room(self, steps: int) -> bool:
+        """Return True if the log may not hold so many further steps before `prune` frees room."""
         ...
 
     def prune(self, step: int) -> None:

@@ -41,6 +41,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
+from pipelines.sizing.target_log import choose_log_limit
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
@@ -105,7 +106,15 @@ def build_merge(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _build_credit(config, inputs, display)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, display.say, config.cluster.phase_timeout_s)
+    log = ArrowTargetLog(
+        paths.targets,
+        pool,
+        inputs.student.vocab_size,
+        display.say,
+        config.cluster.phase_timeout_s,
+        keeps_targets=config.target_log.keep == "targets",
+        max_bytes=choose_log_limit(config, inputs),
+    )
     return Components(
         prompts=prompts,
         schedule=_build_schedule(config, prompts, engine, log),

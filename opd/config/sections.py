@@ -200,6 +200,15 @@ class CheckpointConfig(Strict):
     """Steps divisible by this keep their checkpoints for good; 0: none."""
 
 
+class TargetLogConfig(Strict):
+    keep: Literal["targets", "rollouts"] = "targets"
+    """What stays on disk of each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
+    resume scores again. See docs/resume.md#the-size-of-the-target-log."""
+    max_size: ByteSize | None = Field(None, gt=0)
+    """The next checkpoint comes early where the log would exceed this; one step is always logged. Default: the bytes of a
+    checkpoint, or 64GiB if that is more."""
+
+
 class LoggingConfig(Strict):
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""

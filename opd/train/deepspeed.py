@@ -243,9 +243,7 @@ def compute_baselines(targets: TargetStream) -> dict[str, float]:
     have none. Raises: what `TargetStream.take_part` raises.
     """
     targets.wait_for_parts()
-    rows = (
-        row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch_object(part.handle))).rows
-    )
+    rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(targets.read_part(part))).rows)
     return leave_one_out_baselines(
         gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined)
     )

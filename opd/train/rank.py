@@ -20,10 +20,11 @@ from opd.errors import RunError
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
-from opd.models.heads import OWN_HEAD, Head, HeadSource
+from opd.models.heads import OWN_HEAD, FileStamp, Head, HeadSource
 from opd.models.layouts import Packed
 from opd.models.lora import tensor_name
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
+from opd.stream.part_files import read_part
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
@@ -128,6 +129,8 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._hashed_heads: dict[str, FileStamp] = {}
+        """For `HeadSource.read`: a head that finds no place in `trainer.head_memory` is read every step, but hashed once."""
         self._companions: dict[str, Companion] = {}
         self._sequence_group: SequenceGroup | None = None
         """The ranks that share rows with this one; None if every rank has rows of its own."""
@@ -168,11 +171,11 @@ class TrainerRank(ZeroEngine):
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
-    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray | Path) -> None:
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
 
-        `parts` are Arrow streams with the rows of this rank that came since the last call. Each is an argument of its own,
-        because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
+        `parts` came since the last call, and have rows of this rank among others: Arrow streams, or files of the target log that hold
+        them. Each is an argument of its own, because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
         teachers could not score: they are not trained, whatever the other teachers sent. If there are such samples, and
         components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
         """
@@ -372,7 +375,7 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read().to(self._device), source.rule)
+            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -414,12 +417,13 @@ class _StepInput:
         self.dtype = torch.float32
         """Type of the hidden states in the parts that came; all parts have the same."""
 
-    def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
-        """Decode these parts, and keep each row until its micro-batch is trained."""
+    def keep_rows(self, parts: Sequence[np.ndarray | Path]) -> None:
+        """Decode this rank's rows of these parts, and keep each until its micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
-            stream = read_stream(pa.py_buffer(part), self._vocab_size)
+            raw = read_part(part)
+            stream = read_stream(pa.py_buffer(raw), self._vocab_size, self._sample_ids.__contains__)
             self.dtype = getattr(torch, stream.dtype)
             self.add_rows(stream.rows)
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SAME_WEIGHTS = (
     "checkpoint.*",
+    "target_log.*",
     "evaluate.every",
     "evaluate.cache",
     "monitors.*",

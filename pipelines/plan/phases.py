@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
 
 rollout   steps of the engines: each takes as long as its matrix products or the bytes that it reads, whichever takes longer
-score     all rows of a teacher on one worker; a worker scores with its teachers one after the other
+score     batches of all teachers, dealt out among the workers; a worker scores with its teachers one after the other
 train     micro-batches of the rank with the most tokens, then the optimiser
 sync      new weights: gathered, sent, put in place, proven
 
@@ -10,7 +10,7 @@ A unit is what the trainer lays out together: a response with its prompt, or a t
 
 from __future__ import annotations
 
-import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +31,8 @@ from pipelines.routes import start_student_weights
 from pipelines.sizing.cache import cache_copies
 from pipelines.sizing.memory import in_memory, off_gpus
 from teachers.scorers import SCORE_TOKENS
+from teachers.shares import assign_batches
+from teachers.weight_keys import base_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +110,24 @@ class PhaseCosts:
         return 2 * shape.layers * once
 
     def score_seconds(self, lengths: StepLengths) -> list[Seconds]:
-        """Return the time of each scoring worker in a step: the teacher with the most tokens goes to the worker with the fewest."""
+        """Return the time of each scoring worker in a step; the batches are dealt out as in a merge (`teachers.shares`)."""
         if self.config.teachers.elsewhere or not self.models.scorers:
             return []
         workers = self.hardware.teachers.workers
-        sizes_by_teacher = {name: self._unit_sizes(name, lengths) for name in self.models.scorers}
-        loads = [(0, worker) for worker in range(workers)]
-        seconds = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
-        for name, sizes in sorted(sizes_by_teacher.items(), key=lambda item: -sum(item[1])):
-            load, worker = heapq.heappop(loads)
-            seconds[worker] += self._teacher_seconds(name, sizes)
-            heapq.heappush(loads, (load + sum(sizes), worker))
-        return seconds
+        bases = {name: base_key(self.models.merge.scorers[name].teacher) for name in self.models.scorers}
+        batches = [
+            (name, batch)
+            for name in sorted(bases, key=lambda name: bases[name])
+            for batch in cut_into_batches(sorted(self._unit_sizes(name, lengths)), SCORE_TOKENS)
+        ]
+        owners = assign_batches([bases[name] for name, _ in batches], [sum(batch) for _, batch in batches], workers)
+        shares: list[dict[str, list[list[int]]]] = [defaultdict(list) for _ in range(workers)]
+        for (name, batch), owner in zip(batches, owners, strict=True):
+            shares[owner][name].append(batch)
+        phase = Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s)
+        return [
+            sum((self._teacher_seconds(name, own, lengths) for name, own in share.items()), phase) for share in shares
+        ]
 
     def _unit_sizes(self, name: str, lengths: StepLengths) -> list[int]:
         """Return the tokens of each unit of the domains that a teacher scores."""
@@ -127,21 +135,21 @@ class PhaseCosts:
         domains = {domain for domain, teachers in scoring if name in [weighted.teacher.name for weighted in teachers]}
         return [unit.length for unit, _ in lengths.units if unit.domain in domains]
 
-    def _teacher_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
-        """Return the time in which one teacher comes to its worker and scores units of these sizes, in tokens."""
+    def _teacher_seconds(self, name: str, batches: Sequence[Sequence[int]], lengths: StepLengths) -> Seconds:
+        """Return the time in which one teacher comes to a worker and scores batches of units of these sizes, in tokens."""
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
         event = self.spec.overheads
-        compute, computed, passes = 0.0, 0, 0
-        for batch in cut_into_batches(sorted(sizes), SCORE_TOKENS):
+        compute, computed = 0.0, 0
+        for batch in batches:
             tokens, width = count_padded_tokens(batch)
             computed += tokens
             flops = shape.forward(tokens, width / 2)
             compute += worker.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
-            passes += 1
-        rows = self.models.rows_by_scorer()[name]
+        share = sum(map(len, batches)) / len(self._unit_sizes(name, lengths))
+        rows = share * self.models.rows_by_scorer()[name]
         return Seconds(
             compute=compute,
-            link=self._load_seconds(name) + passes * self._offload_seconds(name),
+            link=self._load_seconds(name) + len(batches) * self._offload_seconds(name),
             overhead=event.teacher.seconds(shape.tensors) + rows * event.scored_row.s + computed * event.scored_token.s,
         )
 

@@ -485,8 +485,7 @@ def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
 
 def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the most bytes of a step's scored rows, if every response is as long as it may be."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    return config.trainer.samples_per_step * longest * row_bytes(config, models)
+    return count_response_tokens(config) * row_bytes(config, models)
 
 
 def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -502,6 +501,11 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
+
+
+def count_response_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens that the student writes in a step."""
+    return config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:

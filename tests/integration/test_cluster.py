@@ -68,6 +68,12 @@ def by_value() -> tuple[type, type, type]:
         def asked(self) -> int:
             return self.calls
 
+        def summed(self, size: int) -> tuple[float, np.ndarray]:
+            if size < 0:
+                raise RunError("no numbers")
+            numbers = np.ones(size)
+            return float(numbers.sum()), numbers
+
         def pid(self) -> int:
             return os.getpid()
 
@@ -139,6 +145,17 @@ def test_an_answer_is_made_when_it_is_fetched_and_by_whoever_fetches_it() -> Non
     assert ask(owner, Owner.asked) == 2
     np.testing.assert_array_equal(handles["one"].fetch(), np.arange(1, 100_001))
     assert ask(owner, Owner.asked) == 3, "again for the next"
+
+
+def test_of_a_pair_only_the_first_comes_here_and_the_second_where_its_handle_goes() -> None:
+    owner, other = start_owner(), start_owner()
+    pending, handle = owner.submit_pair(Owner.summed, 1 << 20)
+    assert pending.wait_for_result(timeout_s=60) == 1 << 20
+    numbers = cluster.fetch_object(handle)
+    assert numbers.nbytes == 8 << 20 and not numbers.flags.writeable, "a view into shared memory"
+    failing, _ = other.submit_pair(Owner.summed, -1)
+    with pytest.raises(RunError, match="no numbers"):
+        failing.wait_for_result(timeout_s=60)
 
 
 def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:

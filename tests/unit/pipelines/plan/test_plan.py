@@ -118,7 +118,8 @@ def test_seconds_follow_rates() -> None:
     quick = seconds(plan("merge-7b", "8-gpus", rates={"memory": 6.7e12}))
     assert quick["rollout"] < before["rollout"] and quick["score"] == before["score"]
     fast = seconds(plan("merge-7b", "8-gpus", rates={"bfloat16": 1978e12}))
-    assert fast["train"] < 0.65 * before["train"] and fast["score"] < 0.65 * before["score"]
+    # Teachers that come to several workers cost the same copies at any rate.
+    assert fast["train"] < 0.65 * before["train"] and fast["score"] < 0.75 * before["score"]
     assert fast["rollout"] > 0.9 * before["rollout"], "decoding waits for memory"
     linked = seconds(plan("merge-744b", "256-gpus", links={"between": 100e9}))
     slow = seconds(plan("merge-744b", "256-gpus"))
