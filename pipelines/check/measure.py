@@ -43,6 +43,7 @@ from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machin
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
+from pipelines.sizing.target_log import SMALLER_LOG, describe_log, estimate_log_bytes, find_full_disk
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -68,7 +69,9 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
-    numbers: str = ""
+    log: str
+    """Disk that the target log takes, in words."""
+    numbers: str
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
@@ -114,6 +117,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     needs = estimate_memory(config, inputs)
     findings = (
         *memory_findings(config, needs, machine_bytes()),
+        *disk_findings(config, inputs),
         *judge_student(self_comparison),
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
@@ -124,6 +128,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         findings=findings,
         memory=tuple(needs),
         numbers=describe_numbers(written, config),
+        log=describe_log(config, inputs),
     )
 
 
@@ -279,6 +284,13 @@ def memory_findings(config: PipelineConfig, needs: Sequence[HostMemoryNeed], lim
     shortage = describe_shortage(config, needs, limit)
     if shortage is not None:
         yield CheckFinding(level="fail", domain="", message=f"the merge needs {shortage}", fix=suggest_fix(needs))
+
+
+def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFinding]:
+    """Yield a warning if the disk of the merge's default run directory has no room for the target log."""
+    shortage = find_full_disk(estimate_log_bytes(config, inputs), Path("runs"))
+    if shortage is not None:
+        yield CheckFinding(level="warn", domain="", message=shortage, fix=SMALLER_LOG)
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:

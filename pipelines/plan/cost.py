@@ -33,6 +33,11 @@ class Seconds:
     def total(self) -> float:
         return self.compute + self.memory + self.link + self.overhead
 
+    @property
+    def on_device(self) -> float:
+        """Seconds in which the device itself is busy, so that no other role has it."""
+        return self.compute + self.memory
+
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
             compute=self.compute + other.compute,

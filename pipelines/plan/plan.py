@@ -28,6 +28,7 @@ from pipelines.sizing.cache import cache_bytes, cache_tokens
 from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
 from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
 from pipelines.sizing.parts import MemoryPart, worker_parts
+from pipelines.sizing.target_log import estimate_log_bytes, estimate_step_bytes
 
 SIMULATED = 20
 """Most steps that are simulated; all others are taken to be like them."""
@@ -100,6 +101,8 @@ class MergePlan:
     """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
     room: tuple[MemoryRoom, ...]
     traffic: tuple[Transfer, ...]
+    log: int
+    """Most bytes of the target log, before a checkpoint frees them."""
     phases: tuple[PhasePlan, ...]
     roles: tuple[RoleRow, ...]
     step_s: float
@@ -151,6 +154,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
         traffic=tuple(_step_traffic(costs, lengths)),
+        log=estimate_log_bytes(config, models.merge),
         phases=phases,
         roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
@@ -224,6 +228,9 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
         loaded = sum(teacher_bytes(config, models).values())
         yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=loaded)
+        yield Transfer(
+            what="target log, at most", link="scoring workers → disk", nbytes=estimate_step_bytes(config, merge)
+        )
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = costs.train_seconds(lengths)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,13 +66,13 @@ def test_744_billion_in_two_days(shipped: dict[str, MergePlan]) -> None:
     """Machines pass the weights on; rank 0 is slower, which copies all of them twice, as text on the page says."""
     made = shipped["merge-744b"]
     pushed = seconds(made)["sync"]
-    assert 46 < made.hours < 48
+    assert 52 < made.hours < 54
     assert made.experts == 12 and made.devices == 256
     copy = 2 * made.parameters / (50e9 * 0.7)
     gathered = 2 * 2 * made.parameters * 255 / 256 / (400e9 * 0.7)  # once more for the probe
     buckets = ceil(made.parameters / (154_880 * 6144))
     machine = (4.01 / 4 + 1 + 1 / 32) * copy / buckets
-    assert pushed == pytest.approx(gathered + 2 * copy + 31 * machine, rel=0.02)
+    assert pushed == pytest.approx(gathered + 2 * copy + 31 * machine, rel=0.03)
     assert made.device_hours == pytest.approx(256 * made.hours)
     assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
 
@@ -432,3 +433,20 @@ def test_a_lora_student_trains_and_pushes_less() -> None:
     whole = plan("merge-7b", "8-gpus")
     assert held(made, "trainer rank")["optimiser"] < held(whole, "trainer rank")["optimiser"] / 50
     assert 0.6 < seconds(made)["train"] / seconds(whole)["train"] < 0.9
+
+
+def test_a_plan_says_what_the_target_log_takes(shipped: dict[str, MergePlan]) -> None:
+    """Of 512 responses of 2,048 tokens at most; a bound of the whole log brings checkpoints forward."""
+    a_step = 512 * 2048 * (2 * 3584 + 16 + 16)
+    assert {one.what: one.nbytes for one in shipped["merge-7b"].traffic}["target log, at most"] == a_step
+    assert shipped["merge-7b"].log == 64 << 30
+    unbound = plan("merge-7b", "8-gpus", ["target_log.max_size=1TiB", "checkpoint.every=10"])
+    assert unbound.log == 11 * a_step
+
+
+def test_a_small_disk_is_said_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.sizing.target_log.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    shown = CliRunner().invoke(app, ["plan", "merge-7b", "--cluster", "8-gpus"])
+    said = " ".join(shown.output.split())
+    assert "note: on this machine the target log takes up to 64.00 GiB, and the disk of runs has 1.00 GiB free" in said
+    assert "target_log.keep to rollouts" in said
