@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.interfaces import DirectSource
 from opd.machine import orphans
 from opd.models.buckets import WeightStream
 from opd.rollouts.weight_broadcast import pass_buckets
@@ -61,14 +62,63 @@ class Engines:
         self._restore = restore
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
+        self._hold_stream(send)
+        pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
+        # This call notices the workers that died meanwhile: they are restarted, and get a stream of their own.
+        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+
+    def _hold_stream(self, send: Callable[[], WeightStream]) -> None:
+        """Have workers that are restarted from now on take the stream that `send` returns."""
+
         def restore(worker: Worker[VLLMWorker]) -> None:
             pass_buckets([worker], send(), timeout_s=self._start_timeout_s)
             worker.submit(VLLMWorker.finish_stream).wait_for_result(timeout_s=self._timeout_s)
 
         self._restore = restore
-        pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
-        # This call notices the workers that died meanwhile: they are restarted, and get a stream of their own.
-        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+
+    def receive_directly(self, source: DirectSource) -> None:
+        self._hold_stream(source.stream)
+        if self._take_directly(source):
+            self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+        else:
+            # Rare, so it may be slow: everybody gets everything through the object store, a restarted worker too.
+            self.receive(source.stream)
+
+    def _take_directly(self, source: DirectSource) -> bool:
+        """Have all engines take a push out of the channel, which is opened if it is not open to these very engines. Returns True if every
+        engine has all weights. Raises: what `opd.cluster.wait_first` raises, except for the death of an engine."""
+        if not source.is_joined(self._workers):
+            memory_ids = self._call(lambda worker, _: worker.submit(VLLMWorker.memory_ids))
+            meeting, routes = source.open_channel(self._workers, memory_ids)
+            joining = [
+                worker.submit(VLLMWorker.join_channel, meeting, own)
+                for worker, own in zip(self._workers, routes, strict=True)
+            ]
+            if not self._wait_for_transfer([*joining, *source.join()], source):
+                return False
+        model_dir, push = source.plan()
+        taking = [worker.submit(VLLMWorker.receive_directly, model_dir, push) for worker in self._workers]
+        return self._wait_for_transfer([*taking, *source.send()], source)
+
+    def _wait_for_transfer(self, calls: Sequence[Pending[str]], source: DirectSource) -> bool:
+        """Wait for all calls of engines and ranks, which wait for each other. Returns True if none of them says why it failed. As soon as
+        one fails, or an engine dies, the others are told to give up. Raises: what `opd.cluster.wait_first` raises, except for the death of
+        an engine."""
+        open_calls, intact = list(calls), True
+        while open_calls:
+            try:
+                index = cluster.wait_first(open_calls, timeout_s=self._timeout_s)
+            except cluster.WorkerDied as error:
+                if error.worker not in self._workers:
+                    raise
+                failed = True
+                open_calls = [call for call in open_calls if call.worker is not error.worker]
+            else:
+                failed = bool(open_calls.pop(index).wait_for_result(timeout_s=self._timeout_s))
+            if failed and intact:
+                intact = False
+                source.give_up()
+        return intact
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
