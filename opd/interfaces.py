@@ -82,9 +82,10 @@ class RolloutEngine(Protocol):
         again, and returns the same weights."""
         ...
 
-    def receive_directly(self, source: DirectSource) -> None:
-        """Load the weights of a push that goes straight from the trainer's ranks into the engines' processes, like `load`. An engine that
-        misses it takes the stream of the same source."""
+    def receive_directly(self, source: DirectSource) -> str:
+        """Load the weights of a push that goes straight from the trainer's ranks into the engines' processes, like `load`. If it breaks
+        off, all engines take the stream of the same source; returns the reason then, else an empty text. A worker that died and restarts
+        takes the stream, too. Raises: RunError if there is no direct way."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.errors import RunError
 from opd.interfaces import DirectSource
 from opd.machine import orphans
 from opd.models.buckets import WeightStream
@@ -76,17 +77,20 @@ class Engines:
 
         self._restore = restore
 
-    def receive_directly(self, source: DirectSource) -> None:
+    def receive_directly(self, source: DirectSource) -> str:
         self._hold_stream(source.stream)
-        if self._take_directly(source):
-            self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
-        else:
+        problem = self._take_directly(source)
+        if problem:
             # Rare, so it may be slow: everybody gets everything through the object store, a restarted worker too.
             self.receive(source.stream)
+        else:
+            self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+        return problem
 
-    def _take_directly(self, source: DirectSource) -> bool:
-        """Have all engines take a push out of the channel, which is opened if it is not open to these very engines. Returns True if every
-        engine has all weights. Raises: what `opd.cluster.wait_first` raises, except for the death of an engine."""
+    def _take_directly(self, source: DirectSource) -> str:
+        """Have all engines take a push out of the channel, which is opened if it is not open to these very engines. Returns the reason why
+        not every engine has all weights; empty if every one has. Raises: RunError if no channel can be opened although all engines live;
+        what `opd.cluster.wait_first` raises, except for the death of an engine."""
         if not source.is_joined(self._workers):
             memory_ids = self._call(lambda worker, _: worker.submit(VLLMWorker.memory_ids))
             meeting, routes = source.open_channel(self._workers, memory_ids)
@@ -94,31 +98,35 @@ class Engines:
                 worker.submit(VLLMWorker.join_channel, meeting, own)
                 for worker, own in zip(self._workers, routes, strict=True)
             ]
-            if not self._wait_for_transfer([*joining, *source.join()], source):
-                return False
+            problem, died = self._wait_for_transfer([*joining, *source.join()], source)
+            if problem and not died:
+                raise RunError(
+                    f"trainer and rollout engines find no direct way to each other: {problem}; set sync.kind to network"
+                )
+            if problem:
+                return problem
         model_dir, push = source.plan()
         taking = [worker.submit(VLLMWorker.receive_directly, model_dir, push) for worker in self._workers]
-        return self._wait_for_transfer([*taking, *source.send()], source)
+        return self._wait_for_transfer([*taking, *source.send()], source)[0]
 
-    def _wait_for_transfer(self, calls: Sequence[Pending[str]], source: DirectSource) -> bool:
-        """Wait for all calls of engines and ranks, which wait for each other. Returns True if none of them says why it failed. As soon as
-        one fails, or an engine dies, the others are told to give up. Raises: what `opd.cluster.wait_first` raises, except for the death of
-        an engine."""
-        open_calls, intact = list(calls), True
+    def _wait_for_transfer(self, calls: Sequence[Pending[str]], source: DirectSource) -> tuple[str, bool]:
+        """Wait for all calls of engines and ranks, which wait for each other. As soon as one fails, or an engine dies, the others are told
+        to give up. Returns the reason of the first failure, empty if there is none, and True if an engine died. Raises: what
+        `opd.cluster.wait_first` raises, except for the death of an engine."""
+        open_calls, first_problem, died = list(calls), "", False
         while open_calls:
             try:
                 index = cluster.wait_first(open_calls, timeout_s=self._timeout_s)
+                problem = open_calls.pop(index).wait_for_result(timeout_s=self._timeout_s)
             except cluster.WorkerDied as error:
                 if error.worker not in self._workers:
                     raise
-                failed = True
+                problem, died = str(error), True
                 open_calls = [call for call in open_calls if call.worker is not error.worker]
-            else:
-                failed = bool(open_calls.pop(index).wait_for_result(timeout_s=self._timeout_s))
-            if failed and intact:
-                intact = False
+            if problem and not first_problem:
+                first_problem = problem
                 source.give_up()
-        return intact
+        return first_problem, died
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))

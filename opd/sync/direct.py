@@ -8,9 +8,11 @@ from opd.sync.network import NetworkSync
 class DirectSync(NetworkSync):
     """Weight push by NCCL between GPUs, by CUDA IPC on one GPU, by gloo between CPUs. Ranks and engines may be on any machines of the cluster.
 
-    An engine that misses a push, because it died, takes the weights through the object store.
+    An engine that misses a push, because it died, takes the weights through the object store. If it dies in the middle of one, all do.
     """
 
     def send_weights(self, version: int) -> None:
         source = self._spec.trainer.direct_source(self._spec.bucket, keeps=self._spec.keeps_weights)
-        self._spec.engine.receive_directly(source)
+        problem = self._spec.engine.receive_directly(source)
+        if problem:
+            self._spec.tell(f"weight push {version} went through the object store: {problem}")

@@ -50,7 +50,8 @@ class RankChannel:
 
     def join(self, meeting: MeetingPoint, processes: tuple[int, ...]) -> str:
         """Join a channel in which these processes read this rank's buffers. Returns the reason if that fails; else an empty text."""
-        self.close()
+        self._leave_group()
+        self._signals = None
         self._processes = processes
         is_sender = self._rank == SENDER
         if not is_sender and not processes:
@@ -60,7 +61,7 @@ class RankChannel:
             if is_sender and meeting.group_size > 1:
                 self._group = BroadcastGroup(self._signals, meeting, SENDER, self._device)
         except TransferBroken as error:
-            self.close()
+            self._leave_group()
             return str(error)
         finally:
             self._listener = None
@@ -106,19 +107,18 @@ class RankChannel:
         sending.finish()
         self._buffers = []
         if sending.problem:
-            self.close()
+            self._leave_group()
         return sending.problem
 
     def kept_bucket(self, index: int) -> Bucket:
         """Return a bucket of the last push that was kept."""
         return self._kept[index]
 
-    def close(self) -> None:
-        """Leave the channel, if this rank is in one."""
+    def _leave_group(self) -> None:
+        """Leave the broadcasting group, if this rank is in one. Rank 0 goes on to serve the signals, by which the others give up."""
         if self._group:
             self._group.close()
-        self._group = self._signals = None
-        self._processes = ()
+        self._group = None
 
 
 class _Sending:

@@ -15,6 +15,8 @@ from opd.transfer.channel import give_up
 from opd.transfer.routes import SENDER, DirectPush, MeetingPoint, PushPlan, Route, plan_routes
 
 LOOPBACK_ADDRESS = "127.0.0.1"
+MAX_WAIT_S = 600.0
+"""Most seconds for which processes of a channel wait for each other in one place: for a connection, or for a bucket."""
 
 
 class RanksSource:
@@ -52,7 +54,7 @@ class RanksSource:
         (port,) = self._wait([rank_0.submit(TrainerRank.listen, address)])
         self._routes = list(chain(*routes))
         in_group = sum(route.group_rank is not None for route in self._routes)
-        self._meeting = MeetingPoint(address=address, port=port, group_size=1 + in_group, timeout_s=self._timeout_s)
+        self._meeting = MeetingPoint(address=address, port=port, group_size=1 + in_group, timeout_s=min(self._timeout_s, MAX_WAIT_S))
         self._engines = list(engines)
         return self._meeting, routes
 

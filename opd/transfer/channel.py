@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from socket import socket
 from typing import Any
@@ -21,6 +22,8 @@ from opd.transfer.routes import SENDER, MeetingPoint
 
 GIVEN_UP = "given up"
 """Key that is in the store once the channel is given up."""
+GIVE_UP_S = 5.0
+"""Seconds that are spent on reaching rank 0 to give a channel up."""
 PAUSE_S, LOOK_S = 0.0002, 0.05
 """Seconds between two looks at what is waited for, and at `GIVEN_UP`, which lies in another process."""
 
@@ -52,9 +55,9 @@ def open_store(meeting: MeetingPoint, listener: socket | None = None) -> Any:
 
 
 def give_up(meeting: MeetingPoint) -> None:
-    """Have all processes that wait in the channel give up. If rank 0 is gone, they have noticed it themselves."""
+    """Have all processes that wait in the channel give up. If rank 0, which serves the signals, is gone, they notice that themselves."""
     try:
-        open_store(meeting).set(GIVEN_UP, "1")
+        open_store(replace(meeting, timeout_s=GIVE_UP_S)).set(GIVEN_UP, "1")
     except (TransferBroken, RuntimeError):  # torch's error, if the store is lost in between
         return
 
