@@ -54,7 +54,9 @@ class RanksSource:
         (port,) = self._wait([rank_0.submit(TrainerRank.listen, address)])
         self._routes = list(chain(*routes))
         in_group = sum(route.group_rank is not None for route in self._routes)
-        self._meeting = MeetingPoint(address=address, port=port, group_size=1 + in_group, timeout_s=min(self._timeout_s, MAX_WAIT_S))
+        self._meeting = MeetingPoint(
+            address=address, port=port, group_size=1 + in_group, timeout_s=min(self._timeout_s, MAX_WAIT_S)
+        )
         self._engines = list(engines)
         return self._meeting, routes
 

@@ -6,11 +6,12 @@ would wait for ever. A channel that was given up is closed; the next push opens 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from socket import socket
+from socket import create_connection, socket
 from typing import Any
 
 import torch
@@ -57,8 +58,10 @@ def open_store(meeting: MeetingPoint, listener: socket | None = None) -> Any:
 def give_up(meeting: MeetingPoint) -> None:
     """Have all processes that wait in the channel give up. If rank 0, which serves the signals, is gone, they notice that themselves."""
     try:
+        # torch's own attempt at a port that nobody serves goes on for as long as it may, and prints pages.
+        create_connection((meeting.address, meeting.port), timeout=GIVE_UP_S).close()
         open_store(replace(meeting, timeout_s=GIVE_UP_S)).set(GIVEN_UP, "1")
-    except (TransferBroken, RuntimeError):  # torch's error, if the store is lost in between
+    except (OSError, RuntimeError):  # the second is torch's, if the store is lost in between
         return
 
 
@@ -140,6 +143,10 @@ class BroadcastGroup:
     def close(self) -> None:
         """Leave the group; operations that are under way fail."""
         self._backend.abort()
+        # The end of gloo's object waits for what is under way, as long as a process that takes nothing keeps its connection.
+        last_reference = [self._backend]
+        del self._backend
+        threading.Thread(target=last_reference.clear, daemon=True, name="end of a group").start()
 
 
 def _make_backend(store: Any, meeting: MeetingPoint, rank: int, device: torch.device) -> Any:
