@@ -1,4 +1,4 @@
-"""New weights on their way to rollout engines, through shared memory and over the network: seconds, bytes, memory.
+"""New weights on their way to rollout engines, through shared memory, over the network and directly by gloo: seconds, bytes, memory.
 
     python -m benchmarks.push --json push.json
     python -m benchmarks.push --quick
@@ -35,7 +35,7 @@ SIZES = {
     "quick": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
 }
 """30 million parameters with an output head of its own, and a tiny model."""
-WAYS = ("shared_memory", "network")
+WAYS = ("shared_memory", "network", "direct")
 MIB = 2**20
 SAMPLE_S = 0.002
 """Pause between two looks at a process's memory."""
@@ -202,7 +202,7 @@ def measure(size: str, dtype: str, bucket: int, rounds: int) -> dict[str, Any]:
                 pushes: dict[str, list[Push]] = {way: [] for way in WAYS}
                 for number in range(-1, rounds):  # the first one warms up
                     for way in WAYS:
-                        done = bench.push(way, 2 * number + WAYS.index(way) + 3)
+                        done = bench.push(way, len(WAYS) * (number + 1) + WAYS.index(way) + 1)
                         if number >= 0:
                             pushes[way].append(done)
                             print(f"round {number}, {way}: {done.seconds:.3f} s", file=sys.stderr)

@@ -35,9 +35,9 @@ def refuse_unfit(config: PipelineConfig) -> None:
     missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has_own_method(engine, name)]
     if missing:
         problem = f"{import_path} without {', '.join(missing)}"
-        if missing == ["receive()"]:
+        if set(missing) <= {f"{name}()" for name in NEEDED_FOR}:
             requirement, fix = (
-                "one that takes the new weights of sync.kind network",
+                f"one that takes the new weights of sync.kind {config.push_kind}",
                 "add it, or set sync.kind to shared_memory",
             )
         else:

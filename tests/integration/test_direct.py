@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from opd import cluster
 from opd.config.sections import ClusterConfig
+from opd.rollouts.engines import Engines
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import VLLMWorker
 from opd.train.deepspeed import DeepSpeedTrainer
-from opd.transfer.routes import DirectPush
+from opd.transfer.routes import DirectPush, MeetingPoint, Route
 from tests.integration.parts import (
     PROBE,
     altered,
@@ -23,6 +25,7 @@ from tests.integration.parts import (
     start_sync,
     start_trainer,
     stop,
+    weights,
     with_rollout,
 )
 
@@ -45,6 +48,64 @@ class MortalWorker(VLLMWorker):
 
         EngineChannel.take_buckets = take_two  # type: ignore[method-assign]
         return super().receive_directly(model_dir, push)
+
+
+class TakingWorker:
+    """An engine that keeps what it is sent as it comes."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Any] = {}
+
+    def memory_ids(self) -> list[str]:
+        return [""]
+
+    def join_channel(self, meeting: MeetingPoint, routes: Sequence[Route]) -> str:
+        from opd.rollouts.direct import EngineChannel
+
+        self._channel = EngineChannel(meeting, routes[0], torch.device("cpu"))
+        return ""
+
+    def receive_directly(self, model_dir: Path, push: DirectPush) -> str:
+        self._held = {}
+        for slots, tensors in zip(push.plan.buckets, self._channel.take_buckets(push), strict=True):
+            for slot, (name, tensor) in zip(slots, tensors, strict=True):
+                assert (name, tuple(tensor.shape), str(tensor.dtype)) == (slot.name, slot.shape, f"torch.{slot.dtype}")
+                assert name not in self._held
+                self._held[name] = tensor
+        return ""
+
+    def load(self, model_dir: Path, base: Path | None = None) -> None:
+        pass
+
+    def finish_stream(self) -> None:
+        pass
+
+    def held(self) -> dict[str, Any]:
+        return {name: tensor.numpy() for name, tensor in self._held.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_engine_is_sent_the_tensors_of_the_files_bit_for_bit(
+    tmp_path: Path, make_mixture_dir: Make, ranks: int
+) -> None:
+    """From real shards of any number of ranks, two pushes through one channel; the fused experts of a layer need several buckets."""
+    student = make_mixture_dir(tmp_path / "student", "qwen3_moe")
+    with cluster.ray_session(ClusterConfig(), 8):
+        trainer = start_trainer(config(student, ranks=ranks))
+
+        def spawn(index: int) -> Any:
+            return cluster.spawn_worker(TakingWorker, name=f"taker {index}", env=cluster.worker_env(2, 1))
+
+        engines = Engines(spawn, 2, student, (120, 120))
+        for factor in (1.1, 0.9):
+            trainer.load(altered(trainer, tmp_path / f"saved {factor}", factor))
+            files = weights(trainer, tmp_path / f"files {factor}")
+            assert engines.receive_directly(trainer.direct_source(20_000, keeps=False)) == ""
+            for worker in engines._workers:
+                found = worker.submit(TakingWorker.held).wait_for_result(timeout_s=60)
+                assert set(found) == set(files)
+                assert all(torch.equal(torch.from_numpy(found[name]), tensor) for name, tensor in files.items())
+        stop(engines, trainer)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -35,10 +36,9 @@ if __name__ == "__main__":
 """
 
 
-def test_another_process_sees_what_is_filled_into_the_buffer(tmp_path: object) -> None:
-    path = f"{tmp_path}/sharing.py"
-    with open(path, "w") as file:
-        file.write(SHARING)
+def test_another_process_sees_what_is_filled_into_the_buffer(tmp_path: Path) -> None:
+    path = tmp_path / "sharing.py"
+    path.write_text(SHARING)
     done = subprocess.run(
         [sys.executable, path],
         capture_output=True, text=True, timeout=120, cwd=ROOT, check=False, env={"PYTHONPATH": str(ROOT), "PATH": ""},
