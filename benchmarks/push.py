@@ -112,13 +112,29 @@ def pipeline(model_dir: Path, dtype: str, address: str) -> Any:
     )
 
 
+def make_sync(way: str, trainer: Any, engine: Any, **settings: Any) -> Any:
+    """A way to push whose proof allows what bfloat16 needs."""
+    from opd.sync import SYNCS, SyncSpec
+
+    probe = [list(range(3, 40)), list(range(50, 90))]
+    known: dict[str, Any] = {"tolerance": 0.15, "nbytes": 0, "tell": print}
+    return SYNCS[way](SyncSpec(trainer=trainer, engine=engine, probe=probe, **known | settings))
+
+
+def push_once(trainer: Any, engine: Any, way: str, version: int) -> tuple[float, float]:
+    """Push once. Returns its seconds without the proof, and the gap that the proof finds, nats."""
+    sync = make_sync(way, trainer, engine)
+    began = time.perf_counter()
+    sync.send_weights(version)
+    return time.perf_counter() - began, sync.measure_gap()
+
+
 class Bench:
     """Both ends, and every way between them."""
 
     def __init__(self, config: Any, vocab_size: int, bucket: int, other: Path) -> None:
         """`other`: weights that the engine holds before each push."""
         from opd.rollouts.vllm import VLLMRolloutEngine
-        from opd.sync import SYNCS, SyncSpec
         from opd.train.deepspeed import DeepSpeedTrainer
         from pipelines.specs import rollout_spec, trainer_spec
 
@@ -129,10 +145,7 @@ class Bench:
         engine.wait_ready()
         self._engine, self._other = engine, other
         self._workers = {"rank": trainer._ranks[0], "engine": engine._workers[0]}
-        probe = [list(range(3, 40)), list(range(50, 90))]
-        ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": probe}
-        known: dict[str, Any] = {"tolerance": 0.15, "nbytes": 0, "bucket": bucket, "tell": print}
-        self._syncs = {way: SYNCS[way](SyncSpec(**ends, **known)) for way in WAYS}
+        self._syncs = {way: make_sync(way, trainer, engine, bucket=bucket) for way in WAYS}
 
     def push(self, way: str, version: int) -> Push:
         """Push once to an engine with other weights, and prove it. Raises: SystemExit if the engine does not hold the trainer's then."""
