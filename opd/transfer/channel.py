@@ -161,7 +161,8 @@ def _make_backend(store: Any, meeting: MeetingPoint, rank: int, device: torch.de
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return distributed.ProcessGroupNCCL(own, rank, meeting.group_size, options)
-    options = distributed.ProcessGroupGloo._Options()
+    gloo: Any = distributed.ProcessGroupGloo  # torch's stubs have another name for its options
+    options = gloo._Options()
     options._timeout = timeout
-    options._devices = [distributed.ProcessGroupGloo.create_device(interface=find_network_device(meeting.address))]
-    return distributed.ProcessGroupGloo(own, rank, meeting.group_size, options)
+    options._devices = [gloo.create_device(interface=find_network_device(meeting.address))]
+    return gloo(own, rank, meeting.group_size, options)
