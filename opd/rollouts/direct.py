@@ -32,7 +32,7 @@ class EngineChannel:
         shared = (
             []
             if self._route.trainer_rank is None
-            else [open_buffer(handle, self._device) for handle in push.handles[self._route.trainer_rank]]
+            else [open_buffer(handle, self._device) for handle in push.handles[self._route.process]]
         )
         for index, (slots, nbytes) in enumerate(zip(push.plan.buckets, push.plan.sizes, strict=True)):
             data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -43,6 +43,8 @@ class EngineChannel:
                 data.copy_(shared[index % len(shared)][:nbytes])
                 if data.is_cuda:
                     torch.cuda.current_stream().synchronize()  # the rank fills its buffer again as soon as it is told
+                if index == len(push.plan.buckets) - 1:
+                    shared.clear()  # the rank frees its buffers then
                 self._signals.post(taken(push.number, index, self._route.process))
             yield [(slot.name, slot.view(data)) for slot in slots]
 

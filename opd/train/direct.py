@@ -67,15 +67,16 @@ class RankChannel:
             self._listener = None
         return ""
 
-    def plan(self, tensors: FileTensors, nbytes: int) -> tuple[PushPlan, tuple[bytes, ...]]:
+    def plan(self, tensors: FileTensors, nbytes: int) -> tuple[PushPlan, dict[int, tuple[bytes, ...]]]:
         """Plan a push in buckets of about `nbytes`, and make this rank's buffers. Returns the plan, which is the same on all ranks, and
-        the handles to the buffers for the processes that read them."""
+        the handles to the buffers, by the number of the process that reads them."""
         self._tensors, self._parts = tensors, plan_parts(tensors, nbytes)
         plan = PushPlan(whole=tensors.complete, buckets=tuple(slots for part in self._parts for slots in part.buckets))
         if self._group or self._processes or self._rank == SENDER:
             size = max(plan.sizes)
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-        return plan, tuple(map(export_buffer, self._buffers)) if self._processes else ()
+        # torch counts how often a buffer is opened, so every process has exports of its own.
+        return plan, {process: tuple(map(export_buffer, self._buffers)) for process in self._processes}
 
     def send(self, number: int, *, keeps: bool) -> str:
         """Gather all buckets of the plan in step with the other ranks, and send them. With `keeps`, rank 0 also copies them into the
@@ -106,6 +107,8 @@ class RankChannel:
                             sending.send_buffer(slots[-1].end)
         sending.finish()
         self._buffers = []
+        if self._processes and self._device.type == "cuda":
+            torch.cuda.ipc_collect()  # frees the buffers, which no process has open any more
         if sending.problem:
             self._leave_group()
         return sending.problem

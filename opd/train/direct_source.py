@@ -75,7 +75,7 @@ class RanksSource:
         planned = self._wait([rank.submit(TrainerRank.plan_direct, self._nbytes) for rank in self._ranks])
         self._plan = planned[SENDER][0]
         self._number += 1
-        handles = tuple(own for _, own in planned)
+        handles = {process: own for _, by_process in planned for process, own in by_process.items()}
         return self._model_dir, DirectPush(number=self._number, plan=self._plan, handles=handles)
 
     def send(self) -> list[Pending[str]]:

@@ -348,7 +348,7 @@ class TrainerRank(ZeroEngine):
         """Join the channel to the engines: see `RankChannel.join`."""
         return self._channel.join(meeting, processes)
 
-    def plan_direct(self, nbytes: int) -> tuple[PushPlan, tuple[bytes, ...]]:
+    def plan_direct(self, nbytes: int) -> tuple[PushPlan, dict[int, tuple[bytes, ...]]]:
         """Plan a direct push of the weights that training changes: see `RankChannel.plan`."""
         return self._channel.plan(self._file_tensors(only_changed=True), nbytes)
 

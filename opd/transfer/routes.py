@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
@@ -60,8 +60,8 @@ class DirectPush:
     number: int
     """Number of the push in its channel, so that its signals differ from those of others."""
     plan: PushPlan
-    handles: tuple[tuple[bytes, ...], ...]
-    """For each rank of the trainer, the handles to its buffers; empty if no process of an engine shares its GPU."""
+    handles: Mapping[int, tuple[bytes, ...]]
+    """Number of a process that reads a rank's buffers -> its own handles to them."""
 
 
 def plan_routes(rank_memory: Sequence[str], engine_memory: Sequence[Sequence[str]]) -> list[list[Route]]:
