@@ -28,7 +28,7 @@ ALL_ROLES = (ROLLOUT, TEACHERS, TRAINER)
 def local_worker_names(config: PipelineConfig) -> frozenset[str]:
     """Return the names of the workers that have to be on the machine of `opd merge`: new weights go through its shared memory
     from trainer rank 0 to the rollout engines. A push over the network would need none of them there."""
-    if config.sync.kind != "shared_memory":
+    if config.push_kind != "shared_memory":
         return frozenset()
     return frozenset({rank_name("trainer", 0), *map(engines.worker_name, range(config.rollout.workers))})
 

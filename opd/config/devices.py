@@ -4,12 +4,39 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 from pydantic_core import PydanticCustomError
 
-from opd.config.sections import ClusterConfig, RolloutConfig, ScheduleConfig, TrainerConfig
+from opd.config.sections import ClusterConfig, RolloutConfig, ScheduleConfig, SyncConfig, TrainerConfig
 from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
 from opd.settings.user_objects import is_import_name
+
+PushKind = Literal["shared_memory", "network", "direct"]
+
+
+def choose_push_kind(sync: SyncConfig, cluster: ClusterConfig, rollout: RolloutConfig) -> PushKind:
+    """Return the way of new weights that `sync.kind` asks for. `auto` is `direct` if trainer and engines are on GPUs, else `shared_memory`.
+
+    A divided engine speaks NCCL through loopback alone, so on a cluster of several machines it may not be reached directly; a user's own
+    engine may have no direct way.
+    """
+    if sync.kind != "auto":
+        return sync.kind
+    on_gpus = cluster.rollout_gpus > 0 and cluster.trainer_gpus > 0
+    is_reached = cluster.address == "local" or rollout.tensor_parallel_size == 1
+    return "direct" if on_gpus and is_reached and rollout.engine == "vllm" else "shared_memory"
+
+
+def find_push_problem(sync: SyncConfig, cluster: ClusterConfig) -> PydanticCustomError | None:
+    """Return why weights cannot go directly from the trainer to the engines; None if they can, or need not."""
+    if sync.kind != "direct" or (cluster.rollout_gpus > 0) == (cluster.trainer_gpus > 0):
+        return None
+    return _devices_error(
+        "sync.kind",
+        f"direct with cluster.rollout_gpus {cluster.rollout_gpus:g} and cluster.trainer_gpus {cluster.trainer_gpus:g}",
+        "shared_memory or network: between a GPU and a CPU nothing goes directly; or set both cluster.*_gpus",
+    )
 
 
 @dataclass(frozen=True, slots=True)

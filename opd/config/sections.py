@@ -182,8 +182,9 @@ class ScheduleConfig(Strict):
 
 
 class SyncConfig(Strict):
-    kind: Literal["shared_memory", "network"] = "shared_memory"
-    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any."""
+    kind: Literal["auto", "shared_memory", "network", "direct"] = "auto"
+    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any; `direct` from GPU to
+    GPU, to any. `auto`: `direct` if trainer and engines are on GPUs, else `shared_memory`."""
     tolerance: float | None = Field(None, gt=0)
     """The run stops at a larger mean gap of trainer and engine log-probs, nats. Default: 0.02 in float32, else 0.15;
     after a push at least three times the gap at the start."""

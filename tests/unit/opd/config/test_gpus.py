@@ -184,3 +184,27 @@ def test_a_cache_of_fewer_bits_is_for_gpus() -> None:
 @pytest.mark.parametrize("size", [0, -1, 1.5, "two"])
 def test_sizes_that_are_none(size: Any) -> None:
     assert refusal(rollout={"tensor_parallel_size": size}).startswith("p.yaml: rollout.tensor_parallel_size\n")
+
+
+def push_kind(**sections: Any) -> str:
+    trainer = VALID["trainer"] | {"ranks": 1}
+    return validate_section(PipelineConfig, VALID | {"trainer": trainer} | sections, "p.yaml").push_kind
+
+
+def test_weights_go_directly_where_both_ends_are_on_gpus() -> None:
+    gpus = {"rollout_gpus": 0.4, "trainer_gpus": 0.4}
+    assert push_kind() == "shared_memory"
+    assert push_kind(cluster={"rollout_gpus": 1}) == push_kind(cluster={"trainer_gpus": 1}) == "shared_memory"
+    assert push_kind(cluster=gpus) == push_kind(cluster=gpus | {"address": "auto"}) == "direct"
+    assert push_kind(cluster=gpus, sync={"kind": "network"}) == "network"
+    assert push_kind(sync={"kind": "direct"}) == "direct", "by gloo"
+    divided = {"tensor_parallel_size": 2}
+    whole = {"rollout_gpus": 1, "trainer_gpus": 1}
+    assert push_kind(cluster=whole, rollout=divided) == "direct"
+    assert push_kind(cluster=whole | {"address": "auto"}, rollout=divided) == "shared_memory", "loopback alone"
+    assert push_kind(cluster=gpus, rollout={"engine": "mine:Engine"}) == "shared_memory"
+
+
+def test_nothing_goes_directly_between_a_gpu_and_a_cpu() -> None:
+    message = refusal(sync={"kind": "direct"}, cluster={"rollout_gpus": 1})
+    assert message.startswith("p.yaml: sync.kind\n") and "direct with cluster.rollout_gpus 1" in message

@@ -166,6 +166,18 @@ def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
         beside(8)
 
 
+def test_weights_that_go_directly_do_not_pass_the_host() -> None:
+    """`auto` on GPUs; a bucket's gather hides behind the broadcast before it."""
+    kinds = ("auto", "direct", "network", "shared_memory")
+    auto, direct, network, files = (
+        seconds(plan("merge-7b", "8-gpus", [f"sync.kind={kind}"]))["sync"] for kind in kinds
+    )
+    assert auto == direct < network / 2 and direct < files / 2
+    spec = load_spec("8-gpus")
+    weights = 2 * read_models(load_pipeline(find_pipeline("merge-7b"))).student.parameters
+    assert direct > weights / spec.links.inside, "never faster than the link"
+
+
 def test_a_divided_teacher_takes_as_long_as_on_one_gpu() -> None:
     """Layers compute one after the other. What no GPU has comes to the first one in every pass."""
     own = {"placement": {"shared": False, "ranks": 2, "rollout": {"workers": 1}, "teachers": {"workers": 1}}}
