@@ -477,7 +477,7 @@ def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
         # One copy in the worker that builds them, one in the object store.
         HostMemoryNeed(
             part="a step's scored rows",
-            nbytes=2 * count_response_tokens(config) * row_bytes(config, models),
+            nbytes=2 * step_rows_bytes(config, models),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
@@ -490,7 +490,8 @@ def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that a response token takes in the scored rows of all its teachers."""
-    return count_teachers(models) * (target_bytes(config, models) + 16)
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    return most_teachers * (target_bytes(config, models) + 16)
 
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
