@@ -206,7 +206,7 @@ class VLLMWorker:
         not hold the others. Raises: RunError if a model of this family cannot take its weights in this way."""
         if self._stream is not None:
             # The stream before broke off. vLLM cannot forget what it took of a layer, so that is finished, and then replaced.
-            self._stream.swap.finish_swap()
+            self._stream.finish_swap()
             self._stream = None
         shape = read_model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:

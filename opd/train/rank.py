@@ -168,7 +168,7 @@ class TrainerRank(ZeroEngine):
 
     @property
     def _shard(self) -> Shard | None:
-        return self._sequence_group and self._sequence_group.shard
+        return self._sequence_group.shard if self._sequence_group else None
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
