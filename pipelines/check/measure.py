@@ -51,6 +51,8 @@ Route = tuple[str, Teacher]
 """A domain and one of its teachers."""
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherComparison]
 
+COMPARER = "comparing worker"
+"""Name of the worker that compares student and teachers."""
 COMPARED = 8
 """Number of responses, and of texts, of each domain on which student and teachers are compared."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
@@ -98,12 +100,12 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
-        place_rollouts(config)
+        place_rollouts(config, scorer=COMPARER)
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
-        comparer = cluster.spawn_worker(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
+        comparer = cluster.spawn_worker(Comparer, *arguments, name=COMPARER, env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
             call = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)

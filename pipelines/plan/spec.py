@@ -166,7 +166,7 @@ class RoleSpec(Strict):
 
 class PlacementSpec(Strict):
     shared: bool = False
-    """Roles take turns on the same devices; else each has its own."""
+    """Roles take turns on the same devices, as shares of GPUs (`cluster.*_gpus` below 1) have it; else each has its own."""
     rollout: RoleSpec
     teachers: RoleSpec
     ranks: int = Field(..., ge=1)
@@ -215,11 +215,6 @@ class ClusterSpec(Strict):
         return MachineFacts(
             cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus
         )
-
-    @property
-    def takes_turns(self) -> bool:
-        """True if the placement puts the roles on the same GPUs."""
-        return self.placement is not None and self.placement.shared
 
 
 def shipped_specs() -> dict[str, Path]:

@@ -28,7 +28,8 @@ OWN_CARDS: dict[str, dict[str, Any]] = {
     "rollout": {"workers": 1, "sleep": False, "gpu_memory_utilization": 0.7},
     "objective": {"chunk": "auto"},
     "trainer": {"ranks": 1, "micro_batch_tokens": "auto"},
-    "cluster": {"address": "local"},
+    "teachers": {"workers": 1},
+    "cluster": {"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1},
 }
 """Changes of the shipped `merge-7b` by which each role has a card of its own, and every number is open."""
 
