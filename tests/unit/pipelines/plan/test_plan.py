@@ -66,7 +66,7 @@ def test_744_billion_in_two_days(shipped: dict[str, MergePlan]) -> None:
     """Machines pass the weights on; rank 0 is slower, which copies all of them twice, as text on the page says."""
     made = shipped["merge-744b"]
     pushed = seconds(made)["sync"]
-    assert 52 < made.hours < 54
+    assert 53 < made.hours < 56
     assert made.experts == 12 and made.devices == 256
     copy = 2 * made.parameters / (50e9 * 0.7)
     gathered = 2 * 2 * made.parameters * 255 / 256 / (400e9 * 0.7)  # once more for the probe
