@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.heads import HeadFile, HeadSource
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
-    from opd.records.rewards import RewardStep
+    from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
     from opd.transfer.routes import DirectPush, MeetingPoint, Route
@@ -135,9 +136,9 @@ class TeacherPool(Protocol):
     """Teacher's name -> layout in which its rows share a forward pass, for teachers that the pool computes itself; filled once the
     pool is ready."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain. Returns at once; rows come through the stream as they are
-        scored."""
+        scored. Processes of the pool that reach `directory` write their parts there; the stream's summaries say so."""
         ...
 
     def heads(self) -> Mapping[str, HeadSource]:
@@ -148,10 +149,18 @@ class TeacherPool(Protocol):
 class TargetLog(Protocol):
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
-    ) -> tuple[RolloutBatch, TargetStream] | None:
+    ) -> tuple[RolloutBatch, TargetStream | None] | None:
         """Return what `record` stored of this step, if it is whole and belongs to the same policy version and prompts.
 
-        Otherwise the log deletes the step and all later ones, and this returns None.
+        The stream is None if the log keeps rollouts alone. Otherwise the log deletes the step and all later ones, and this returns
+        None.
+        """
+        ...
+
+    def begin(self, step: int) -> PartsDirectory | None:
+        """Make the directory into which scoring workers write the step's parts; None if no parts are stored. `record` follows.
+
+        Raises: StorageError.
         """
         ...
 
@@ -160,6 +169,10 @@ class TargetLog(Protocol):
     ) -> None:
         """Store a step's parts as they are taken from `targets`. They are in the log, all or none, once `targets.wait_for_sinks`
         returns. Taking parts and waiting raise: StorageError."""
+        ...
+
+    def lacks_room(self, steps: int) -> bool:
+        """Return True if the log may not hold so many further steps before `prune` frees room."""
         ...
 
     def prune(self, step: int) -> None:
@@ -184,6 +197,29 @@ class TargetLog(Protocol):
 
         Raises: StorageError.
         """
+        ...
+
+
+class Rewards(Protocol):
+    """Gives rewards and turns them into what the policy is trained on; what it learns goes into checkpoints.
+
+    The calls of a step: `judged`, unless the step comes from the target log; `step`; `record`.
+    """
+
+    def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """Return the batch with a reward on every response of the domains that take part and whose environment gives none."""
+        ...
+
+    def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
+        """Return the advantages and the weight that the policy trains on in this step. Raises: RunError if a critic fails."""
+        ...
+
+    def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
+        """Return the last step's record; `trained` is None if no token was trained on a reward."""
+        ...
+
+    def load(self, checkpoint: Path) -> None:
+        """Restore the state of the checkpoint in this directory."""
         ...
 
 

@@ -12,8 +12,8 @@ from opd.config.balance import SamplesBalance
 from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
 from opd.credit import CREDITS
 from opd.credit.critic import CriticCredit
-from opd.credit.ema import EmaCredit, EmaSpec
-from opd.credit.group import GroupCredit, GroupSpec
+from opd.credit.ema import EmaCredit
+from opd.credit.group import GroupCredit
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
@@ -41,6 +41,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
+from pipelines.sizing.target_log import choose_log_limit
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
@@ -105,7 +106,15 @@ def build_merge(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _build_credit(config, inputs, display)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, display.say, config.cluster.phase_timeout_s)
+    log = ArrowTargetLog(
+        paths.targets,
+        pool,
+        inputs.student.vocab_size,
+        display.say,
+        config.cluster.phase_timeout_s,
+        keeps_targets=config.target_log.keep == "targets",
+        max_bytes=choose_log_limit(config, inputs),
+    )
     return Components(
         prompts=prompts,
         schedule=_build_schedule(config, prompts, engine, log),
@@ -155,9 +164,9 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, display: Display) -> C
 def credit_of(baseline: BaselineConfig) -> Credit:
     """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
-        return EmaCredit(EmaSpec(decay=baseline.decay))
+        return EmaCredit(baseline.decay)
     if isinstance(baseline, GroupBaseline):
-        return GroupCredit(GroupSpec(divide_by_std=baseline.divide_by_std))
+        return GroupCredit(baseline.divide_by_std)
     plain: Credit = import_object(CREDITS[baseline.kind])()
     return plain
 

@@ -12,7 +12,7 @@ from opd.config import PipelineConfig, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
-from opd.credit.critic import CriticSpec, WarmUp
+from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
@@ -142,12 +142,12 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
             bootstrap=CUT_REASONS if baseline.bootstrap else frozenset(),
         ),
         updates=baseline.updates,
-        warm_up=WarmUp(**baseline.warm_up.model_dump()),
+        warm_up=baseline.warm_up,
     )
 
 
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
-    """Options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
+    """Return the options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
     trainer = rank_options(config, vocab_size)
     shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {"name": "critic"}
     if baseline.max_grad_norm is not None:
@@ -171,8 +171,10 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
         compile=trainer.compile,
+        sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
+        deepspeed=trainer.deepspeed.settings,
         head_memory_bytes=trainer.head_memory,
         turn_weights=turn_weights(config),
         lora=lora_options(config),

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
 from opd.errors import ConfigError
+from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import Strict
 from opd.settings.suggestions import find_nearest
 from opd.settings.user_objects import import_object, import_user_object, is_import_name
@@ -48,10 +49,10 @@ class ObjectiveConfig(Strict):
     weight of a token in the mean must not depend on the response that it stands in."""
 
     kind: str
-    chunk: int = Field(128, ge=1)
-    """Response tokens whose logits exist at one time. Lower it if a GPU's memory is short."""
-    compile: bool = False
-    """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
+    chunk: Annotated[int, Field(ge=1), OrAuto(128)] = Field(AUTO, validate_default=True)
+    """Response tokens whose logits exist at one time. `auto`: 128 on a CPU, on a GPU from type and memory."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the elementwise part; needs a C++ compiler and on a GPU Triton, else it runs eagerly. `auto`: on a GPU only."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None
@@ -119,11 +120,8 @@ def find_objective_section(kind: str) -> type[ObjectiveConfig]:
     section_class: type[ObjectiveConfig] = (
         import_user_object(kind, "objective.kind", SECTION) if ":" in kind else import_object(OBJECTIVES[kind])
     )
-    if not (
-        isinstance(section_class, type)
-        and issubclass(section_class, ObjectiveConfig)
-        and hasattr(section_class, "OBJECTIVE")
-    ):
+    is_section = isinstance(section_class, type) and issubclass(section_class, ObjectiveConfig)
+    if not is_section or not hasattr(section_class, "OBJECTIVE"):
         raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
     return section_class
 

@@ -25,6 +25,7 @@ from opd.config.sections import (
     RolloutConfig,
     ScheduleConfig,
     SyncConfig,
+    TargetLogConfig,
     TrainerConfig,
 )
 from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, change_teachers
@@ -81,6 +82,8 @@ class PipelineConfig(Strict):
     guard: GuardConfig | None = None
     """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    target_log: TargetLogConfig = TargetLogConfig()
+    """What is on disk of the steps since the last checkpoint, for a resume."""
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.deepspeed import DeepSpeedConfig
 from opd.config.placement import PlacementConfig
+from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Strict
 
 
@@ -32,8 +34,9 @@ class RolloutConfig(Strict):
     """Context in tokens, prompt and response; a prompt without room is quarantined."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time."""
-    kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of a CPU engine (each process), whole GiB."""
+    kv_cache_gib: Annotated[int, Field(ge=1), OrAuto(1)] = Field(AUTO, validate_default=True)
+    """Key-value cache of a CPU engine (each process), whole GiB. `auto`: for the longest sequences of a step, all at once,
+    if memory allows."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU that an engine may take. Leave room for roles on the same GPU."""
     sleep: bool = False
@@ -74,6 +77,8 @@ class TrainerConfig(Strict):
 
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
+    sequence_parallel_size: int = Field(1, ge=1)
+    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/gpu.md#long-rows."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -100,10 +105,12 @@ class TrainerConfig(Strict):
     """AdamW's, on matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    micro_batch_tokens: int = Field(4096, ge=16)
-    """Tokens of one forward pass of a rank, give or take one response. Lower it if memory is short."""
-    head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
-    """Memory for teachers' output heads on each rank; the least recently used go first."""
+    micro_batch_tokens: Annotated[int, Field(ge=16), OrAuto(4096)] = Field(AUTO, validate_default=True)
+    """Tokens of one forward pass of a rank, give or take one response. `auto`: 4096, up to 16384 on
+    a GPU of this machine, as memory allows, and at least the longest row."""
+    head_memory: Annotated[ByteSize, Field(gt=0), OrAuto(1 << 30)] = Field(AUTO, validate_default=True)
+    """Memory for teachers' output heads on each rank; the least recently used go first. `auto`: for all heads, or for as
+    many as memory allows."""
     grad_accum_dtype: DType = "float32"
     """Type in which gradients are summed; bfloat16 saves two bytes a parameter and loses about 1 % over 128
     micro-batches."""
@@ -111,9 +118,26 @@ class TrainerConfig(Strict):
     """Recompute activations: less memory, a third more time."""
     compile: bool = False
     """Compile the model's layers, see docs/pipelines.md#compiled-layers."""
-    bucket: int | None = Field(None, ge=1)
+    bucket: Annotated[int, Field(ge=1), OrAuto(100_000_000)] | None = None
     """Weights that a rank gathers, and gradients that it holds, at a time: fewer need less memory and more messages.
-    Default: 1,000,000,000 and 500,000,000."""
+    Default: 1,000,000,000 and 500,000,000; `auto`: as many as memory allows."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """DeepSpeed's own settings, under its names, see docs/gpu.md#deepspeeds-own-settings."""
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> TrainerConfig:
+        sizes = {
+            "trainer.deepspeed.zero_optimization.zero_hpz_partition_size": self.deepspeed.zero_optimization.zero_hpz_partition_size,
+            "trainer.sequence_parallel_size": self.sequence_parallel_size,
+        }
+        for key, size in sizes.items():
+            if self.ranks % size:
+                raise PydanticCustomError(
+                    "groups",
+                    "a divisor of trainer.ranks: the ranks are divided into groups of so many",
+                    {"where": key, "found": f"{size} with trainer.ranks {self.ranks}"},
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_extensions(self) -> TrainerConfig:
@@ -177,6 +201,15 @@ class CheckpointConfig(Strict):
     """Steps divisible by this keep their checkpoints for good; 0: none."""
 
 
+class TargetLogConfig(Strict):
+    keep: Literal["targets", "rollouts"] = "targets"
+    """What stays on disk of each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
+    resume scores again. See docs/resume.md#the-size-of-the-target-log."""
+    max_size: ByteSize | None = Field(None, gt=0)
+    """The next checkpoint comes early where the log would exceed this; one step is always logged. Default: the bytes of a
+    checkpoint, or 64GiB if that is more."""
+
+
 class LoggingConfig(Strict):
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""
@@ -190,11 +223,12 @@ class ClusterConfig(Strict):
     address: str = "local"
     """`local`: start Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
+    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`. Below 1: a share of GPUs on which other roles are too;
+    rank i, engine i and scorer i are on GPU i."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several. Below 1: a share."""
     trainer_gpus: float = Field(0, ge=0)
-    """GPUs for each trainer rank."""
+    """GPUs for each rank of the trainer, and of the critic. Below 1: a share; no two ranks of one model are on a GPU."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes for each role's workers, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)

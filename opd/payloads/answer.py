@@ -72,6 +72,10 @@ class Answer(ABC):
     def fits(self, num: int, itemsize: int) -> bool:
         """Return True if the lengths are right for `num` trained tokens; `itemsize`: bytes of a number in the stream's dtype."""
 
+    def select_tokens(self, part: slice, num: int) -> Answer:
+        """Return the answer about these consecutive ones of the `num` trained tokens."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be divided among ranks that share a row")
+
     def width(self, num: int) -> int | None:
         """Return the number of values per token if that must be equal in all rows of a stream, such as K; else None.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
@@ -54,6 +54,10 @@ class HiddenStates(Answer):
 
     def fits(self, num: int, itemsize: int) -> bool:
         return self.hidden_size > 0 and len(self.hidden) == num * self.hidden_size * itemsize
+
+    def select_tokens(self, part: slice, num: int) -> HiddenStates:
+        width = len(self.hidden) // max(1, num)
+        return replace(self, hidden=self.hidden[part.start * width : part.stop * width])
 
     def head_key(self) -> str:
         return self.head
@@ -275,11 +279,18 @@ class Logits(BlockChunk):
 class MixtureMeasure(BlockChunk):
     """A mixture's log-measure at C tokens."""
 
+    compiles: ClassVar[bool] = True
+
     measure_C_V: Tensor
     """sum_k w_k log q_k, not normalised."""
 
     def select_rows(self, rows: slice) -> MixtureMeasure:
         return MixtureMeasure(self.measure_C_V[rows])
+
+    def pad_rows(self, rows: int) -> MixtureMeasure:
+        from opd.losses.logits import pad_rows
+
+        return MixtureMeasure(pad_rows(self.measure_C_V, rows))
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
         return _whole_distribution(self.measure_C_V.to(dtype), token_C, is_mixture=True)

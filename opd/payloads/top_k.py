@@ -48,6 +48,11 @@ class TopTokens(Answer):
             return False
         return num == 0 or len(self.topk_ids) % num == 0
 
+    def select_tokens(self, part: slice, num: int) -> TopTokens:
+        k = self.width(num) or 0
+        own = slice(part.start * k, part.stop * k)
+        return TopTokens(self.topk_ids[own], self.topk_logprobs[own])
+
     def width(self, num: int) -> int | None:
         """Return K."""
         return len(self.topk_ids) // num if num else None
@@ -71,9 +76,7 @@ class TopTokens(Answer):
         """Make the answer from an engine's log-probs: the K likeliest tokens. An engine also names the token that stands there,
         which is dropped if it is not among them."""
         top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
-        return cls(
-            [token for entries in top for token, _ in entries], [value for entries in top for _, value in entries]
-        )
+        return cls([token for pairs in top for token, _ in pairs], [value for pairs in top for _, value in pairs])
 
     @classmethod
     def blocks(
@@ -126,6 +129,8 @@ def _logprob_difference(top_logprobs: Position, token: int, logprob: float) -> f
 class TopKBlock(Block, BlockChunk):
     """Consecutive trained tokens with the teacher's K likeliest tokens at each. The same class serves as block and as chunk."""
 
+    compiles: ClassVar[bool] = True
+
     ids_N_K: Tensor
     logprob_N_K: Tensor
 
@@ -137,6 +142,11 @@ class TopKBlock(Block, BlockChunk):
 
     def select_rows(self, rows: slice) -> TopKBlock:
         return TopKBlock(self.ids_N_K[rows], self.logprob_N_K[rows])
+
+    def pad_rows(self, rows: int) -> TopKBlock:
+        from opd.losses.logits import pad_rows
+
+        return TopKBlock(pad_rows(self.ids_N_K, rows), pad_rows(self.logprob_N_K, rows))
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TopKChunk:
         return TopKChunk(self.ids_N_K, self.logprob_N_K.to(dtype))

@@ -6,6 +6,7 @@ order of the samples. The student's forward pass also reads prompts and tokens t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
+from opd.train.sequence_parallel import Shard, select_shard
 
 DIVERGENCE, POLICY = "divergence", "policy"
 """Names of the components of the student's loss."""
@@ -48,6 +50,8 @@ class MicroBatch:
     """The teachers' answers about the trained tokens, in their order. Products with the teachers' output heads are left to the loss."""
     trained_lengths: tuple[int, ...]
     """Number of trained tokens of each sample, 0 for a sample without one."""
+    earlier_tokens: tuple[int, ...]
+    """Number of trained tokens of each sample that stand before these: 0, unless ranks share rows (`opd.train.sequence_parallel`)."""
     domains: tuple[str, ...]
     """Domain of each sample."""
 
@@ -105,18 +109,27 @@ def build_micro_batch(
     baselines: Mapping[str, float] | None = None,
     layout: str = "packed",
     first_turns: Mapping[str, int] | None = None,
+    shard: Shard | None = None,
 ) -> MicroBatch:
     """Build the tensors of these samples, which the caller ordered by teacher.
 
     `dtype` is the type of the stream's hidden states, `first_turns` the result of `opd.train.turns.count_earlier_turns`. Without samples
-    the batch is one padding token and no trained token: a rank without rows still has to run forward with the others.
+    the batch is one padding token and no trained token: a rank without rows still has to run forward with the others. With `shard`
+    the batch has only this rank's columns, and the tokens that they predict; the layout is `padded` then.
     """
-    rollouts, firsts = [scored[0].rollout for scored in samples], first_turns or {}
-    sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
-    packed = LAYOUTS[layout](sequences)
+    firsts = first_turns or {}
+    whole_rollouts = [scored[0].rollout for scored in samples]
+    packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in whole_rollouts] or [[0]])
+    if shard is not None:
+        samples = select_shard(samples, shard)
+    rollouts = [scored[0].rollout for scored in samples]
+    predict_N = find_positions_before_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long)
+    if shard is not None:
+        predict_N = shard.find_own_columns(predict_N, packed.input_ids_B_T.shape[1])
+        packed = shard.select_columns(packed)
     return MicroBatch(
         packed=packed,
-        predict_N=find_positions_before_trained(packed, rollouts) if rollouts else torch.zeros(0, dtype=torch.long),
+        predict_N=predict_N,
         token_N=torch.tensor([t for r in rollouts for t in r.trained_ids], dtype=torch.long),
         place_N=torch.tensor([position for r in rollouts for position in r.trained_positions], dtype=torch.long),
         turn_N=torch.tensor(
@@ -127,14 +140,18 @@ def build_micro_batch(
         # All samples of a micro-batch have one payload, whose class makes the blocks.
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         trained_lengths=tuple(r.num_trained for r in rollouts),
+        earlier_tokens=tuple(
+            bisect_left(whole.trained_positions, own.trained_positions[0]) if own.num_trained else 0
+            for whole, own in zip(whole_rollouts, rollouts, strict=True)
+        ),
         domains=tuple(r.domain for r in rollouts),
     )
 
 
-def build_unscored_batch(rollouts: Sequence[Rollout], layout: str) -> MicroBatch:
+def build_unscored_batch(rollouts: Sequence[Rollout], layout: str, shard: Shard | None = None) -> MicroBatch:
     """Build the tensors of rollouts that no teacher has scored."""
     rows = [TargetRow(rollout=rollout, teacher="", answer=Unscored()) for rollout in rollouts]
-    return build_micro_batch([(row,) for row in rows], torch.float32, layout=layout)
+    return build_micro_batch([(row,) for row in rows], torch.float32, layout=layout, shard=shard)
 
 
 def _trained_logprobs(rollout: Rollout) -> list[float]:

@@ -41,14 +41,14 @@ class Component:
 
     def token_columns(self, batch: MicroBatch, sample_ids: Sequence[str]) -> dict[str, Tensor]:
         """Return name -> [N] that column for a micro-batch that has these samples; 0 for samples that take no part."""
-        return {name: _join_rows(column, batch.trained_lengths, sample_ids) for name, column in self.columns.items()}
+        return {name: _join_rows(column, batch, sample_ids) for name, column in self.columns.items()}
 
 
-def _join_rows(column: Mapping[str, Floats], lengths: Sequence[int], sample_ids: Sequence[str]) -> Tensor:
+def _join_rows(column: Mapping[str, Floats], batch: MicroBatch, sample_ids: Sequence[str]) -> Tensor:
     """Join the samples' numbers in order; a sample that the column lacks gets as many zeros as it has trained tokens."""
     rows = [
-        torch.from_numpy(column[i]) if i in column else torch.zeros(length)
-        for i, length in zip(sample_ids, lengths, strict=True)
+        torch.from_numpy(column[i][first : first + length]) if i in column else torch.zeros(length)
+        for i, first, length in zip(sample_ids, batch.earlier_tokens, batch.trained_lengths, strict=True)
     ]
-    assert [len(row) for row in rows] == list(lengths)
+    assert [len(row) for row in rows] == list(batch.trained_lengths)
     return torch.cat(rows) if rows else torch.zeros(0)

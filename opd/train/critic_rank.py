@@ -100,5 +100,11 @@ class CriticRank(ZeroEngine):
 
 def _load_critic(options: CriticOptions) -> Critic:
     dtype = getattr(torch, options.dtype)
-    lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
+    lm = load_share(
+        options.model_dir,
+        dtype,
+        bucket=options.bucket,
+        eager_attention=options.eager_attention,
+        deepspeed=options.deepspeed,
+    )
     return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

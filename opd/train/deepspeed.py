@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -91,7 +91,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
-        feed = Feed(targets, plan, queue_bytes=self._spec.queue_bytes)
+        # Ranks that share rows get the same parts.
+        feed = Feed(targets, plan[:: self._sharing], queue_bytes=self._spec.queue_bytes)
         scored_share = partial(_scored_share, rollouts)
         weights = step_work.components[DIVERGENCE].weights
         trains = self._accumulate_all(feed, len(plan[0]), targets, partial(scored_share, weights))
@@ -147,7 +148,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
                 return False
             pending = [
                 rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
-                for rank, own in zip(self._ranks, handles, strict=True)
+                for number, rank in enumerate(self._ranks)
+                for own in (handles[number // self._sharing],)
             ]
             running.append((index, pending))
         while finish_oldest():
@@ -247,9 +249,7 @@ def compute_baselines(targets: TargetStream) -> dict[str, float]:
     have none. Raises: what `TargetStream.take_part` raises.
     """
     targets.wait_for_parts()
-    rows = (
-        row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch_object(part.handle))).rows
-    )
+    rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(targets.read_part(part))).rows)
     return leave_one_out_baselines(
         gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined)
     )
@@ -279,9 +279,18 @@ def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> St
         domains=dict(sorted(domains.items())),
         positions=dict(sorted(sum_by_key(result.positions for result in results).items())),
         turns=dict(sorted(sum_by_key(result.turns for result in results).items())),
-        token_losses={i: losses for result in results for i, losses in result.token_losses.items()},
+        token_losses=_join_token_losses(results),
         policy=_make_policy_report([r.policy for r in results if r.policy is not None]),
     )
+
+
+def _join_token_losses(results: Sequence[RankResult]) -> dict[str, tuple[float, ...]]:
+    """Return sample id -> the losses of its trained tokens. Of ranks that share a row, the first has its first tokens."""
+    joined: dict[str, tuple[float, ...]] = defaultdict(tuple)
+    for result in results:
+        for sample_id, losses in result.token_losses.items():
+            joined[sample_id] += losses
+    return dict(joined)
 
 
 def _make_policy_report(results: Sequence[RankPolicy]) -> PolicyReport | None:

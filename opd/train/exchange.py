@@ -59,9 +59,14 @@ def patch_post_step(optimizer: Any) -> None:
     assert callable(finish)
 
     def gather_and_finish(*args: Any, **kwargs: Any) -> None:
+        # DeepSpeed drops the copies within groups (hpZ) only after this gather, which would read the old weights from them.
+        optimizer.invalidate_secondary_tensor()
         absent = [p for p in optimizer.persistent_parameters if p.ds_status is ZeroParamStatus.NOT_AVAILABLE]
-        if absent:
-            absent[0].all_gather_coalesced(absent).wait()
+        # Frozen weights keep their copies within groups. One gather takes either copies or the parts of all ranks.
+        for has_copy in (False, True):
+            together = [p for p in absent if (p.ds_secondary_tensor is not None) == has_copy]
+            if together:
+                together[0].all_gather_coalesced(together).wait()
         finish(*args, **kwargs)  # finds these weights whole and gathers none
 
     optimizer._post_step = gather_and_finish

@@ -11,7 +11,7 @@ every token id, which are cut last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,26 @@ from opd.models.files import weight_files
 from opd.models.weights import Naming, choose_attention
 
 
-def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None, eager_attention: bool = False) -> Any:
+def load_share(
+    model_dir: Path,
+    dtype: torch.dtype,
+    *,
+    bucket: int | None = None,
+    eager_attention: bool = False,
+    deepspeed: Mapping[str, Any] | None = None,
+) -> Any:
     """Load this rank's share of a directory's causal language model: see `opd.models.weights.load_causal_lm`.
 
     All ranks call this at the same time, once they have joined. If `bucket` (`ZeroOptions.bucket`) is set, each weight is later
     gathered by itself. By default DeepSpeed gathers the weights of a module in one piece, copies them out of it, and keeps the
-    piece until the last of them is used.
+    piece until the last of them is used. `deepspeed`: `ZeroOptions.deepspeed`, which may say where the shares are kept.
     """
     from transformers import AutoConfig
 
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
-    config, cut = empty.config, _Cut(dtype, one_by_one=bucket is not None)
+    config, cut = empty.config, _Cut(dtype, deepspeed or {}, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
-    attends = "eager" if eager_attention else choose_attention(config)
+    attends = "eager" if eager_attention else choose_attention(config, cut.device, dtype)
     with _tensor_readers(model_dir) as tensors, _read_one_at_a_time(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends
@@ -50,11 +57,14 @@ def load_share(model_dir: Path, dtype: torch.dtype, *, bucket: int | None = None
 class _Cut:
     """Cuts parameters among the ranks in place, one at a time; DeepSpeed itself cuts a whole model."""
 
-    def __init__(self, dtype: torch.dtype, *, one_by_one: bool) -> None:
+    def __init__(self, dtype: torch.dtype, deepspeed: Mapping[str, Any], *, one_by_one: bool) -> None:
         from deepspeed import zero
 
         self._dtype = dtype
-        self._zero = zero.Init(module=nn.Module(), dtype=dtype)
+        section = {"stage": 3} | dict(deepspeed.get("zero_optimization", {}))
+        # DeepSpeed wants a batch size in every configuration; nothing here depends on it.
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
+        self._zero = zero.Init(module=nn.Module(), dtype=dtype, config_dict_or_path=config if deepspeed else None)
         self._zero.allgather_sequential = one_by_one
         self.device: torch.device = self._zero.local_device
 

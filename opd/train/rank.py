@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,11 @@ from opd.errors import RunError
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
-from opd.models.heads import OWN_HEAD, Head, HeadSource
+from opd.models.heads import OWN_HEAD, FileStamp, Head, HeadSource
+from opd.models.layouts import Packed
 from opd.models.lora import tensor_name
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
+from opd.stream.part_files import read_part
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
@@ -31,6 +34,7 @@ from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
+from opd.train.sequence_parallel import SequenceGroup, Shard
 from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
@@ -127,7 +131,11 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._hashed_heads: dict[str, FileStamp] = {}
+        """For `HeadSource.read`: a head that finds no place in `trainer.head_memory` is read every step, but hashed once."""
         self._companions: dict[str, Companion] = {}
+        self._sequence_group: SequenceGroup | None = None
+        """The ranks that share rows with this one; None if every rank has rows of its own."""
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
 
@@ -136,16 +144,41 @@ class TrainerRank(ZeroEngine):
         self._channel = RankChannel(self._rank, self._device)
         for spec in self._options.companions:
             self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
+        options = self._options
+        if options.sequence_parallel_size > 1:
+            sizes = options.world_size, options.sequence_parallel_size
+            self._sequence_group = SequenceGroup(self._rank, *sizes, options.timeout_s)
+
+    def layout_error(self, layout: str) -> float:
+        # A group divides lines of one sequence each; it needs no mask for these.
+        return super().layout_error(layout) if self._sequence_group is None or layout == "padded" else math.inf
+
+    def _compute_states(self, packed: Packed) -> Tensor:
+        group = self._sequence_group
+        if group is None:
+            return super()._compute_states(packed)
+        if packed.position_ids_B_T is not None:
+            return group.gather_states(self._engine.module, packed)
+        with group.attend_alone():  # a sequence alone, with which what the group computes is compared
+            return super()._compute_states(packed)
+
+    def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        with self._sequence_group.attend_alone() if self._sequence_group else nullcontext():
+            return super().logprobs(sequences)
+
+    @property
+    def _shard(self) -> Shard | None:
+        return self._sequence_group.shard if self._sequence_group else None
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
-    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray | Path) -> None:
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
 
-        `parts` are Arrow streams with the rows of this rank that came since the last call. Each is an argument of its own,
-        because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
+        `parts` came since the last call, and have rows of this rank among others: Arrow streams, or files of the target log that hold
+        them. Each is an argument of its own, because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
         teachers could not score: they are not trained, whatever the other teachers sent. If there are such samples, and
         components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
         """
@@ -154,7 +187,7 @@ class TrainerRank(ZeroEngine):
         ids = [i for i in work.micro_batches[index] if i not in left_out]
         if index in work.start_rounds:
             self._score_by_start(ids)
-        batch = step.micro_batch(ids, self._layout)
+        batch = step.micro_batch(ids, self._layout, self._shard)
         # Each head is fetched once, even if several blocks share it: between two fetches, other heads could evict it.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
         heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
@@ -195,7 +228,8 @@ class TrainerRank(ZeroEngine):
         `DeepSpeedTrainer._rescale` gives the reason.
         """
         work, rollouts = self._step.work, self._step.other_rollouts[index]
-        batch, ids = build_unscored_batch(rollouts, self._layout), [rollout.sample_id for rollout in rollouts]
+        batch = build_unscored_batch(rollouts, self._layout, self._shard)
+        ids = [rollout.sample_id for rollout in rollouts]
         weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
         with self._note_added_gradients(weights):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
@@ -371,7 +405,7 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read().to(self._device), source.rule)
+            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -380,7 +414,13 @@ class TrainerRank(ZeroEngine):
 
 def _load_student(options: RankOptions) -> Student:
     dtype = getattr(torch, options.dtype)
-    lm = load_share(options.model_dir, dtype, bucket=options.bucket, eager_attention=options.eager_attention)
+    lm = load_share(
+        options.model_dir,
+        dtype,
+        bucket=options.bucket,
+        eager_attention=options.eager_attention,
+        deepspeed=options.deepspeed,
+    )
     if options.lora is not None:
         add_adapters(lm, options.lora)
     loss = options.objective
@@ -407,12 +447,13 @@ class _StepInput:
         self.dtype = torch.float32
         """Type of the hidden states in the parts that came; all parts have the same."""
 
-    def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
-        """Decode these parts, and keep each row until its micro-batch is trained."""
+    def keep_rows(self, parts: Sequence[np.ndarray | Path]) -> None:
+        """Decode this rank's rows of these parts, and keep each until its micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
-            stream = read_stream(pa.py_buffer(part), self._vocab_size)
+            raw = read_part(part)
+            stream = read_stream(pa.py_buffer(raw), self._vocab_size, self._sample_ids.__contains__)
             self.dtype = getattr(torch, stream.dtype)
             self.add_rows(stream.rows)
 
@@ -428,14 +469,14 @@ class _StepInput:
         self._refuse_missing(ids)
         return [self._rows[sample_id][0].rollout for sample_id in ids]
 
-    def micro_batch(self, ids: Sequence[str], layout: str = "packed") -> MicroBatch:
-        """Return the tensors of these samples, and drop their rows. Raises: RunError if rows are missing."""
+    def micro_batch(self, ids: Sequence[str], layout: str = "packed", shard: Shard | None = None) -> MicroBatch:
+        """Return the tensors of these samples, and drop their rows; with `shard` only those of this rank's columns. Raises: RunError if rows are missing."""
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
         others = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
         self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
-        return build_micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns)
+        return build_micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns, shard)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:
         missing = sorted(set(ids) - set(self._rows))

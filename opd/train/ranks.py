@@ -79,6 +79,7 @@ class Ranks(Generic[E]):
         self._ranks_spec = spec
         self._model_label = f"{options.name} {options.model_dir}"
         self._timeout_s = options.timeout_s
+        self._sharing = options.sequence_parallel_size
         options = replace(options, model_dir=options.model_dir.absolute())  # a worker starts in another directory
         env = cluster.worker_env(options.world_size, spec.roles)
         if not spec.gpus:
@@ -105,7 +106,10 @@ class Ranks(Generic[E]):
         Raises: RunError past the deadline, or if rows influence each other in every layout.
         """
         cluster.wait_for_all(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
-        self.layout = prove_layout(self._layout_error, self._model_label, share=self._ranks_spec.share_prompts)
+        spec = self._ranks_spec
+        self.layout = prove_layout(
+            self._layout_error, self._model_label, share=spec.share_prompts, varlen=spec.gpus > 0
+        )
         self._call(self._cls.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:
@@ -114,11 +118,12 @@ class Ranks(Generic[E]):
         return math.nan if any(math.isnan(error) for error in errors) else max(errors)
 
     def plan_micro_batches(self, rollouts: Sequence[Rollout]) -> list[list[list[str]]]:
-        """Return [rank][micro-batch] the sample ids, for the layout that was proven."""
+        """Return [rank][micro-batch] the sample ids, for the layout that was proven. Ranks that share rows have the same."""
         layout = self.layout.layout
         sizes = measure_row_sizes(rollouts, share=layout == SHARED)
         tokens = self._ranks_spec.micro_batch_tokens
-        return plan_micro_batches(sizes, len(self._ranks), tokens, padded=layout == "padded")
+        plan = plan_micro_batches(sizes, len(self._ranks) // self._sharing, tokens, padded=layout == "padded")
+        return [part for part in plan for _ in range(self._sharing)]
 
     def begin_save(self, path: Path) -> None:
         """Copy weights and optimiser state, and begin to write them into an existing directory."""

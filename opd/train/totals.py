@@ -233,8 +233,10 @@ class Totals:
         names = list(dict.fromkeys(batch.domains))
         domain_B = torch.tensor([names.index(domain) for domain in batch.domains], dtype=torch.long)
         domain_N = torch.repeat_interleave(domain_B, lengths_B)
+        # A sample counts once, where its first trained token is: ranks may share its row.
+        begins_B = (lengths_B > 0) & (torch.tensor(batch.earlier_tokens, dtype=torch.long) == 0)
         tokens, samples = (
-            torch.bincount(indices, minlength=len(names)).tolist() for indices in (domain_N, domain_B[lengths_B > 0])
+            torch.bincount(indices, minlength=len(names)).tolist() for indices in (domain_N, domain_B[begins_B])
         )
         sums = {
             name: torch.zeros(len(names), dtype=torch.float64).index_add_(0, domain_N, column.double()).tolist()

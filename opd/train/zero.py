@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -27,9 +27,9 @@ from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.machine.network import open_listener
-from opd.models.layouts import LAYOUTS, find_positions_before, layout_error
+from opd.models.layouts import LAYOUTS, Packed, find_positions_before, layout_error
 from opd.models.linear_kernels import use_quick_products
-from opd.models.weights import obeys_masks, whole_shape
+from opd.models.weights import obeys_masks, takes_lengths, whole_shape
 from opd.records.types import WrittenFile
 from opd.train.compiled_layers import compile_layers
 from opd.train.exchange import (
@@ -73,6 +73,8 @@ class ZeroOptions:
     bucket: int | None = None
     """How many numbers are gathered at a time (of weights) or summed over ranks at a time (of gradients); None: DeepSpeed's
     own bounds."""
+    deepspeed: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of DeepSpeed that the user chose, as `opd.config.deepspeed` allows them."""
     lends_memory: bool = False
     """Return the GPU memory that torch caches after each step, because an engine on that GPU wakes up next."""
 
@@ -83,6 +85,8 @@ class ModelOptions(ZeroOptions):
 
     model_dir: Path
     """Hugging Face directory that the weights are read from."""
+    sequence_parallel_size: int = 1
+    """Ranks that share every row, see `opd.train.sequence_parallel`; divides the number of ranks."""
     eager_attention: bool = False
     """Compute attention step by step, which `compile` fuses, in place of torch's own kernel; see `opd.train.compiled_layers`."""
 
@@ -136,12 +140,18 @@ class ZeroEngine:
         """Measure the error of a layout for this model: see `opd.models.layouts.layout_error`."""
         module = self._engine.module
         return layout_error(
-            lambda packed: module.hidden_states(to_device(packed, self._device)),
+            lambda packed: self._compute_states(to_device(packed, self._device)),
             layout,
             self._options.vocab_size,
             self._dtype,
             masks_decide=obeys_masks(module.lm),
+            lengths_decide=takes_lengths(module.lm),
         )
+
+    def _compute_states(self, packed: Packed) -> Tensor:
+        """Return [B*T, D] the last hidden states of a layout, as this engine trains with it."""
+        hidden_N_D: Tensor = self._engine.module.hidden_states(packed)
+        return hidden_N_D
 
     def use_layout(self, layout: str) -> None:
         """Use this layout for all sequences from now on."""
@@ -284,6 +294,8 @@ class ZeroEngine:
                 param.ds_tensor.data.copy_(weights)
                 for kind in MOMENTS:
                     safe_set_local_optimizer_state(param, part(kind), kind)
+        # Copies of the weights that the ranks of one machine share are as old as the weights before.
+        optimizer.invalidate_secondary_tensor()
         optimizer.checkpoint_event_epilogue()
 
     def _trained_parameters(self) -> list[tuple[str, Any]]:
@@ -401,6 +413,9 @@ def _bucket_settings(options: ZeroOptions, trained: int) -> dict[str, int | bool
 
 
 def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
+    own = dict(options.deepspeed)
+    # A CPU has no second stream on which sums over ranks could overlap with the backward pass.
+    zero = {"stage": 3, "overlap_comm": torch.cuda.is_available(), **_bucket_settings(options, trained)}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -409,7 +424,9 @@ def _deepspeed_config(options: ZeroOptions, trained: int) -> dict[str, Any]:
         # `data_types` sets the type in which a rank sums its micro-batches; `communication_data_type`, that of sums over ranks.
         "data_types": {"grad_accum_dtype": _DEEPSPEED_NAME[options.grad_accum_dtype]},
         "communication_data_type": _DEEPSPEED_NAME[options.grad_accum_dtype],
-        "zero_optimization": {"stage": 3, "overlap_comm": False, **_bucket_settings(options, trained)},
         "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW computes on a CPU too, and DeepSpeed's own needs a compiler
         "steps_per_print": 10**9,  # never
+        **own,
+        "zero_optimization": zero | dict(own.get("zero_optimization", {})),
     }

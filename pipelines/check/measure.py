@@ -39,9 +39,11 @@ from pipelines.check.judge import (
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
+from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
+from pipelines.sizing.target_log import SMALLER_LOG, describe_log, estimate_log_bytes, find_full_disk
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -49,6 +51,8 @@ Route = tuple[str, Teacher]
 """A domain and one of its teachers."""
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherComparison]
 
+COMPARER = "comparing worker"
+"""Name of the worker that compares student and teachers."""
 COMPARED = 8
 """Number of responses, and of texts, of each domain on which student and teachers are compared."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
@@ -65,6 +69,10 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
+    log: str
+    """Disk that the target log takes, in words."""
+    numbers: str
+    """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
     def failed(self) -> bool:
@@ -85,17 +93,19 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each prompt, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
     inputs = measure_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
+    written = config
+    config = choose_numbers(config, inputs, local_machine(config))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
-        place_rollouts(config)
+        place_rollouts(config, scorer=COMPARER)
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
-        comparer = cluster.spawn_worker(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
+        comparer = cluster.spawn_worker(Comparer, *arguments, name=COMPARER, env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
             call = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
@@ -107,11 +117,19 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     needs = estimate_memory(config, inputs)
     findings = (
         *memory_findings(config, needs, machine_bytes()),
+        *disk_findings(config, inputs),
         *judge_student(self_comparison),
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
     )
-    return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
+    return CheckReport(
+        vocab_size=student.vocab_size,
+        measured=tuple(measured),
+        findings=findings,
+        memory=tuple(needs),
+        numbers=describe_numbers(written, config),
+        log=describe_log(config, inputs),
+    )
 
 
 def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:
@@ -266,6 +284,13 @@ def memory_findings(config: PipelineConfig, needs: Sequence[HostMemoryNeed], lim
     shortage = describe_shortage(config, needs, limit)
     if shortage is not None:
         yield CheckFinding(level="fail", domain="", message=f"the merge needs {shortage}", fix=suggest_fix(needs))
+
+
+def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFinding]:
+    """Yield a warning if the disk of the merge's default run directory has no room for the target log."""
+    shortage = find_full_disk(estimate_log_bytes(config, inputs), Path("runs"))
+    if shortage is not None:
+        yield CheckFinding(level="warn", domain="", message=shortage, fix=SMALLER_LOG)
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:

@@ -18,9 +18,7 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_polic
 
 def complete_pipelines(incomplete: str) -> list[str]:
     """Return shipped pipelines, and YAML files."""
-    from pipelines.catalog import shipped_pipelines
-
-    return _matching_names(shipped_pipelines(), incomplete) + _matching_files(incomplete)
+    return complete_shipped_pipelines(incomplete) + _matching_files(incomplete)
 
 
 def complete_shipped_pipelines(incomplete: str) -> list[str]:
@@ -80,7 +78,7 @@ def complete_settings(incomplete: str) -> list[str]:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Return methods for a comma-separated list, each after those that are typed already: a shell replaces the whole word."""
+    """Return methods for a comma-separated list, each with the methods before it that are typed already."""
     typed, comma, start = incomplete.rpartition(",")
     return [f"{typed}{comma}{name}" for name in _matching_names(METHODS, start)]
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SAME_WEIGHTS = (
     "checkpoint.*",
+    "target_log.*",
     "evaluate.every",
     "evaluate.cache",
     "monitors.*",
@@ -121,10 +122,7 @@ def changed_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dic
 
 
 def accept_changes(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> list[str]:
-    """Return sentences about the changes from one resolved pipeline to another, if all of them are allowed.
-
-    Raises: RunDirError with a table of those that are not.
-    """
+    """Return sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
     # To validate both adds the defaults of keys that are newer than the release that began the run.
     recorded, current = (
         validate_section(PipelineConfig, pipeline, manifest).model_dump(mode="json") for pipeline in (recorded, current)
@@ -178,11 +176,9 @@ def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another run. Raises: RunDirError naming what differs between the two."""
-    checkpoint_identity = checkpoint.identity
-    experts = {
-        name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()
-    }
-    differences = [key for key in ("config", "student") if checkpoint_identity.get(key) != identity[key]]
+    recorded = checkpoint.identity
+    experts = {name: identity["experts"].get(name) == digest for name, digest in recorded.get("experts", {}).items()}
+    differences = [key for key in ("config", "student") if recorded.get(key) != identity[key]]
     differences += [f"expert {name}" for name, is_same in experts.items() if not is_same]
     differences += [f"expert {name}" for name in identity["experts"] if name not in experts]
     if differences:
@@ -195,10 +191,8 @@ def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_records(config: PipelineConfig, paths: RunPaths, step: int) -> None:
-    """Refuse to go on from `step` if records of earlier steps are gone and the next prompts depend on them.
-
-    They do where `balance` is another kind than `samples`. Raises: RunDirError.
-    """
+    """Refuse to go on from `step` with balanced prompts, which follow from the records of all steps before, if some of these
+    are gone. Raises: RunDirError."""
     if isinstance(config.balance, SamplesBalance):
         return
     try:

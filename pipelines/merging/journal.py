@@ -45,7 +45,7 @@ class Journal:
         self.state.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
     def write_beside(self, displays: Displays) -> Displays:
-        """Return the same displays, where each also notes in the journal what it is told about phases and messages."""
+        """Return the same displays, with everything that they are told also written into the journal."""
 
         @contextmanager
         def open_both(beginning: RunStart) -> Iterator[Display]:
@@ -57,7 +57,7 @@ class Journal:
         return open_both
 
 
-class _JournalDisplay:
+class _JournalDisplay(Display):
     """Display that passes everything on to another one, and notes messages and phases in the journal."""
 
     def __init__(self, journal: Journal, display: Display) -> None:

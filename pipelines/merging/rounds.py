@@ -44,6 +44,7 @@ from pipelines.merging.changes import (
 from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
+from pipelines.sizing.auto import choose_numbers, keep_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -88,8 +89,8 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     if config.rounds == 1:
         return merging.begin(config, root)
     refuse_existing(root)
-    configs = rounds_of(config)
-    inputs = _check_all(configs)
+    configs, inputs = _check_all(rounds_of(config))
+    config = keep_numbers(config, configs[0])
     config, *configs = [
         with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
     ]
@@ -119,10 +120,7 @@ def reopen_rounds(
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
     # Once more for each round, which may have domains of its own.
-    configs = [
-        as_recorded(round_config, recorded_config)
-        for round_config, recorded_config in zip(configs, recorded_configs, strict=True)
-    ]
+    configs = [as_recorded(new, old) for new, old in zip(configs, recorded_configs, strict=True)]
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 
@@ -133,31 +131,28 @@ def _recheck_rounds(run: Rounds) -> list[RoundFacts]:
     Raises: OpdError, and then nothing is written.
     """
     paths, num_finished = RunPaths(run.root), _count_finished(run.configs, run.root)
-    inputs = _check_all(run.configs[num_finished:])
-    new_plan = [
-        _make_facts(round_config, round_inputs)
-        for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)
-    ]
+    configs, inputs = _check_all(run.configs[num_finished:])
+    new_plan = [_make_facts(config, round_inputs) for config, round_inputs in zip(configs, inputs, strict=True)]
     changes = []
-    for old_facts, new_facts, config, round_inputs in zip(
-        run.plan[num_finished:], new_plan, run.configs[num_finished:], inputs, strict=True
-    ):
-        refuse_changed_inputs(old_facts, new_facts, paths.rounds)
-        refuse_columns_of_registered_prompts(old_facts, config, round_inputs, paths.rounds)
-        changes += warn_unrecorded(old_facts) + accept_changes(old_facts["config"], new_facts["config"], paths.rounds)
+    for old, new, config, round_inputs in zip(run.plan[num_finished:], new_plan, configs, inputs, strict=True):
+        refuse_changed_inputs(old, new, paths.rounds)
+        refuse_columns_of_registered_prompts(old, config, round_inputs, paths.rounds)
+        changes += warn_unrecorded(old) + accept_changes(old["config"], new["config"], paths.rounds)
     plan = [*run.plan[:num_finished], *new_plan]
     if changes:
         _write_rounds(paths, run.config, plan)
     return plan
 
 
-def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """Read the inputs of all rounds, and check that each round fits into this machine. Raises: OpdError."""
+def _check_all(configs: Sequence[PipelineConfig]) -> tuple[list[PipelineConfig], list[Inputs]]:
+    """Read the inputs of all rounds, choose their open numbers, and check that each round fits into this machine. Raises: OpdError."""
     inputs = read_rounds(configs)
+    chosen = []
     for config, round_inputs in zip(configs, inputs, strict=True):
-        refuse_too_large(config, round_inputs)
-        refuse_crowded_gpus(config, round_inputs)
-    return inputs
+        chosen.append(choose_numbers(config, round_inputs, local_machine(config)))
+        refuse_too_large(chosen[-1], round_inputs)
+        refuse_crowded_gpus(chosen[-1], round_inputs)
+    return chosen, inputs
 
 
 def _make_facts(config: PipelineConfig, inputs: Inputs) -> RoundFacts:
@@ -170,15 +165,9 @@ def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[RoundF
     experts = {name: facts for round_facts in plan for name, facts in round_facts["experts"].items()}
     sizes = {name: size for round_facts in plan for name, size in round_facts["models"]["experts"].items()}
     first_manifest = {key: facts for key, facts in plan[0].items() if key != "teachers"}
-    write_inputs(
-        paths,
-        first_manifest
-        | {
-            "config": _whole_pipeline(config, plan),
-            "experts": experts,
-            "models": {**first_manifest["models"], "experts": sizes},
-        },
-    )
+    models = {**first_manifest["models"], "experts": sizes}
+    whole = {"config": _whole_pipeline(config, plan), "experts": experts, "models": models}
+    write_inputs(paths, first_manifest | whole)
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
@@ -191,9 +180,7 @@ def _whole_pipeline(config: PipelineConfig, plan: Sequence[RoundFacts]) -> dict[
                 expert["base"] = round_expert["base"]
     if isinstance(config.rounds, list):
         # By way of JSON, because the plan may have been read from a file, with lists in place of tuples.
-        first_config, *later_configs = json.loads(
-            json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])])
-        )
+        first_config, *later_configs = json.loads(json.dumps([data, *(facts["config"] for facts in plan[1:])]))
         data["rounds"] = [{}, *(_round_difference(first_config, later_config) for later_config in later_configs)]
     return data
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from experts.model_dir import EMBEDDINGS, HEADS
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
@@ -255,10 +256,24 @@ def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]
     reward = config.objective.reward
     compared = 12 if reward is not None and reward.compare_every else 0
     return {
-        "weights": (frozen + models.trained) * copy,
+        "weights": (frozen + models.trained) * copy + weights_copy_bytes(config, frozen + models.trained),
         "gradients": models.trained * (gradients + compared),
         "optimiser": models.trained * (4 + 8),
     }
+
+
+def weights_copy_bytes(config: PipelineConfig, parameters: int) -> int:
+    """Return the bytes of the weights' second copy, of all ranks together: each group of ranks that gathers by itself has one."""
+    trainer = config.trainer
+    size = trainer.deepspeed.zero_optimization.zero_hpz_partition_size
+    return parameters * DTYPE_BYTES[trainer.dtype] * (trainer.ranks // size) if size > 1 else 0
+
+
+def offloaded_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of the trainer's state that DeepSpeed keeps in the machine's memory, in place of GPUs; of all ranks together."""
+    state, zero = trainer_state(config, models), config.trainer.deepspeed.zero_optimization
+    weights = state["weights"] if zero.offload_param.device == "cpu" else 0
+    return weights + (state["gradients"] + state["optimiser"] if zero.offload_optimizer.device == "cpu" else 0)
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -278,7 +293,8 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
     # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
-    tokens = count_columns(trainer.micro_batch_tokens + unit, unit)
+    # Ranks that share rows each have a part of the columns.
+    tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
     body = models.read_body(student)
     activations = (
         tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
@@ -309,9 +325,20 @@ def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
 
 def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of teachers' output heads that one rank keeps: within `trainer.head_memory`, but at least the largest."""
-    width = DTYPE_BYTES[config.teachers.dtype]
-    sizes = [expert.info.vocab_rows * expert.info.hidden_size * width for expert in models.scorers.values()]
+    sizes = head_sizes(config, models)
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
+
+
+def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
+    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    infos = {}
+    for expert in models.scorers.values():
+        changed = expert.adapter and any(
+            f".{name}.weight".endswith((*EMBEDDINGS, *HEADS)) for name in expert.adapter.target_modules
+        )
+        infos[expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest] = expert.info
+    return [info.vocab_rows * info.hidden_size * width for info in infos.values()]
 
 
 def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
@@ -400,6 +427,10 @@ def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
         trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
         what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
         needs.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
+        if offloaded := offloaded_bytes(config, models):
+            offloaded += critic_state_bytes(config, models) if config.objective.has_critic else 0
+            what, knobs = "trainer: state in place of GPUs", "trainer.deepspeed.zero_optimization"
+            needs.append(HostMemoryNeed(part=what, nbytes=offloaded, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
@@ -441,18 +472,26 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the memory of what travels between processes: new weights, and the scored rows of a step."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    responses = config.trainer.samples_per_step * longest  # tokens
-    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
     return [
         HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
         HostMemoryNeed(
             part="a step's scored rows",
-            nbytes=2 * responses * most_teachers * (target_bytes(config, models) + 16),
+            nbytes=2 * step_rows_bytes(config, models),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
+
+
+def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the most bytes of a step's scored rows, if every response is as long as it may be."""
+    return count_response_tokens(config) * row_bytes(config, models)
+
+
+def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that a response token takes in the scored rows of all its teachers."""
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    return most_teachers * (target_bytes(config, models) + 16)
 
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -462,6 +501,11 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,
     )
+
+
+def count_response_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens that the student writes in a step."""
+    return config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
 
 
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:

@@ -74,6 +74,17 @@ class InProcessWorker:
                 death.worker = self  # type: ignore[assignment]
             return Answered(death, self)
 
+    def submit_pair(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Answered, Any]:
+        answered = self.submit(method, *args, **kwargs).handle
+        return (
+            (Answered(answered), None)
+            if isinstance(answered, cluster.WorkerDied)
+            else (
+                Answered(answered[0]),
+                answered[1],
+            )
+        )
+
     def on_demand(self, timeout_s: float, method: Callable[..., Any], *args: Any) -> Later:
         return Later(self.object, method.__name__, args)
 
