@@ -16,7 +16,10 @@ from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec, with_lengths
 
 DOCS = Path(__file__).parents[4] / "docs"
-ONE_GPU = ("trainer.ranks=1", "cluster.rollout_gpus=0.4", "cluster.teacher_gpus=0.2", "cluster.trainer_gpus=0.4")
+# These merges pushed through shared memory.
+ONE_GPU = (
+    "trainer.ranks=1", "cluster.rollout_gpus=0.4", "cluster.teacher_gpus=0.2", "cluster.trainer_gpus=0.4", "sync.kind=shared_memory",
+)  # fmt: skip
 MERGES: dict[str, tuple[tuple[str, ...], dict[str, float], tuple[int, float, float]]] = {
     "smollm2": (
         ("trainer.compile=false", "rollout.gpu_memory_utilization=0.1", "teachers.gpu_memory=5GiB"),
