@@ -157,7 +157,7 @@ def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
     def beside(devices: int) -> MergePlan:
         engine, scorer = {"workers": 1, "devices": devices}, {"workers": 1}
         own = {"placement": {"shared": False, "ranks": 8, "rollout": engine, "teachers": scorer}}
-        return plan("merge-7b", "32-gpus", ["rollout.sleep=false"], **own)
+        return plan("merge-7b", "32-gpus", ["rollout.sleep=false", "sync.kind=shared_memory"], **own)
 
     placed, auto = beside(7).notes
     assert placed.startswith("planned in the placement of 32-gpus; `opd merge` has it with --set rollout.workers=1 ")
