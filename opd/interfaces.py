@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     import numpy as np
     from torch import Tensor
 
+    from opd.cluster import Pending, Worker
     from opd.losses.objective import Slope, StudentChunk
     from opd.models.buckets import WeightStream
     from opd.models.heads import HeadFile, HeadSource
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
+    from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
 
 class PromptSource(Protocol):
@@ -79,6 +81,12 @@ class RolloutEngine(Protocol):
     def receive(self, send: Callable[[], WeightStream]) -> None:
         """Load the weights of the stream that `send` returns, like `load`. For a worker that died and restarts, `send` is called
         again, and returns the same weights."""
+        ...
+
+    def receive_directly(self, source: DirectSource) -> str:
+        """Load the weights of a push that goes straight from the trainer's ranks into the engines' processes, like `load`. If it breaks
+        off, all engines take the stream of the same source; returns the reason then, else an empty text. A worker that died and restarts
+        takes the stream, too. Raises: RunError if there is no direct way."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -284,6 +292,11 @@ class Trainer(Protocol):
         last one was taken, no other method may be called."""
         ...
 
+    def direct_source(self, nbytes: int, *, keeps: bool) -> DirectSource:
+        """Return the source of a direct push of the tensors of `export_changed`, in buckets of about `nbytes` bytes. With `keeps` its
+        stream has the same weights until the next push, whatever the trainer does meanwhile."""
+        ...
+
     def export_adapter(self, path: Path) -> None:
         """Write the adapters that LoRA trained as a PEFT directory."""
         ...
@@ -301,6 +314,43 @@ class Trainer(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
+        ...
+
+
+class DirectSource(Protocol):
+    """The trainer's ranks in one direct push: see `opd.transfer`. Calls of a pending answer come back with the reason of a failure, or with an
+    empty text."""
+
+    def is_joined(self, engines: Sequence[Worker[Any]]) -> bool:
+        """Return True if these very engines, and no others, are in the channel of the last push."""
+        ...
+
+    def open_channel(
+        self, engines: Sequence[Worker[Any]], memory_ids: Sequence[Sequence[str]]
+    ) -> tuple[MeetingPoint, list[list[Route]]]:
+        """Open a new channel to these engines. `memory_ids` has the `find_memory_id` of each engine's processes. Returns the meeting point,
+        and [engine][process] the routes. Raises: RunError if two processes share a GPU, as `plan_routes` does."""
+        ...
+
+    def join(self) -> list[Pending[str]]:
+        """Have the ranks join the channel; the engines join at the same time."""
+        ...
+
+    def plan(self) -> tuple[Path, DirectPush]:
+        """Plan the push, without gathering a weight. Returns the directory of the student's own weights, which has those that do not come,
+        and the plan."""
+        ...
+
+    def send(self) -> list[Pending[str]]:
+        """Have the ranks send the weights; the engines take them at the same time."""
+        ...
+
+    def give_up(self) -> None:
+        """Have everybody who waits in the channel give up. The next push opens a new channel."""
+        ...
+
+    def stream(self) -> WeightStream:
+        """Stream the weights of this push through the object store."""
         ...
 
 

@@ -196,7 +196,7 @@ def _build_sync(
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=display.say,
     )
-    return SYNCS[config.sync.kind](spec)
+    return SYNCS[config.push_kind](spec)
 
 
 def start_rollouts(

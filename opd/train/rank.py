@@ -29,6 +29,7 @@ from opd.stream.schema import TargetRow, read_stream
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
+from opd.train.direct import RankChannel
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
@@ -39,6 +40,7 @@ from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
+from opd.transfer.routes import MeetingPoint, PushPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +141,7 @@ class TrainerRank(ZeroEngine):
 
     def start(self, address: str, port: int) -> None:
         super().start(address, port)
+        self._channel = RankChannel(self._rank, self._device)
         for spec in self._options.companions:
             self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
         options = self._options
@@ -165,7 +168,7 @@ class TrainerRank(ZeroEngine):
 
     @property
     def _shard(self) -> Shard | None:
-        return self._sequence_group and self._sequence_group.shard
+        return self._sequence_group.shard if self._sequence_group else None
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
@@ -366,6 +369,33 @@ class TrainerRank(ZeroEngine):
         bucket, self._gathered = self._gathered, None
         assert bucket is not None
         return bucket
+
+    def memory_id(self) -> str:
+        """Return the id of this rank's GPU: see `opd.transfer.handles.find_memory_id`."""
+        return self._channel.memory_id
+
+    def listen(self, address: str) -> int:
+        """Listen at `address` for the processes of a channel, on rank 0 alone. Returns the port."""
+        return self._channel.listen(address)
+
+    def join_channel(self, meeting: MeetingPoint, processes: tuple[int, ...]) -> str:
+        """Join the channel to the engines: see `RankChannel.join`."""
+        return self._channel.join(meeting, processes)
+
+    def plan_direct(self, nbytes: int) -> tuple[PushPlan, dict[int, tuple[bytes, ...]]]:
+        """Plan a direct push of the weights that training changes: see `RankChannel.plan`."""
+        return self._channel.plan(self._file_tensors(only_changed=True), nbytes)
+
+    def send_directly(self, number: int, *, keeps: bool) -> str:
+        """Send the weights of `plan_direct`: see `RankChannel.send`."""
+        problem = self._channel.send(number, keeps=keeps)
+        if self._options.lends_memory:
+            torch.cuda.empty_cache()
+        return problem
+
+    def kept_bucket(self, index: int) -> Bucket:
+        """Return a bucket that `send_directly` kept, on rank 0 alone."""
+        return self._channel.kept_bucket(index)
 
     def _fetch_head(self, source: HeadSource) -> Head:
         """Return the head on this device, in the type in which it was sent; a head that is not in the cache is read.

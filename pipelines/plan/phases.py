@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
 from opd.config import PipelineConfig
 from opd.config.sections import MAX_UNSHARDED
@@ -29,7 +30,7 @@ from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
 from pipelines.routes import start_student_weights
 from pipelines.sizing.cache import cache_copies
-from pipelines.sizing.memory import in_memory, off_gpus
+from pipelines.sizing.memory import in_memory, off_gpus, target_bytes
 from teachers.scorers import SCORE_TOKENS
 from teachers.shares import assign_batches
 from teachers.weight_keys import base_key
@@ -118,7 +119,7 @@ class PhaseCosts:
         batches = [
             (name, batch)
             for name in sorted(bases, key=lambda name: bases[name])
-            for batch in cut_into_batches(sorted(self._unit_sizes(name, lengths)), SCORE_TOKENS)
+            for batch in cut_into_batches(sorted(size for size, _ in self._scored_units(name, lengths)), SCORE_TOKENS)
         ]
         owners = assign_batches([bases[name] for name, _ in batches], [sum(batch) for _, batch in batches], workers)
         shares: list[dict[str, list[list[int]]]] = [defaultdict(list) for _ in range(workers)]
@@ -129,27 +130,29 @@ class PhaseCosts:
             sum((self._teacher_seconds(name, own, lengths) for name, own in share.items()), phase) for share in shares
         ]
 
-    def _unit_sizes(self, name: str, lengths: StepLengths) -> list[int]:
-        """Return the tokens of each unit of the domains that a teacher scores."""
+    def _scored_units(self, name: str, lengths: StepLengths) -> list[tuple[int, int]]:
+        """Return (tokens, tokens of its responses) of each unit of the domains that a teacher scores."""
         scoring = self.models.merge.scoring.items()
         domains = {domain for domain, teachers in scoring if name in [weighted.teacher.name for weighted in teachers]}
-        return [unit.length for unit, _ in lengths.units if unit.domain in domains]
+        return [(unit.length, sum(responses)) for unit, responses in lengths.units if unit.domain in domains]
 
     def _teacher_seconds(self, name: str, batches: Sequence[Sequence[int]], lengths: StepLengths) -> Seconds:
         """Return the time in which one teacher comes to a worker and scores batches of units of these sizes, in tokens."""
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
-        event = self.spec.overheads
+        event, log_rate = self.spec.overheads, self.spec.links.log or inf
         compute, computed = 0.0, 0
         for batch in batches:
             tokens, width = count_padded_tokens(batch)
             computed += tokens
             flops = shape.forward(tokens, width / 2)
             compute += worker.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
-        share = sum(map(len, batches)) / len(self._unit_sizes(name, lengths))
+        units = self._scored_units(name, lengths)
+        share = sum(map(len, batches)) / len(units)
         rows = share * self.models.rows_by_scorer()[name]
+        logged = share * sum(responses for _, responses in units) * target_bytes(self.config, self.models.merge)
         return Seconds(
             compute=compute,
-            link=self._load_seconds(name) + len(batches) * self._offload_seconds(name),
+            link=self._load_seconds(name) + len(batches) * self._offload_seconds(name) + logged / log_rate,
             overhead=event.teacher.seconds(shape.tensors) + rows * event.scored_row.s + computed * event.scored_token.s,
         )
 
@@ -169,7 +172,8 @@ class PhaseCosts:
             return 0.0
         if not spec.machine.gpus:
             return disk_seconds
-        copy_seconds = sizes[name] / (spec.links.load * worker.at_work * share)
+        # A worker with a share of a GPU has a whole process to copy with.
+        copy_seconds = sizes[name] / (spec.links.load * max(1.0, worker.at_work) * share)
         # Files that were read once stay in the page cache, which is taken to be half of a machine's memory: only the copy is left.
         is_cached = total / worker.machines <= spec.machine.memory / 2
         return copy_seconds if is_cached else max(copy_seconds, disk_seconds)
@@ -211,8 +215,12 @@ class PhaseCosts:
         spec, dtype = self.spec, config.trainer.dtype
         tokens, width = count_padded_tokens([unit.length for unit, _ in units])
         trained = sum(sum(responses) for _, responses in units)
-        flops = self._body_passes * shape.forward(tokens, width / 2) + 2 * trained * shape.head * self._head_passes()
+        head_flops = 2 * trained * shape.head * self._head_passes()
+        flops = self._body_passes * shape.forward(tokens, width / 2) + head_flops
         compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
+        chunks = ceil(trained / config.objective.chunk)
+        loss_calls = chunks * spec.overheads.loss_chunk.s
+        loss_calls -= min(loss_calls, trainer.matmul_seconds(head_flops, dtype, spec.factors.backward.share))
         start_sizes = self._start_student_sizes(units)
         start_tokens, start_width = count_padded_tokens(start_sizes)
         start_flops = shape.forward(start_tokens, start_width / 2)
@@ -229,7 +237,7 @@ class PhaseCosts:
             compute=compute,
             memory=logits,
             link=link - hidden_link,
-            overhead=trainer.slowdown * extra + self._message_seconds(gathers),
+            overhead=trainer.slowdown * extra + loss_calls + self._message_seconds(gathers),
         )
 
     @property
@@ -245,7 +253,7 @@ class PhaseCosts:
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(
-            scorer.forward(sum(self._unit_sizes(name, lengths)), context)
+            scorer.forward(sum(size for size, _ in self._scored_units(name, lengths)), context)
             for name, scorer in self.models.scorers.items()
         )
         laid_out = sum(unit.length for unit, _ in lengths.units)

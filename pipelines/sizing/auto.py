@@ -52,13 +52,11 @@ CHUNK, HEADS, TOKENS, CACHE, BUCKET, QUEUE = ORDER = (
 """The keys, in the order in which they are chosen."""
 
 
-def choose_numbers(
-    config: PipelineConfig, models: MergeModels, machine: MachineFacts | None, *, shared: bool = False
-) -> PipelineConfig:
+def choose_numbers(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None) -> PipelineConfig:
     """Return the pipeline with every open number chosen. If nothing fits, they are the smallest.
 
-    `machine`: None if the merge runs on other machines, whose memory is not known: no number is then made smaller or larger for it. `shared`: as in
-    `fits_machine`. Raises: ModelError for weights that cannot be read.
+    `machine`: None if the merge runs on other machines, whose memory is not known: no number is then made smaller or larger for it.
+    Raises: ModelError for weights that cannot be read.
     """
     open_keys = [key for key in ORDER if isinstance(_get_number(config, key), OpenNumber)]
     if not open_keys:
@@ -71,15 +69,16 @@ def choose_numbers(
         config = _set_number(config, key, least)
     for key, (most, least) in ranges.items():
         trials = (_set_number(config, key, number) for number in _halve(most, least))
-        config = next((t for t in trials if machine is None or fits_machine(t, models, machine, shared=shared)), config)
+        config = next((t for t in trials if machine is None or fits_machine(t, models, machine)), config)
     if QUEUE in open_keys:
         config = _set_number(config, QUEUE, _queue_bytes(config, models))
     return config
 
 
 def local_machine(config: PipelineConfig) -> MachineFacts | None:
-    """Return this machine if the merge runs on it; None for a cluster's, whose memory this process does not see."""
-    return read_machine() if config.cluster.address == LOCAL else None
+    """Return this machine if the merge runs on it; None if it runs on machines or GPUs whose memory this process does not see."""
+    machine = read_machine() if config.cluster.address == LOCAL else None
+    return None if machine and config.cluster.trainer_gpus and not machine.gpus else machine
 
 
 def choose_cache(config: PipelineConfig, model_dir: Path) -> PipelineConfig:

@@ -521,11 +521,14 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of a push on its way, in addition to the weights that trainer and engines hold themselves."""
     width = DTYPE_BYTES[config.trainer.dtype]
     pushed = models.pushed * width
-    if config.sync.kind == "shared_memory":
+    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    if config.push_kind == "shared_memory":
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from that, in the end all of it.
     bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
-    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    if config.push_kind == "direct":
+        # Rank 0 has two buffers, and an engine the buckets whose layers are not complete; on GPUs these are not the host's.
+        return previous + (0 if config.cluster.trainer_gpus else (2 + 2 * config.rollout.workers) * bucket)
     return previous + (2 + config.rollout.workers) * bucket
 
 

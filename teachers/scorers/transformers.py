@@ -27,7 +27,7 @@ from opd.models.linear_kernels import use_quick_products
 from opd.models.logit_rule import LogitRule
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.models.packing import SHARED
-from opd.models.weights import Naming, choose_attention, obeys_masks, to_meta
+from opd.models.weights import Naming, choose_attention, obeys_masks, takes_lengths, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
@@ -125,12 +125,21 @@ class TransformersScorer:
         architecture = self._get_architecture(teacher.model_dir)
         proof = architecture.proof
         if proof is None:
+            model = self._model
 
             def measure_error(layout: str) -> float:
-                obeys = obeys_masks(self._model)
-                return layout_error(self._compute_states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
+                return layout_error(
+                    self._compute_states,
+                    layout,
+                    self._vocab_size,
+                    self._dtype,
+                    masks_decide=obeys_masks(model),
+                    lengths_decide=takes_lengths(model),
+                )
 
-            proof = prove_layout(measure_error, f"teacher {teacher.name}", share=self._share)
+            proof = prove_layout(
+                measure_error, f"teacher {teacher.name}", share=self._share, varlen=self._device.type == "cuda"
+            )
             if proof.proven:  # nothing is proven by a teacher whose states are not finite
                 architecture.proof = proof
         return proof
@@ -361,7 +370,7 @@ class TransformersScorer:
         if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
             if key not in self._architectures:
-                skeleton = _build_skeleton(config, self._dtype)
+                skeleton = _build_skeleton(config, self._dtype, None if self._is_divided else self._device)
                 try:
                     division = self._divide_layers(skeleton) if self._is_divided else None
                 except RunError as error:
@@ -455,13 +464,17 @@ class _Architecture:
         return True
 
 
-def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
+def _build_skeleton(config: Any, dtype: torch.dtype, device: torch.device | None) -> Any:
+    """Build a model without weights. `device`: where all of it will compute; None: its layers will be on several."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=choose_attention(config, device, dtype),
+            trust_remote_code=False,
         )
     return model.eval().requires_grad_(False)
 
