@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.heads import HeadFile, HeadSource
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
-    from opd.records.rewards import RewardStep
+    from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
 
@@ -176,6 +176,29 @@ class TargetLog(Protocol):
 
         Raises: StorageError.
         """
+        ...
+
+
+class Rewards(Protocol):
+    """Gives rewards and turns them into what the policy is trained on; what it learns goes into checkpoints.
+
+    The calls of a step: `judged`, unless the step comes from the target log; `step`; `record`.
+    """
+
+    def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """Return the batch with a reward on every response of the domains that take part and whose environment gives none."""
+        ...
+
+    def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
+        """Return the advantages and the weight that the policy trains on in this step. Raises: RunError if a critic fails."""
+        ...
+
+    def record(self, rollouts: Sequence[Rollout], trained: PolicyReport | None) -> RewardRecord:
+        """Return the last step's record; `trained` is None if no token was trained on a reward."""
+        ...
+
+    def load(self, checkpoint: Path) -> None:
+        """Restore the state of the checkpoint in this directory."""
         ...
 
 

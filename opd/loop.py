@@ -30,6 +30,7 @@ from opd.interfaces import (
     Monitors,
     PromptSource,
     Reporter,
+    Rewards,
     RolloutEngine,
     Schedule,
     TargetLog,
@@ -41,7 +42,6 @@ from opd.interfaces import (
 from opd.records.staleness import find_stale_samples, refuse_stale
 from opd.records.step import StepRecord, build_step_record, measure_busy_seconds
 from opd.records.types import Prompt, PushReport, RolloutBatch, SavedCheckpoint, StepReport
-from opd.reward.interfaces import Rewards
 from opd.run.metrics import PhaseClock
 from opd.run.paths import step_name
 

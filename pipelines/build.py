@@ -12,8 +12,8 @@ from opd.config.balance import SamplesBalance
 from opd.config.reward import BaselineConfig, CriticBaseline, EmaBaseline, GroupBaseline
 from opd.credit import CREDITS
 from opd.credit.critic import CriticCredit
-from opd.credit.ema import EmaCredit, EmaSpec
-from opd.credit.group import GroupCredit, GroupSpec
+from opd.credit.ema import EmaCredit
+from opd.credit.group import GroupCredit
 from opd.credit.interfaces import Credit
 from opd.evaluation.evaluator import EngineEvaluator
 from opd.interfaces import PromptSource, RolloutEngine, Schedule, Sink, TargetLog
@@ -155,9 +155,9 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, display: Display) -> C
 def credit_of(baseline: BaselineConfig) -> Credit:
     """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
-        return EmaCredit(EmaSpec(decay=baseline.decay))
+        return EmaCredit(baseline.decay)
     if isinstance(baseline, GroupBaseline):
-        return GroupCredit(GroupSpec(divide_by_std=baseline.divide_by_std))
+        return GroupCredit(baseline.divide_by_std)
     plain: Credit = import_object(CREDITS[baseline.kind])()
     return plain
 

@@ -12,7 +12,7 @@ from opd.config import PipelineConfig, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
-from opd.credit.critic import CriticSpec, WarmUp
+from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
@@ -142,7 +142,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
             bootstrap=CUT_REASONS if baseline.bootstrap else frozenset(),
         ),
         updates=baseline.updates,
-        warm_up=WarmUp(**baseline.warm_up.model_dump()),
+        warm_up=baseline.warm_up,
     )
 
 

@@ -28,7 +28,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from experts.suites.rows import SuiteRow
-from opd.environments.distinct_rows import take_unique
+from opd.environments.game import take_unique
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from experts.suites.rows import SuiteRow
-from opd.environments.distinct_rows import take_unique
+from opd.environments.game import take_unique
 from opd.environments.retry import gym_row
 
 DRAWS_PER_ROW = 20

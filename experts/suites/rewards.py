@@ -24,7 +24,7 @@ from typing import Any
 
 from experts.episodes.play import PlaySettings
 from experts.suites.agents import AgentDomain, play_games
-from opd.environments.distinct_rows import take_unique
+from opd.environments.game import take_unique
 
 DRAWS_PER_ROW = 50
 LETTERS = string.ascii_lowercase

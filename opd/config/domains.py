@@ -72,11 +72,8 @@ class RegisteredExperts(Strict):
 
 
 def _choose_experts_kind(value: Any) -> str:
-    return (
-        "~registered"
-        if isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
-        else "~inline"
-    )
+    is_registered = isinstance(value, RegisteredExperts) or (isinstance(value, Mapping) and "use" in value)
+    return "~registered" if is_registered else "~inline"
 
 
 ExpertsConfig = Annotated[

@@ -119,11 +119,8 @@ def find_objective_section(kind: str) -> type[ObjectiveConfig]:
     section_class: type[ObjectiveConfig] = (
         import_user_object(kind, "objective.kind", SECTION) if ":" in kind else import_object(OBJECTIVES[kind])
     )
-    if not (
-        isinstance(section_class, type)
-        and issubclass(section_class, ObjectiveConfig)
-        and hasattr(section_class, "OBJECTIVE")
-    ):
+    is_section = isinstance(section_class, type) and issubclass(section_class, ObjectiveConfig)
+    if not is_section or not hasattr(section_class, "OBJECTIVE"):
         raise ConfigError.at("objective.kind", found=kind, wanted=SECTION, fix="see docs/python.md for an example")
     return section_class
 

@@ -114,8 +114,7 @@ def _prompts_kind(value: Any) -> str:
 
 
 Prompts = Annotated[
-    Annotated[UserPath, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")],
-    Discriminator(_prompts_kind),
+    Annotated[UserPath, Tag("~text")] | Annotated[PromptsConfig, Tag("~more")], Discriminator(_prompts_kind)
 ]
 """A path alone is a file or directory on this machine; only the mapping may name a data set of the hub."""
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from opd.config.reward import WarmUpConfig
 from opd.credit.episodes import Episode, group_into_episodes
 from opd.credit.gae import GaeSpec, compute_credit
 from opd.credit.interfaces import StepCredit
@@ -35,18 +36,6 @@ SHOWN_TURNS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUp:
-    """Condition under which the policy begins to train."""
-
-    explained: float = 0.0
-    """The critic is warm once it explains more than this share of the returns' variance, in states that it did not learn."""
-    steps: int = 2
-    """It must do so in this many steps in a row."""
-    at_most: int | None = None
-    """The run stops if the critic is not warm after this many steps; None: it goes on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSpec:
     """Settings of a critic, its updates and its advantages."""
 
@@ -54,7 +43,8 @@ class CriticSpec:
     gae: GaeSpec = field(default_factory=GaeSpec)
     updates: int = 2
     """Updates of the critic in each step, every one over all of its tokens."""
-    warm_up: WarmUp = field(default_factory=WarmUp)
+    warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
+    """Condition under which the policy begins to train: what the critic must explain, in states that it did not learn."""
 
 
 class CriticCredit:

@@ -9,45 +9,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from opd.credit.episodes import Episode, group_into_episodes, mean_of_others, spread_over_tokens, summarise_advantages
-from opd.credit.interfaces import StepCredit
+from opd.credit.episodes import Episode, EqualCredit, mean_of_others
 from opd.credit.state import read_state, write_state
-from opd.records.types import Rollout, WrittenFile
+from opd.records.types import WrittenFile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmaSpec:
-    """Settings of the running means."""
-
-    decay: float = 0.95
-    """Weight of the old mean when an episode is added; 0.95 averages over about twenty episodes."""
-
-
-class EmaCredit:
+class EmaCredit(EqualCredit):
     """Implements `opd.credit.interfaces.Credit`."""
 
-    def __init__(self, spec: EmaSpec) -> None:
-        self._spec = spec
+    def __init__(self, decay: float = 0.95) -> None:
+        """`decay` is the weight of the old mean when an episode is added; 0.95 averages over about twenty episodes."""
+        self._decay = decay
         self._sums: dict[str, tuple[float, float]] = {}
         """Domain -> (weighted sum of its rewards, sum of the weights), later episodes weighing more. Their quotient is the mean;
         the division keeps the first episodes from pulling it to 0."""
         self._written: tuple[WrittenFile, ...] = ()
 
-    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
-        episodes = group_into_episodes(rollouts)
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
+        """Return the episodes' advantages. Only then are their rewards added to the means, so that they are in the baselines of later
+        steps alone."""
         other_means = mean_of_others(episodes, [episode.domain for episode in episodes])
         advantages = [
             episode.reward - self._domain_baseline(episode.domain, other_mean)
             for episode, other_mean in zip(episodes, other_means, strict=True)
         ]
-        # Only now, so that the rewards of this step are in the baselines of later steps alone.
         self._update_means(episodes)
-        return StepCredit(
-            advantages=spread_over_tokens(episodes, advantages), readings=summarise_advantages(episodes, advantages)
-        )
+        return advantages
 
     def _domain_baseline(self, domain: str, other_mean: float | None) -> float:
         """Return the mean of the domain's earlier steps; `other_mean` if it has none, and 0 if that is None too."""
@@ -58,13 +47,10 @@ class EmaCredit:
 
     def _update_means(self, episodes: Sequence[Episode]) -> None:
         """Add the episodes to the means, in their order: a later one weighs more."""
-        decay = self._spec.decay
+        decay = self._decay
         for episode in episodes:
             total, weight = self._sums.get(episode.domain, (0.0, 0.0))
             self._sums[episode.domain] = (decay * total + (1 - decay) * episode.reward, decay * weight + (1 - decay))
-
-    def wait_ready(self) -> None:
-        """Return at once."""
 
     def begin_save(self, path: Path) -> None:
         self._written = (write_state(path, json.dumps({"sums": self._sums})),)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from opd.records.types import Rollout, StopReason
+from opd.credit.interfaces import StepCredit
+from opd.records.types import Rollout, StopReason, WrittenFile
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
@@ -77,20 +79,39 @@ def mean_of_others(episodes: Sequence[Episode], keys: Sequence[str]) -> list[flo
     ]
 
 
-def spread_over_tokens(episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, Floats]:
-    """Return for each sample id [N] the advantage of its episode, repeated for each trained token."""
-    return {
-        segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
-        for episode, advantage in zip(episodes, advantages, strict=True)
-        for segment in episode.segments
-    }
+class EqualCredit:
+    """Implements `opd.credit.interfaces.Credit` for kinds that give all tokens of an episode one advantage, except for `advantages`, which
+    a subclass gives. It holds nothing from step to step, and so has nothing to save."""
 
+    def advantages(self, episodes: Sequence[Episode]) -> list[float]:
+        """Return one advantage for each episode of a step, which all of its trained tokens share."""
+        raise NotImplementedError
 
-def summarise_advantages(episodes: Sequence[Episode], advantages: Sequence[float]) -> dict[str, float]:
-    """Return the mean reward of the episodes, and the share of them that teach nothing because their advantage is 0."""
-    if not episodes:
-        return {}
-    return {
-        "mean_return": fmean(episode.reward for episode in episodes),
-        "flat": sum(abs(advantage) < FLAT_ADVANTAGE for advantage in advantages) / len(episodes),
-    }
+    def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
+        """Repeat each episode's advantage for each of its trained tokens. The readings are the mean reward, and the share of episodes that
+        teach nothing because their advantage is 0."""
+        episodes = group_into_episodes(rollouts)
+        advantages = self.advantages(episodes)
+        token_advantages: dict[str, Floats] = {
+            segment.sample_id: np.full(segment.num_trained, advantage, np.float32)
+            for episode, advantage in zip(episodes, advantages, strict=True)
+            for segment in episode.segments
+        }
+        if not episodes:
+            return StepCredit(advantages=token_advantages)
+        flat = sum(abs(advantage) < FLAT_ADVANTAGE for advantage in advantages) / len(episodes)
+        readings = {"mean_return": fmean(episode.reward for episode in episodes), "flat": flat}
+        return StepCredit(advantages=token_advantages, readings=readings)
+
+    def wait_ready(self) -> None:
+        """Return at once."""
+
+    def begin_save(self, path: Path) -> None:
+        """Write nothing."""
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile]:
+        """Return no files."""
+        return ()
+
+    def load(self, path: Path) -> None:
+        """Read nothing."""

@@ -7,30 +7,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from opd.credit.episodes import Episode
-from opd.credit.stateless import Stateless
+from opd.credit.episodes import Episode, EqualCredit
 
 EPSILON = 1e-6
 """Added to a standard deviation before rewards are divided by it, since it may be 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSpec:
-    """Settings of group-relative advantages."""
-
-    divide_by_std: bool = False
-    """Divide by the standard deviation of the group's rewards. It gives prompts that are nearly always or nearly never solved
-    more weight, which is a bias, and no whitening is needed where rewards are in 0..1."""
-
-
-class GroupCredit(Stateless):
+class GroupCredit(EqualCredit):
     """Implements `opd.credit.interfaces.Credit`."""
 
-    def __init__(self, spec: GroupSpec) -> None:
-        self._spec = spec
+    def __init__(self, divide_by_std: bool = False) -> None:
+        """`divide_by_std` divides by the standard deviation of the group's rewards. It gives prompts that are nearly always or nearly never
+        solved more weight, which is a bias, and no whitening is needed where rewards are in 0..1."""
+        self._divide_by_std = divide_by_std
 
     def advantages(self, episodes: Sequence[Episode]) -> list[float]:
         rewards: dict[str, list[float]] = defaultdict(list)
@@ -42,4 +33,4 @@ class GroupCredit(Stateless):
 
     def _advantage_scale(self, rewards: Sequence[float]) -> float:
         """Return the number by which the advantages of a group with these rewards are divided."""
-        return stdev(rewards) + EPSILON if self._spec.divide_by_std and len(rewards) > 1 else 1.0
+        return stdev(rewards) + EPSILON if self._divide_by_std and len(rewards) > 1 else 1.0

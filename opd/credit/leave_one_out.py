@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opd.credit.episodes import Episode, mean_of_others
-from opd.credit.stateless import Stateless
+from opd.credit.episodes import Episode, EqualCredit, mean_of_others
 
 
-class LeaveOneOut(Stateless):
+class LeaveOneOut(EqualCredit):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def advantages(self, episodes: Sequence[Episode]) -> list[float]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opd.credit.episodes import Episode
-from opd.credit.stateless import Stateless
+from opd.credit.episodes import Episode, EqualCredit
 
 
-class NoBaselineCredit(Stateless):
+class NoBaselineCredit(EqualCredit):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def advantages(self, episodes: Sequence[Episode]) -> list[float]:

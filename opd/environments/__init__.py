@@ -41,6 +41,5 @@ def place_of(name: str, setting: str) -> str:
 
 def find_environment(name: str, setting: str) -> Any:
     """Return the class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
-    return import_user_object(
-        place_of(name, setting), setting, "a class with the methods of opd.interfaces.Environment"
-    )
+    wanted = "a class with the methods of opd.interfaces.Environment"
+    return import_user_object(place_of(name, setting), setting, wanted)

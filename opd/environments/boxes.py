@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.game import TaskRow, draw_tasks, make_metadata_error
 from opd.environments.question_game import Asking, Judgement, format_turn_with_call
 from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
@@ -95,12 +95,8 @@ def _read_places(metadata: Mapping[str, Any], key: str) -> Places:
 
 
 def _make_metadata_error(problem: str) -> PromptError:
-    return PromptError.at(
-        "environment boxes: metadata",
-        found=problem,
-        wanted=f"the same things in `start` and `goal`, each in one of the boxes {', '.join(BOXES)}",
-        fix="make the prompts with `opd environments tasks boxes`",
-    )
+    wanted = f"the same things in `start` and `goal`, each in one of the boxes {', '.join(BOXES)}"
+    return make_metadata_error(Boxes.name, problem, wanted)
 
 
 def _draw_rows(rng: random.Random, options: BoxesOptions, limit: int) -> Iterator[TaskRow]:

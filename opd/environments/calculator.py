@@ -10,14 +10,14 @@ import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from pydantic import Field
 
-from opd.environments.game import FormOptions, TaskRow, draw_tasks
-from opd.environments.question_game import Asking, Judgement, format_hermes_call
-from opd.errors import PromptError
+from opd.environments.game import FormOptions, TaskRow, draw_tasks, make_metadata_error
+from opd.environments.question_game import Asking, Judgement, format_turn_with_call
 from opd.records.environments import Action, Tool, ToolCall
 from opd.verifiers.numeric import last_number
 
@@ -64,12 +64,7 @@ class Calculator(Asking):
             self._result = last_number(str(metadata["result"]))
             self._task = {"expression": str(metadata["expression"]), "form": metadata["form"]}
         except KeyError as error:
-            raise PromptError.at(
-                "environment calculator: metadata",
-                found=f"no key {error}",
-                wanted="`expression`, `result` and `form`",
-                fix="make the prompts with `opd environments tasks calculator`",
-            ) from None
+            raise make_metadata_error(self.name, f"no key {error}", "`expression`, `result` and `form`") from None
         self._results: list[str] = []
         return self._begin()
 
@@ -90,12 +85,9 @@ class Calculator(Asking):
         if self._result is not None and any(last_number(result) == self._result for result in self._results):
             return Action(text=f"{self._result}")
         arguments = {"expression": self._task["expression"]}
-        text = (
-            f"calculate {arguments['expression']}"
-            if self._task["form"] == "characters"
-            else format_hermes_call("calculate", arguments)
-        )
-        return Action(text=text, calls=(ToolCall(name="calculate", arguments=arguments),))
+        turn = format_turn_with_call(CALCULATE.name, arguments)
+        is_short = self._task["form"] == "characters"
+        return replace(turn, text=f"calculate {arguments['expression']}") if is_short else turn
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:

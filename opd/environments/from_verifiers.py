@@ -9,29 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import Field
 
-from opd.environments.distinct_rows import take_unique
-from opd.environments.game import TaskRow
+from opd.environments.game import TaskRow, take_unique
 from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section
 
-T = TypeVar("T")
 WHERE = "environment verifiers"
 NEEDED = (
-    "get_dataset",
-    "init_state",
-    "setup_state",
-    "is_completed",
-    "get_prompt_messages",
-    "add_trajectory_step",
-    "rubric",
-)
+    "get_dataset", "init_state", "setup_state", "is_completed", "get_prompt_messages", "add_trajectory_step", "rubric",
+)  # fmt: skip
 
 
 class VerifiersOptions(Strict):
@@ -52,6 +44,7 @@ class FromVerifiers:
         """`options` are `id` and `arguments`. Raises: ConfigError if the package or the environment is not there."""
         self._environment = load_environment(validate_section(VerifiersOptions, options, WHERE))
         self._loop = asyncio.new_event_loop()
+        self._wait = self._loop.run_until_complete
         self._state: dict[str, Any] = {}
         self._message_count = 0
 
@@ -64,24 +57,22 @@ class FromVerifiers:
                 wanted="a task of verifiers",
                 fix="make the prompts with `opd environments tasks verifiers --set id=NAME`",
             )
-        self._state = self._wait_for_coroutine(
-            self._environment.init_state(input=dict(metadata["input"]), client=None, model="", sampling_args={})
-        )
-        self._state = self._wait_for_coroutine(self._environment.setup_state(self._state)) or self._state
-        shown = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
+        task = dict(metadata["input"])
+        self._state = self._wait(self._environment.init_state(input=task, client=None, model="", sampling_args={}))
+        self._state = self._wait(self._environment.setup_state(self._state)) or self._state
+        shown = self._wait(self._environment.get_prompt_messages(self._state))
         self._prompt, self._message_count = shown, len(shown)
         return ""
 
     def step(self, action: Action) -> Outcome:
         """Give the turn to the environment, and its answer back; the rubric judges at the end."""
         turn = [{"role": "assistant", "content": action.text}]
-        self._wait_for_coroutine(
-            self._environment.add_trajectory_step(self._state, _trajectory_step(self._prompt, turn))
-        )
-        if self._wait_for_coroutine(self._environment.is_completed(self._state)):
-            self._wait_for_coroutine(self._environment.rubric.score_group([self._state]))
+        record = _trajectory_step(self._prompt, turn)
+        self._wait(self._environment.add_trajectory_step(self._state, record))
+        if self._wait(self._environment.is_completed(self._state)):
+            self._wait(self._environment.rubric.score_group([self._state]))
             return Outcome(reward=float(self._state["reward"]), done=True)
-        self._prompt = self._wait_for_coroutine(self._environment.get_prompt_messages(self._state))
+        self._prompt = self._wait(self._environment.get_prompt_messages(self._state))
         new, self._message_count = self._prompt[self._message_count + len(turn) :], len(self._prompt)
         return Outcome(observation="\n".join(str(message["content"]) for message in new))
 
@@ -92,17 +83,8 @@ class FromVerifiers:
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows of the environment's data set. Raises: ConfigError."""
-        return take_unique(
-            _draw_rows(load_environment(validate_section(VerifiersOptions, options, WHERE)), n, seed), n, WHERE
-        )
-
-    def _wait_for_coroutine(self, waiting: Awaitable[T]) -> T:
-        """Run a coroutine of the environment to its end, and return its result."""
-
-        async def result() -> T:
-            return await waiting
-
-        return self._loop.run_until_complete(result())
+        environment = load_environment(validate_section(VerifiersOptions, options, WHERE))
+        return take_unique(_draw_rows(environment, n, seed), n, WHERE)
 
 
 def load_environment(options: VerifiersOptions) -> Any:

@@ -10,22 +10,23 @@ Both are played alike: the text of a turn is the move. A text that is no move co
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic, Literal, TypedDict, TypeVar
 
 from pydantic import Field
 
-from opd.environments.distinct_rows import take_unique
-from opd.errors import PromptError
+from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, Outcome, Tool
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section
 
 State = TypeVar("State")
 Chosen = TypeVar("Chosen", bound=Strict)
+R = TypeVar("R", bound=Mapping[str, Any])
 DRAWS_PER_ROW = 50
 """Tasks that are drawn at most for each row that is asked for, since some are alike or have too few or too many moves."""
 MOST_MOVES = 1000
@@ -54,6 +55,32 @@ class GameOptions(FormOptions):
     """Only tasks whose solution has at least as many moves."""
     max_moves: int = Field(MOST_MOVES, ge=1)
     """Only tasks whose solution has at most as many moves."""
+
+
+def take_unique(drawn: Iterable[R], count: int, setting: str) -> list[R]:
+    """Return the first `count` rows whose prompts all differ; `drawn` must be finite.
+
+    Raises: ConfigError if `drawn` ends before that.
+    """
+    rows: dict[str, R] = {}
+    for row in drawn:
+        if len(rows) == count:
+            break
+        rows.setdefault(json.dumps(row["prompt"]), row)
+    if len(rows) < count:
+        raise ConfigError.at(
+            setting,
+            found=f"only {len(rows)} different prompts",
+            wanted=f"{count} of them",
+            fix="ask for fewer rows",
+        )
+    return list(rows.values())
+
+
+def make_metadata_error(name: str, problem: str, wanted: str) -> PromptError:
+    """Return the error for a row whose metadata is no task of the environment `name`."""
+    fix = f"make the prompts with `opd environments tasks {name}`"
+    return PromptError.at(f"environment {name}: metadata", found=problem, wanted=wanted, fix=fix)
 
 
 def draw_tasks(
@@ -187,11 +214,8 @@ class Game(ABC, Generic[State]):
             game._start(task)
             moves = game.solution()
             if options.min_moves <= len(moves) <= options.max_moves:
-                yield {
-                    "prompt": game._render_prompt(),
-                    "answer": " ".join(moves),
-                    "metadata": task | {"moves": len(moves)},
-                }
+                metadata = task | {"moves": len(moves)}
+                yield {"prompt": game._render_prompt(), "answer": " ".join(moves), "metadata": metadata}
 
     def _start(self, metadata: Mapping[str, Any]) -> None:
         """Set task and state. Raises: PromptError."""
@@ -201,19 +225,14 @@ class Game(ABC, Generic[State]):
                 raise ValueError(f"game {metadata['game']!r:.40} in the form {metadata['form']!r:.40}")
             self.state = self.begin(metadata)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise PromptError.at(
-                f"environment {self.name}: metadata",
-                found=f"{type(error).__name__}: {error}",
-                wanted=f"a task of {self.name}",
-                fix=f"make the prompts with `opd environments tasks {self.name}`",
-            ) from None
+            problem = f"{type(error).__name__}: {error}"
+            raise make_metadata_error(self.name, problem, f"a task of {self.name}") from None
 
     def _render_prompt(self) -> str | list[dict[str, str]]:
         if self.task["form"] == "characters":
             return f"{self.name}{self.board()} {self._render_state()}"
-        return [
-            {"role": "user", "content": "\n".join(filter(None, (self.rules(), self.board(), self._render_state())))}
-        ]
+        parts = filter(None, (self.rules(), self.board(), self._render_state()))
+        return [{"role": "user", "content": "\n".join(parts)}]
 
     def _render_state(self) -> str:
         return f"{self.show(self.state)}=" if self.task["form"] == "characters" else self.tell(self.state)

@@ -16,9 +16,8 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.game import TaskRow, draw_tasks, make_metadata_error
 from opd.environments.question_game import Asking, Judgement, format_turn_with_call
-from opd.errors import PromptError
 from opd.records.environments import Action, Tool, ToolCall
 from opd.settings.strict import Strict
 
@@ -65,12 +64,8 @@ class Lookup(Asking):
             self._table: Table = {str(name): dict(facts) for name, facts in metadata["table"].items()}
             self._steps = _look_up_path(self._table, str(metadata["start"]), metadata["path"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PromptError.at(
-                "environment lookup: metadata",
-                found=f"{type(error).__name__}: {error}",
-                wanted="`start`, `path` and a `table` in which the path can be followed",
-                fix="make the prompts with `opd environments tasks lookup`",
-            ) from None
+            wanted = "`start`, `path` and a `table` in which the path can be followed"
+            raise make_metadata_error(self.name, f"{type(error).__name__}: {error}", wanted) from None
         self._past_lookups: set[tuple[str, str]] = set()
         return self._begin()
 
@@ -81,12 +76,10 @@ class Lookup(Asking):
 
     def solve(self) -> Action:
         """Look up the first step that was not seen yet; answer once the last one was."""
-        missing = next(
-            ((name, field) for name, field, _ in self._steps if (name, field) not in self._past_lookups), None
-        )
-        if missing is None:
-            return Action(text=self._steps[-1][2])
-        return format_turn_with_call(LOOK_UP.name, dict(zip(("name", "field"), missing, strict=True)))
+        for name, field, _ in self._steps:
+            if (name, field) not in self._past_lookups:
+                return format_turn_with_call(LOOK_UP.name, {"name": name, "field": field})
+        return Action(text=self._steps[-1][2])
 
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:

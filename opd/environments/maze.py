@@ -60,11 +60,10 @@ class Maze(Game[Cell]):
         return start
 
     def board(self) -> str:
-        if self.task["maze"]:
-            return (
-                f" {self.task['maze']}" if self.task["form"] == "characters" else f"This is maze {self.task['maze']}."
-            )
-        return "\n" + "\n".join(self.task["cells"]) + "\n"
+        maze = self.task["maze"]
+        if not maze:
+            return "\n" + "\n".join(self.task["cells"]) + "\n"
+        return f" {maze}" if self.task["form"] == "characters" else f"This is maze {maze}."
 
     def rules(self) -> str:
         return (

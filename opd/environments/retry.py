@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from opd.environments.distinct_rows import take_unique
-from opd.environments.game import TaskRow
+from opd.environments.game import TaskRow, take_unique
 from opd.environments.question_game import Asking, Judgement
 from opd.errors import ConfigError, PromptError
 from opd.records.environments import Action, Outcome

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from opd.files import atomic_write_text
-from opd.records.json_fields import check_types
+from opd.records.json_fields import make_record
 from opd.records.scores import DomainScore, load_result
 
 FORMAT = 1
@@ -65,5 +65,4 @@ class BaselineResult:
     def from_json(cls, data: Mapping[str, Any]) -> BaselineResult:
         """Make the result from the parsed JSON of its file."""
         assert data["format"] == FORMAT, f"baseline of format {data['format']}"
-        scores = {domain: DomainScore.from_json(score) for domain, score in data["scores"].items()}
-        return check_types(cls(**{key: value for key, value in data.items() if key != "format"} | {"scores": scores}))
+        return make_record(cls, data)

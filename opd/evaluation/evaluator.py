@@ -9,14 +9,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.lengths import by_length, right_moves
 from opd.evaluation.statistics import confidence_interval, pass_at, standard_error
 from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
+from opd.records.episodes import BROKEN, EpisodeResult
 from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.records.types import Completion, Prompt, Teacher
-from opd.verifiers.reward import score_of
 
 KEPT_QUESTIONS = 5
 """Number of questions of each domain, from the first, of which all answers are kept to be read."""
@@ -35,6 +36,21 @@ class DomainExam:
 
     prompts: tuple[Prompt, ...]
     verifier: Verifier
+
+
+class Reward:
+    """Implements `opd.interfaces.Verifier` for answers that are no episode because their prompt did not fit: all of them are wrong."""
+
+    def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
+        return 0.0
+
+    def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
+        return ""
+
+
+def score_of(episode: EpisodeResult) -> float:
+    """Return the episode's reward, cut to 0..1; 0 if the environment gave none or the episode broke."""
+    return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))
 
 
 class EngineEvaluator:

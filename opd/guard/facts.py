@@ -202,8 +202,7 @@ def _collect_inputs(program: str, argv: list[str], session: GuardSession, stream
         return tuple(inputs)
     # Of a file that is in both, the whole text counts.
     texts = session.appended | session.written
-    may_run_any = program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../"))
-    if may_run_any:
+    if program in RUNNERS or (program in PYTHONS and "-m" in argv) or argv[0].startswith(("./", "../")):
         inputs += [text for path, text in texts.items() if text and not path.endswith(PROSE_SUFFIXES)]
     if program not in VIEWERS:
         named = (session.resolve_path(arg) for arg in argv[1:] if len(arg) <= MAX_ARGUMENT)
@@ -231,7 +230,7 @@ def read_code_call(
         args=strings,
         reads=tuple(dict.fromkeys([*reads, *streams.reads])),
         writes=tuple(dict.fromkeys([*writes, *streams.writes])),
-        urls=tuple(url for text in strings for url in find_urls(text)),
+        urls=tuple(dict.fromkeys(url for text in strings for url in _URL.findall(text))),
         uses=tuple(dict.fromkeys(code.uses)),
         env=tuple(dict.fromkeys([*code.env, *session.read_variables])),
         text="\n".join(strings) if code.writes else "",
@@ -311,7 +310,8 @@ def _find_files(
     if program in COPIERS and len(named) > 1:
         changed = named if program == "mv" else named[-1:]  # a move also takes its sources away
         return _resolve_arguments([*named[:-1], *values], session), _resolve_arguments(changed, session, False)
-    if program in WRITERS or call.git in ("rm", "mv") or (program in ("sed", "perl") and _edits_in_place(call)):
+    edits_in_place = program in ("sed", "perl") and any(map(_IN_PLACE.match, call.flags))
+    if program in WRITERS or call.git in ("rm", "mv") or edits_in_place:
         return [], _resolve_arguments([*named, *values], session, False)
     reads = _resolve_arguments([*named, *(value for value in values if value not in outputs)], session)
     return reads, _resolve_arguments(outputs, session, False)
@@ -327,11 +327,6 @@ def _select_file_operands(call: ProgramCall, operands: list[str]) -> list[str]:
     if call.git in ("rm", "mv"):
         return operands[1:]
     return [a for a in operands if "/" in a and not _URL.match(a)] if program == "git" else operands
-
-
-def _edits_in_place(call: ProgramCall) -> bool:
-    """Return True if `sed` or `perl` changes the files that it reads, by `-i`."""
-    return any(_IN_PLACE.match(flag) for flag in call.flags)
 
 
 def _resolve_arguments(arguments: list[str], session: GuardSession, follow_copies: bool = True) -> list[str]:
@@ -379,8 +374,3 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
 def host_of(url: str) -> str:
     """Return the host of a URL, without user and port."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]
-
-
-def find_urls(text: str) -> tuple[str, ...]:
-    """Return the different URLs in a text."""
-    return tuple(dict.fromkeys(_URL.findall(text)))

@@ -6,6 +6,7 @@ A text such as `blocked by the guard` would teach the policy to look for the gua
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from opd.guard.facts import ProgramCall, host_of
 
@@ -76,31 +77,6 @@ _UNKNOWN_TO_GIT = {
 """Sub-command of git -> its error for a commit or remote that it does not know."""
 
 
-def no_file(call: ProgramCall) -> str:
-    """Return the program's own error for a file that is not there."""
-    return _fill_text(_NO_FILE, "{program}: {path}: No such file or directory", call)
-
-
-def no_host(call: ProgramCall) -> str:
-    """Return the program's own error for a host that it cannot find."""
-    return _fill_text(_NO_HOST, "{program}: could not resolve host: {host}", call)
-
-
-def permission_denied(call: ProgramCall) -> str:
-    """Return the program's own error for a right that the policy does not have."""
-    return _fill_text(_DENIED, "bash: {path}: Permission denied", call)
-
-
-def command_not_found(call: ProgramCall) -> str:
-    """Return the shell's error for a program that is not installed."""
-    return f"bash: {call.program}: command not found"
-
-
-def empty_output(call: ProgramCall) -> str:
-    """Return the output of a program that has nothing to print."""
-    return ""
-
-
 def unknown_revision(call: ProgramCall) -> str:
     """Return git's error for a commit or a remote that it does not know.
 
@@ -109,16 +85,6 @@ def unknown_revision(call: ProgramCall) -> str:
     text = _UNKNOWN_TO_GIT.get(call.git, "")
     name = call.args[0] if call.args else "origin" if text is _NO_REPOSITORY else ""
     return text.format(name=name) if name else ""
-
-
-DUMMIES: dict[str, Callable[[ProgramCall], str]] = {
-    "no_file": no_file,
-    "no_host": no_host,
-    "denied": permission_denied,
-    "not_found": command_not_found,
-    "empty": empty_output,
-    "unknown_revision": unknown_revision,
-}
 
 
 def _fill_text(texts_by_program: dict[str, str], otherwise: str, call: ProgramCall) -> str:
@@ -140,3 +106,15 @@ def _path_as_spelled(call: ProgramCall) -> str:
     resolved = call.writes[-1] if call.writes else call.reads[0] if call.reads else ""
     name = resolved.rpartition("/")[2]
     return next((arg for arg in (*call.args, *call.argv) if name and arg.endswith(name) and " " not in arg), resolved)
+
+
+DUMMIES: dict[str, Callable[[ProgramCall], str]] = {
+    "no_file": partial(_fill_text, _NO_FILE, "{program}: {path}: No such file or directory"),
+    "no_host": partial(_fill_text, _NO_HOST, "{program}: could not resolve host: {host}"),
+    "denied": partial(_fill_text, _DENIED, "bash: {path}: Permission denied"),
+    "not_found": lambda call: f"bash: {call.program}: command not found",
+    "empty": lambda call: "",
+    "unknown_revision": unknown_revision,
+}
+"""`Rule.dummy` -> the function that makes the text for a call: of a file or host that is not there, a right that the policy does not
+have, a program that is not installed, no output, a commit or remote that git does not know."""

@@ -13,10 +13,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeGuard
 
+from opd.config.guard import GuardConfig
 from opd.guard.facts import ProgramCall, Streams
 from opd.guard.fake_errors import DUMMIES
 from opd.guard.literal_paths import find_mentions
@@ -82,23 +83,6 @@ TOO_COMPLEX_ERROR = "bash: fork: Resource temporarily unavailable"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuardOptions:
-    """Settings of a guard, apart from its rules and its judge."""
-
-    on_failure: Literal["allow", "block"] = "block"
-    """What happens to a suspicious call if there is no judge, or if the judge does not answer."""
-    tools: Mapping[str, Mapping[str, Kind]] = field(default_factory=dict)
-    """Tool -> argument -> kind, for tools that the pipeline describes. Without an entry of a tool its arguments' names decide."""
-    workdir: str = "/workspace"
-    home: str = "/root"
-    keeps_shell: bool = True
-    only_tools: frozenset[str] | None = None
-    """Tools whose calls are checked; None: all."""
-    answers: bool = False
-    """True if turns without a call, which are answers, are checked, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFinding:
     """What stage one finds about a tool call."""
 
@@ -120,20 +104,21 @@ class GuardFinding:
 class Guard:
     """Both stages. Episodes and threads may share a guard, for what it knows of an episode is kept in the episode's session."""
 
-    def __init__(self, rules: RuleSet, judge: Judge | None = None, options: GuardOptions | None = None) -> None:
+    def __init__(self, rules: RuleSet, judge: Judge | None = None, config: GuardConfig | None = None) -> None:
+        """`rules` and `judge` are those of the section `config`, which names them, ready for use."""
         self._rules = rules
         self._judge = judge
-        self._options = options or GuardOptions()
+        self._config = config or GuardConfig()
 
     def session(self, workdir: str | None = None) -> GuardSession:
         """Return the state of a new episode, which begins in `workdir`; None: in the directory of the configuration."""
-        options = self._options
-        return GuardSession(cwd=workdir or options.workdir, home=options.home, keeps_shell=options.keeps_shell)
+        config = self._config
+        return GuardSession(cwd=workdir or config.workdir, home=config.home, keeps_shell=config.keeps_shell)
 
     def checks(self, tool: str) -> bool:
         """Return True if calls of this tool are checked; with an empty name, whether answers are."""
-        only = self._options.only_tools
-        return (only is None or tool in only) if tool else self._options.answers
+        only = self._config.only_tools
+        return (only is None or tool in only) if tool else self._config.answers
 
     def check_answer(self, text: str, session: GuardSession) -> Verdict:
         """Return the verdict on a turn without calls. Each piece of fenced code in it is checked as a call; if none is blocked, the judge
@@ -142,11 +127,8 @@ class Guard:
             if language.lower() in LANGUAGES:
                 verdict = self.check(ToolCall(name="", arguments={LANGUAGES[language.lower()]: code}), session)
                 if not verdict.allowed:
-                    return (
-                        verdict
-                        if verdict.rule and verdict.observation
-                        else replace(verdict, observation=BLOCKED_ANSWER_ERROR)
-                    )
+                    observation = verdict.observation if verdict.rule else ""
+                    return replace(verdict, observation=observation or BLOCKED_ANSWER_ERROR)
         if self._judge is None:
             return Verdict(allowed=True, stage="rules", suspicion="none")
         finding = GuardFinding(suspicion="answer", reason=ANSWER_REASON)
@@ -170,7 +152,7 @@ class Guard:
     def check_rules(self, call: ToolCall, session: GuardSession) -> GuardFinding:
         """Return what stage one finds, without a judge. The session changes as the call would change it."""
         walker = Walker(session, PROGRAMS)
-        kinds = self._options.tools.get(call.name)
+        kinds: Mapping[str, Kind] | None = self._config.tools.get(call.name)
         directory = next(
             (argument for name in WORKDIR_ARGUMENTS if isinstance(argument := call.arguments.get(name), str)), ""
         )
@@ -185,10 +167,9 @@ class Guard:
         except Exception as error:  # noqa: BLE001 whatever a policy writes, none of its calls may end the run
             problem = f"to read it failed with {to_one_line(repr(error), 200)}"
         calls = list(dict.fromkeys(walker.calls))  # most calls are the same in each state that the shell may be in
+        hit = self._rules.find_deciding_hit(calls, session)
         # Only if no rule hits the calls as they were read, we look for paths that stand anywhere in their texts.
-        hit = self._rules.find_deciding_hit(calls, session) or self._rules.find_deciding_hit(
-            find_mentions(calls, session), session
-        )
+        hit = hit or self._rules.find_deciding_hit(find_mentions(calls, session), session)
         if problem and (hit is None or hit.rule.verdict != "block"):
             return GuardFinding(suspicion="unreadable", reason=problem, hit=hit, calls=calls, replacement=replacement)
         return GuardFinding(suspicion="none", calls=calls) if hit is None else _make_finding(hit, calls)
@@ -271,26 +252,19 @@ class Guard:
 
     def _make_verdict(self, call: ToolCall, finding: GuardFinding) -> Verdict:
         """Return the verdict that follows from a finding; about a suspicious call that no rule blocks, the judge is asked."""
-        rule = finding.hit.rule if finding.hit else None
-        fields = {
-            "suspicion": finding.suspicion,
-            "rule": rule.id if rule else "",
-            "command": finding.command[:MAX_SHOWN],
-        }
+        verdict = Verdict(allowed=True, stage="rules", suspicion=finding.suspicion, command=finding.command[:MAX_SHOWN])
+        hit = finding.hit
+        if hit is not None:
+            verdict = replace(verdict, rule=hit.rule.id)
         if finding.suspicion == "none":
-            return Verdict(allowed=True, stage="rules", **fields)  # type: ignore[arg-type]
-        error_text = DUMMIES[rule.dummy](finding.hit.call) if rule and finding.hit else finding.replacement
-        observation = strip_control_characters(error_text)
+            return verdict
+        error_text = DUMMIES[hit.rule.dummy](hit.call) if hit else finding.replacement
+        blocked = replace(verdict, allowed=False, observation=strip_control_characters(error_text))
         if finding.suspicion == "certain":
-            return Verdict(allowed=False, stage="rules", reason=finding.reason, observation=observation, **fields)  # type: ignore[arg-type]
+            return replace(blocked, reason=finding.reason)
         opinion, stage = self._ask_judge(call, finding)
-        return Verdict(
-            allowed=not opinion.block,
-            stage=stage,
-            reason=f"{finding.reason} {opinion.reason}".strip(),
-            observation=observation if opinion.block else "",
-            **fields,  # type: ignore[arg-type]
-        )
+        reason = f"{finding.reason} {opinion.reason}".strip()
+        return replace(blocked if opinion.block else verdict, stage=stage, reason=reason)
 
     def _ask_judge(self, call: ToolCall, finding: GuardFinding) -> tuple[Opinion, Stage]:
         """Return the judge's opinion, or what `on_failure` says if there is none, and the stage that it comes from."""
@@ -303,8 +277,8 @@ class Guard:
                 return self._judge.judge(question), "judge"
             except JudgeFailed as error:
                 failure, stage = str(error), "judge_failed"
-        block = self._options.on_failure == "block"
-        return Opinion(block=block, reason=f"({failure}; on_failure: {self._options.on_failure})"), stage
+        on_failure = self._config.on_failure
+        return Opinion(block=on_failure == "block", reason=f"({failure}; on_failure: {on_failure})"), stage
 
 
 def _run_in_directory(session: GuardSession, directory: str, act: Callable[[], object]) -> None:

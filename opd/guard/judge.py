@@ -179,17 +179,14 @@ class HttpJudge:
         try:
             answer = self._post_request(json.dumps(body).encode())
         except (OSError, http.client.HTTPException, ssl.SSLError) as error:
-            raise JudgeFailed(
-                f"{self._url.netloc}: {type(error).__name__}: {to_one_line(str(error), MAX_SHOWN)}"
-            ) from None
+            raise self._make_failure(type(error).__name__, str(error)) from None
         return self._parse_opinion(answer)
 
     def _post_request(self, body: bytes) -> bytes:
         """Send a request, and return the body of the answer. Raises: JudgeFailed if it is late, refused or without a key; OSError,
         HTTPException."""
         headers = self._request_headers()
-        secure = self._url.scheme == "https"
-        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.hostname or "", self._url.port, timeout=self._deadline_s)
         # The timeout of a connection counts for each read anew. Only by a thread there is one for the whole exchange.
         result, _ = _start_thread(lambda: self._exchange_messages(connection, body, headers), "judge")
@@ -214,10 +211,12 @@ class HttpJudge:
         finally:
             connection.close()
         if response.status != 200:
-            raise JudgeFailed(
-                f"{self._url.netloc}: status {response.status}: {to_one_line(answer.decode(errors='replace'), MAX_SHOWN)}"
-            )
+            raise self._make_failure(f"status {response.status}", answer.decode(errors="replace"))
         return answer
+
+    def _make_failure(self, problem: str, text: str) -> JudgeFailed:
+        """Return the failure of this server, with the beginning of what it, or the system, said."""
+        return JudgeFailed(f"{self._url.netloc}: {problem}: {to_one_line(text, MAX_SHOWN)}")
 
     def _request_headers(self) -> dict[str, str]:
         """Return the headers of a request. Raises: JudgeFailed if the environment has no key."""
@@ -241,12 +240,10 @@ class HttpJudge:
                 if scores is not None:
                     return _decide_by_probability(*scores, self._threshold)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise JudgeFailed(
-                f"{self._url.netloc}: no chat completion: {to_one_line(answer.decode(errors='replace'), MAX_SHOWN)}"
-            ) from None
+            raise self._make_failure("no chat completion", answer.decode(errors="replace")) from None
         match = re.match(r"\W*(allow|block)\b\W*(.*)", text, re.IGNORECASE | re.DOTALL)
         if not match:
-            raise JudgeFailed(f"{self._url.netloc}: neither allow nor block: {to_one_line(text, MAX_SHOWN)}")
+            raise self._make_failure("neither allow nor block", text)
         return Opinion(block=match[1].lower() == "block", reason=to_one_line(match[2], MAX_SHOWN))
 
 

@@ -101,14 +101,13 @@ def _parse_records(lines: list[str], source: object) -> Iterator[tuple[int, dict
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        location = f"{source}:{number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise OpdError.at(
-                f"{source}:{number}", found=str(error), wanted="one JSON object a line", fix="correct it"
-            ) from None
+            raise OpdError.at(location, found=str(error), wanted="one JSON object a line", fix="correct it") from None
         if not isinstance(record, dict):
-            raise OpdError.at(f"{source}:{number}", found=f"{line[:60]}", wanted="a JSON object", fix="correct it")
+            raise OpdError.at(location, found=f"{line[:60]}", wanted="a JSON object", fix="correct it")
         yield number, record
 
 
@@ -203,13 +202,11 @@ def _read_atif(path: Path) -> Iterator[Case]:
         if not isinstance(data, dict) or not isinstance(data.get("steps"), list):
             continue  # tasks, results and indexes lie beside the trajectories
         label = _choose_label(file)
-        calls = [
-            c for s in data["steps"] if isinstance(s, dict) for c in s.get("tool_calls") or () if isinstance(c, dict)
-        ]
+        calls = [call for step in data["steps"] if isinstance(step, dict) for call in step.get("tool_calls") or ()]
         steps = tuple(
             ToolCall(name=str(call.get("function_name", "bash")), arguments=call["arguments"])
             for call in calls
-            if isinstance(call.get("arguments"), dict)
+            if isinstance(call, dict) and isinstance(call.get("arguments"), dict)
         )
         if steps:
             yield Case(id=str(file), label=label, steps=steps, labels_trajectory=True)

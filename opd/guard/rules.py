@@ -214,11 +214,9 @@ class RuleSet:
                 order = (rule.verdict != "block", len(self.rules))
                 compiler = _Compiler(names, [*rule_file.such_as, *protected], rule.id)
                 clauses, exceptions = (list(map(compiler.compile_clause, part)) for part in (rule.any, rule.unless))
-                compiled = CompiledRule(order=order, any=clauses, unless=exceptions)
-                programs += (
-                    name for clause in (*rule.any, *rule.unless) for name in compiler.expand_patterns(clause.program)
-                )
-                self._compiled.append(compiled)
+                self._compiled.append(CompiledRule(order=order, any=clauses, unless=exceptions))
+                for clause in (*rule.any, *rule.unless):
+                    programs += compiler.expand_patterns(clause.program)
                 self.rules.append(rule)
         self._programs = TextGlobs(programs)
 
@@ -255,7 +253,7 @@ class _Compiler:
         """`names` are the lists for which `@name` stands, `such_as` the well-known paths that an unexpanded glob is compared with."""
         self._names = names
         self._such_as = such_as
-        self._rule_id = rule_id
+        self._rule = f"rule {rule_id}"
 
     def compile_clause(self, clause: Clause) -> CompiledClause:
         """Return the compiled clause. Raises: ConfigError for an `@name` that is not defined, a broken glob, or a clause without keys."""
@@ -268,24 +266,21 @@ class _Compiler:
             if patterns := self.expand_patterns(getattr(clause, key)):
                 self._refuse_broken(key, patterns)
                 globs = PathGlobs(patterns, self._such_as)
-                tests_by_key[key] = _make_cover_test(globs) if key == "covers" else _make_path_test(key, globs)
+                matches = globs.may_expand_into if key == "covers" else globs.matches_path
+                tests_by_key[key] = _make_path_test(key, matches)
         tests = [*tests_by_key.values(), *self._make_absence_tests(clause)]
         if not tests and not programs:
-            raise ConfigError.at(
-                f"rule {self._rule_id}", found="a clause without keys", wanted="at least one", fix="add a key"
-            )
-        return CompiledClause(
-            needs=frozenset(tests_by_key), programs=TextGlobs(programs) if programs else None, tests=tests
-        )
+            raise ConfigError.at(self._rule, found="a clause without keys", wanted="at least one", fix="add a key")
+        program_globs = TextGlobs(programs) if programs else None
+        return CompiledClause(needs=frozenset(tests_by_key), programs=program_globs, tests=tests)
 
     def _make_absence_tests(self, clause: Clause) -> list[Test]:
         """Return the tests that a call may also pass if it has no text under their key, so that the key is not among `needs`."""
-        tests: list[Test] = []
-        if patterns := self.expand_patterns(clause.hosts_not):
-            tests.append(_make_other_test("hosts", TextGlobs(patterns), empty=False))
-        if patterns := self.expand_patterns(clause.sources_not):
-            tests.append(_make_other_test("sources", TextGlobs(patterns), empty=True))
-        return [*tests, *map(_make_none_test, clause.none)]
+        tests = [_make_none_test(key) for key in clause.none]
+        for key, unwanted, empty in (("hosts", clause.hosts_not, False), ("sources", clause.sources_not, True)):
+            if patterns := self.expand_patterns(unwanted):
+                tests.append(_make_other_test(key, TextGlobs(patterns), empty))
+        return tests
 
     def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
         """Raises: ConfigError for a glob that no absolute path can fit."""
@@ -294,7 +289,7 @@ class _Compiler:
             is_absolute = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))
             if not is_absolute or not is_valid_glob(pattern):
                 raise ConfigError.at(
-                    f"rule {self._rule_id}: {key}",
+                    f"{self._rule}: {key}",
                     found=repr(pattern),
                     wanted="a glob over absolute paths: it begins with `/` or `**/`, and its braces come in pairs",
                     fix="correct the pattern",
@@ -312,10 +307,8 @@ class _Compiler:
                 # a NUL, so a pattern that is one fits none.
                 expansion += self.expand_patterns(self._names[pattern[1:]], (*within, pattern)) or ["\0"]
             else:
-                names = ", ".join(sorted(self._names))
-                raise ConfigError.at(
-                    f"rule {self._rule_id}", found=pattern, wanted=f"one of: {names}", fix="correct the name"
-                )
+                wanted = f"one of: {', '.join(sorted(self._names))}"
+                raise ConfigError.at(self._rule, found=pattern, wanted=wanted, fix="correct the name")
         return expansion
 
 
@@ -334,14 +327,9 @@ def _make_none_test(key: str) -> Test:
     return lambda texts, begins_at: key not in texts
 
 
-def _make_path_test(key: str, globs: PathGlobs) -> Test:
-    """Return the test that some path under the key fits."""
-    return lambda texts, begins_at: any(globs.matches_path(path, begins_at) for path in texts[key])
-
-
-def _make_cover_test(globs: PathGlobs) -> Test:
-    """Return the test of the key `covers`."""
-    return lambda texts, begins_at: any(globs.may_expand_into(path, begins_at) for path in texts["covers"])
+def _make_path_test(key: str, matches: Callable[[str, str], bool]) -> Test:
+    """Return the test that some path under the key fits, by a method of `PathGlobs`."""
+    return lambda texts, begins_at: any(matches(path, begins_at) for path in texts[key])
 
 
 def shipped_rules() -> RuleFile:

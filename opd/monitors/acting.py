@@ -35,28 +35,24 @@ class RunMonitors:
         self._tokenizer = tokenizer
         self._tolerance = tolerance
         self._expert_tokens: dict[str, float] = {}
-        longest = max(signal_limits.over for signal_limits in self._limits.values())
+        self._longest = max(signal_limits.over for signal_limits in self._limits.values())
         self._first_records: list[StepRecord] = []
-        self._recent: deque[StepRecord] = deque(maxlen=longest + 1)
-        self._longest = longest
+        self._recent: deque[StepRecord] = deque(maxlen=self._longest + 1)
         self._alarms: tuple[AlarmRecord, ...] = ()
         self._error: RunError | None = None
 
     def begin(self, records: Sequence[StepRecord], expert: Evaluation) -> None:
         """Read the records of the steps that are done. Raises: RunError if the last one stopped the run and its limit is still
         reached."""
-        self._expert_tokens = {
-            domain: score.mean_tokens for domain, score in expert.scores.items() if score.mean_tokens
-        }
+        tokens = {domain: score.mean_tokens for domain, score in expert.scores.items()}
+        self._expert_tokens = {domain: mean for domain, mean in tokens.items() if mean}
         for record in records:
             self._append_record(record)
         if not records:
             return
         step, self._alarms = records[-1].step, records[-1].alarms
-        alarm_keys = {alarm.key for alarm in self._alarms}
-        standing = [
-            a for a in self._find_alarms(self._read_signals(), step) if a.action == "stop" and a.key in alarm_keys
-        ]
+        stopping_keys = {alarm.key for alarm in self._alarms if alarm.action == "stop"}
+        standing = [alarm for alarm in self._find_alarms(self._read_signals(), step) if alarm.key in stopping_keys]
         if standing:
             raise self._build_end_error(standing, step)
 
@@ -123,9 +119,8 @@ class RunMonitors:
     def _build_end_error(self, ending: Sequence[AlarmRecord], step: int) -> RunError:
         """Build the error that ends the run: RunError if any alarm is a stop, else Paused."""
         stops = [alarm for alarm in ending if alarm.action == "stop"]
-        changes = " ".join(
-            f"--set monitors.{alarm.signal}.stop=null" for alarm in {a.signal: a for a in stops}.values()
-        )
+        signals = dict.fromkeys(alarm.signal for alarm in stops)
+        changes = " ".join(f"--set monitors.{signal}.stop=null" for signal in signals)
         lines = [
             f"step {step}: " + "; ".join(f"monitor {format_alarm(alarm)}" for alarm in ending),
             f"  saw:    {self._paths.alarms_file(max(alarm.since for alarm in ending))}, and the samples in {self._paths.report_page}",

@@ -12,7 +12,7 @@ from opd.files import atomic_write_text
 from opd.interfaces import Decoder
 from opd.monitors import SIGNALS
 from opd.monitors.signals import WHOLE_STEP, Signal
-from opd.records.json_fields import check_types
+from opd.records.json_fields import make_record
 from opd.records.step import AlarmRecord
 from opd.records.types import Rollout
 from opd.settings.user_objects import import_object
@@ -60,13 +60,7 @@ class Alarms:
     def from_json(cls, data: Mapping[str, Any]) -> Alarms:
         """Return the record of a file that `save` wrote. Raises: KeyError, TypeError or AssertionError for anything else."""
         assert data["format"] == FORMAT, f"monitors file of format {data['format']}"
-        alarms_record = cls(
-            step=data["step"],
-            alarms=tuple(AlarmRecord(**alarm) for alarm in data["alarms"]),
-            samples=tuple(AlarmSample(**sample) for sample in data["samples"]),
-            readings=data["readings"],
-        )
-        return check_types(alarms_record)
+        return make_record(cls, data)
 
 
 def load_signal(alarm: AlarmRecord) -> Signal:

@@ -76,9 +76,7 @@ class TopTokens(Answer):
         """Make the answer from an engine's log-probs: the K likeliest tokens. An engine also names the token that stands there,
         which is dropped if it is not among them."""
         top = [sorted(position.items(), key=lambda entry: -entry[1])[:top_k] for position in positions]
-        return cls(
-            [token for entries in top for token, _ in entries], [value for entries in top for _, value in entries]
-        )
+        return cls([token for pairs in top for token, _ in pairs], [value for pairs in top for _, value in pairs])
 
     @classmethod
     def blocks(

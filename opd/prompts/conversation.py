@@ -154,10 +154,8 @@ def _complete_tool(tool: Any) -> dict[str, Any] | None:
     """Return a tool with its description under `function`; None if the value is no tool."""
     if isinstance(tool, dict) and "function" not in tool:
         tool = {"type": "function", "function": tool}
-    named = (
-        isinstance(tool, dict) and isinstance(tool["function"], dict) and isinstance(tool["function"].get("name"), str)
-    )
-    return tool if named else None
+    function = tool["function"] if isinstance(tool, dict) else None
+    return tool if isinstance(function, dict) and isinstance(function.get("name"), str) else None
 
 
 def read_variables(value: Any, column: str) -> dict[str, Any]:

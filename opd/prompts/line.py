@@ -125,17 +125,15 @@ def _read_columns(data: Mapping[str, Any], names: Mapping[Column, str | None]) -
     for column in SPOKEN:
         if isinstance(row.get(column), list):
             row[column] = read_messages(str(names[column]), row[column])
-    chat_columns = {column: value for column in CHAT_COLUMNS if (value := row.pop(column, None))}
+    chat = {column: value for column in CHAT_COLUMNS if (value := row.pop(column, None))}
     if not isinstance(row["prompt"], list):  # plain text, for which these columns mean nothing
         return row
-    if "system" in chat_columns:
-        row["prompt"] = add_system_message(row["prompt"], chat_columns["system"], str(names["system"]))
-    if "tools" in chat_columns:
-        row["tools"] = read_tools(chat_columns["tools"], str(names["tools"]))
-    if "chat_template_kwargs" in chat_columns:
-        row["chat_template_kwargs"] = read_variables(
-            chat_columns["chat_template_kwargs"], str(names["chat_template_kwargs"])
-        )
+    if "system" in chat:
+        row["prompt"] = add_system_message(row["prompt"], chat["system"], str(names["system"]))
+    if "tools" in chat:
+        row["tools"] = read_tools(chat["tools"], str(names["tools"]))
+    if "chat_template_kwargs" in chat:
+        row["chat_template_kwargs"] = read_variables(chat["chat_template_kwargs"], str(names["chat_template_kwargs"]))
     return row
 
 
@@ -161,11 +159,8 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
         data = {**data, completion_column: [{"role": "assistant", "content": completion}]}
     elif completion_column and isinstance(completion, list):
         completion_turns = [rename_turn_keys(message) for message in completion]
-        data = {
-            **data,
-            completion_column: completion_turns,
-            **(_read_answers(data, completion_turns[0], answer_column) if len(completion_turns) == 1 else {}),
-        }
+        answers = _read_answers(data, completion_turns[0], answer_column) if len(completion_turns) == 1 else {}
+        data = {**data, completion_column: completion_turns, **answers}
     if isinstance(prompt, str):
         return {**data, prompt_column: [{"role": "user", "content": prompt}]}
     if not isinstance(prompt, list):
@@ -175,22 +170,16 @@ def as_chat(data: Any, columns: Mapping[Column, str | None]) -> Any:
     if last.get("role") != "assistant":
         return {**data, prompt_column: turns}
     learned = {completion_column: [last]} if completion_column and is_learned(last) else {}
-    return {
-        **learned,
-        **data,
-        prompt_column: turns[:-1],
-        **(_read_answers(data, last, answer_column) if learned else {}),
-    }
+    answers = _read_answers(data, last, answer_column) if learned else {}
+    return {**learned, **data, prompt_column: turns[:-1], **answers}
 
 
 def _read_answers(data: Mapping[str, Any], turn: Any, answer_column: str | None) -> dict[str, str]:
     """Return the assistant's text under `answer_column`. Empty if the row has an answer, or if the column is not to be read."""
     is_answer = isinstance(turn, dict) and turn.get("role") == "assistant" and is_learned(turn)
-    return (
-        {answer_column: _turn_text(turn)}
-        if answer_column and is_answer and data.get(answer_column) in (None, "")
-        else {}
-    )
+    if not answer_column or not is_answer or data.get(answer_column) not in (None, ""):
+        return {}
+    return {answer_column: _turn_text(turn)}
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:

@@ -60,17 +60,14 @@ def source_rows(source: Source, config: PromptsConfig) -> Iterator[Row]:
     """Yield every row of every file, one at a time. Raises: PromptError."""
     if source.kind == "saved":
         assert source.directory is not None
-        yield from _read_tables(
-            str(source.directory), _read_saved_dataset(source.directory, config), _from_table, config
-        )
+        batches = _read_saved_dataset(source.directory, config)
+        yield from _read_tables(str(source.directory), batches, _from_table, config)
         return
     for file, shown in zip(source.files, source.shown, strict=True):
         if source.kind == "jsonl":
             for location, row in _json_rows(file, shown):
-                yield (
-                    location,
-                    _from_json(row, config.prompt_column) if passes_filter(row, config, text=False) else None,
-                )
+                is_kept = passes_filter(row, config, text=False)
+                yield location, _from_json(row, config.prompt_column) if is_kept else None
         elif source.kind == "csv":
             yield from _read_tables(shown, _read_csv(file, shown, config), _from_text, config)
         else:
@@ -127,9 +124,7 @@ def _array_rows(stream: IO[bytes], shown: str) -> Iterator[Row]:
         except (RecursionError, ValueError) as error:
             # The value may just be incomplete: read on, unless the file has ended or the value is too long.
             if at_end or len(text) > MAX_LINE_BYTES:
-                fault = (
-                    f"a row of more than {len(text):,} bytes" if not at_end else f"JSON that cannot be read: {error}"
-                )
+                fault = f"JSON that cannot be read: {error}" if at_end else f"a row of more than {len(text):,} bytes"
                 raise location.make_error(
                     BrokenRow(fault, "correct this array, or make lines of it: jq -c '.[]'")
                 ) from None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self, get_args
 
 from opd.records.guard import GuardRecord, GuardStats
-from opd.records.json_fields import keep_known_keys
+from opd.records.json_fields import make_record
 from opd.records.sums import Sums
 from opd.records.types import Broken, Rollout, StopReason, TurnStats
 
@@ -113,8 +113,7 @@ class EpisodeStats:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `dataclasses.asdict`."""
-        guard = None if data.get("guard") is None else GuardStats.from_json(data["guard"])
-        return cls(**{**data, "audit": Audit(**data["audit"]), "guard": guard})
+        return make_record(cls, data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,14 +189,6 @@ class EpisodesRecord:
             by_turn=tuple(_make_turn_record(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
             guard=None if stats.guard is None else GuardRecord.of(stats.guard),
         )
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are ignored."""
-        read = keep_known_keys(cls, data)
-        guard = GuardRecord.from_json(read["guard"]) if read.get("guard") else None
-        turns = tuple(TurnRecord(**keep_known_keys(TurnRecord, turn)) for turn in read.get("by_turn", ()))
-        return cls(**read | {"by_turn": turns, "guard": guard})
 
     def to_json(self) -> dict[str, Any]:
         """Return name -> value of the fields; those that few episodes have are left out if they are empty."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from opd.records.sums import Sums
 
@@ -94,12 +94,6 @@ class GuardStats(Sums):
         stats = [part for part in parts if part is not None]
         return sum(stats, cls()) if stats else None
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`."""
-        events = (GuardEvent(**event | {"verdict": Verdict(**event["verdict"])}) for event in data["events"])
-        return cls(**{**data, "events": tuple(events)})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardExample:
@@ -152,15 +146,6 @@ class GuardRecord:
         for event in stats.events:
             rules[event.rule] = rules.get(event.rule, RuleRecord()) + _make_rule_record(event)
         return cls(checked=stats.checked, blocked_turns=stats.blocked_turns, rules=rules)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `dataclasses.asdict`."""
-        rules = {
-            name: RuleRecord(**rule | {"examples": tuple(GuardExample(**example) for example in rule["examples"])})
-            for name, rule in data["rules"].items()
-        }
-        return cls(checked=data["checked"], blocked_turns=data["blocked_turns"], rules=rules)
 
 
 def _make_rule_record(event: GuardEvent) -> RuleRecord:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, fields
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -34,34 +32,21 @@ def parse_strict_json(text: str) -> Any:
     return STRICT.decode(text)
 
 
-def keep_known_keys(record: type[Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `data` whose keys are fields of the record class. Raises: TypeError if `data` is not a JSON object."""
-    if not isinstance(data, Mapping):
-        raise TypeError(f"{data!r:.60} where {record.__name__} was expected")
-    return {f.name: data[f.name] for f in fields(record) if f.name in data}
+def make_record(record: type[T], data: Any) -> T:
+    """Make a dataclass of the parsed JSON of `dataclasses.asdict`, with every value, at any depth, converted to the type of its field.
 
-
-def get_mapping(data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the mapping under a key, empty if there is none. Raises: TypeError if something else is there."""
-    value = data.get(key, {})
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{value!r:.60} under {key} where a mapping was expected")
-    return value
-
-
-def check_types(record: T) -> T:
-    """Return a dataclass that was read from JSON, after every value in it, at any depth, was converted to the type of its field.
-
-    Raises: TypeError, which names the first field whose value cannot be converted.
+    Keys of a newer release are ignored. Raises: TypeError, which names the first field whose value cannot be converted.
     """
-    kind: Any = type(record)
+    kind: Any = record  # to mypy, `type[T]` cannot be hashed
     try:
-        checked: T = _type_adapter(kind).validate_python(asdict(cast(Any, record)))
+        made: T = _type_adapter(kind).validate_python(data)
     except ValidationError as error:
         first_error = error.errors()[0]
-        path = ".".join(map(str, first_error["loc"]))
+        path = ".".join(map(str, first_error["loc"])) or record.__name__
+        if first_error["type"] == "missing":
+            raise TypeError(f"'{path}' is missing") from None
         raise TypeError(f"{path} is {first_error['input']!r:.60}: {first_error['msg'].lower()}") from None
-    return checked
+    return made
 
 
 @cache

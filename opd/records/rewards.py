@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from math import sqrt
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from opd.records.json_fields import get_mapping, keep_known_keys
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -104,25 +103,12 @@ class RewardRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the keys that have a value; without keys of failures where there were none."""
-        data = {f.name: getattr(self, f.name) for f in fields(self)}
-        optional = ("failed", "error")
+        data = asdict(self)
         data["domains"] = {
-            name: {
-                f.name: value for f in fields(reward) if (value := getattr(reward, f.name)) or f.name not in optional
-            }
-            for name, reward in self.domains.items()
+            name: {key: value for key, value in reward.items() if value or key not in ("failed", "error")}
+            for name, reward in data["domains"].items()
         }
         return {key: value for key, value in data.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = keep_known_keys(cls, data)
-        domains = {
-            name: DomainReward(**keep_known_keys(DomainReward, reward))
-            for name, reward in get_mapping(read, "domains").items()
-        }
-        return cls(**read | {"domains": domains})
 
 
 def compare_gradients(sums: GradientSums | None) -> dict[str, float]:

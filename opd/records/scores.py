@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
-from opd.records.json_fields import check_types
+from opd.records.json_fields import make_record
 
 T = TypeVar("T")
 FORMAT = 1
@@ -66,12 +66,6 @@ class DomainScore:
     by_question: tuple[float, ...] = ()
     """Mean score of the answers to each question, in the order of the exam, so that models can be compared question by question.
     Empty if an older release wrote the file."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> DomainScore:
-        """Make the score from its part of a parsed file. Raises: TypeError if that has another form."""
-        lengths = tuple(LengthScore(**part) for part in data.get("by_length", ()))
-        return cls(**{**data, "by_length": lengths, "by_question": tuple(data.get("by_question", ()))})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,20 +135,11 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Evaluation:
-        """Make the evaluation from the parsed JSON of its file, or of a cache's entry. Raises: KeyError, TypeError, AttributeError if it
-        has another form."""
+        """Make the evaluation from the parsed JSON of its file, or of a cache's entry. Raises: KeyError, TypeError if it has
+        another form."""
         # `load` and the report have refused another format of a file before, with a message for users.
         assert data["format"] == FORMAT, f"evaluation file of format {data['format']}"
-        evaluation = cls(
-            model=data["model"],
-            scores={domain: DomainScore.from_json(score) for domain, score in data["scores"].items()},
-            answers=tuple(ScoredAnswer(**answer) for answer in data["answers"]),
-            step=data.get("step"),
-            tokens=data.get("tokens"),
-            weights=data.get("weights", {}),
-            cached=data.get("cached", {}),
-        )
-        return check_types(evaluation)
+        return make_record(cls, data)
 
 
 def load_result(path: Path, version: int, parse: Callable[[Mapping[str, Any]], T]) -> T:
@@ -181,25 +166,19 @@ def combine_evaluations(evaluations: Sequence[Evaluation], model: str) -> Evalua
 
     `step` and `tokens` are kept only if all evaluations agree on both. Answers are those of the evaluation that counts.
     """
-    last_by_domain = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
+    latest = {domain: evaluation for evaluation in evaluations for domain in evaluation.scores}
     training = {(evaluation.step, evaluation.tokens) for evaluation in evaluations}
     step, tokens = training.pop() if len(training) == 1 else (None, None)
     return Evaluation(
         model=model,
-        scores={domain: evaluation.scores[domain] for domain, evaluation in last_by_domain.items()},
-        answers=tuple(
-            a for domain, evaluation in last_by_domain.items() for a in evaluation.answers if a.domain == domain
-        ),
+        scores={domain: evaluation.scores[domain] for domain, evaluation in latest.items()},
+        answers=tuple(a for domain, evaluation in latest.items() for a in evaluation.answers if a.domain == domain),
         step=step,
         tokens=tokens,
         weights={
-            domain: evaluation.weights[domain]
-            for domain, evaluation in last_by_domain.items()
-            if domain in evaluation.weights
+            domain: evaluation.weights[domain] for domain, evaluation in latest.items() if domain in evaluation.weights
         },
         cached={
-            domain: evaluation.cached[domain]
-            for domain, evaluation in last_by_domain.items()
-            if domain in evaluation.cached
+            domain: evaluation.cached[domain] for domain, evaluation in latest.items() if domain in evaluation.cached
         },
     )

@@ -9,7 +9,7 @@ from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 from opd.records.episodes import EpisodesRecord
-from opd.records.json_fields import check_types, get_mapping, keep_known_keys
+from opd.records.json_fields import make_record
 from opd.records.rewards import RewardRecord
 from opd.records.staleness import count_ages
 from opd.records.tails import is_looping
@@ -212,23 +212,7 @@ class StepRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of `to_json`; keys of a newer release are ignored. Raises: TypeError for data of another form."""
-        read = keep_known_keys(cls, data)
-        domains, positions, episodes = (get_mapping(read, key) for key in ("domains", "positions", "episodes"))
-        read["domains"] = {
-            name: DomainRecord(**keep_known_keys(DomainRecord, entry)) for name, entry in domains.items()
-        }
-        read["positions"] = {
-            name: PositionRecord(**keep_known_keys(PositionRecord, entry)) for name, entry in positions.items()
-        }
-        read["episodes"] = {name: EpisodesRecord.from_json(entry) for name, entry in episodes.items()}
-        read["restarted"] = tuple(read.get("restarted", ()))
-        read["alarms"] = tuple(AlarmRecord(**keep_known_keys(AlarmRecord, alarm)) for alarm in read.get("alarms", ()))
-        read["stream"] = StreamRecord(**keep_known_keys(StreamRecord, read.get("stream", {})))
-        if "reward" in read:
-            read["reward"] = RewardRecord.from_json(read["reward"])
-        if "checkpoint" in read:
-            read["checkpoint"] = SavedCheckpoint(**keep_known_keys(SavedCheckpoint, read["checkpoint"]))
-        return check_types(cls(**read))
+        return make_record(cls, data)
 
 
 def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainRecord]:

@@ -27,7 +27,7 @@ NO_STATS = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
 
 
 class RewardStream:
-    """Implements `opd.reward.interfaces.Rewards`."""
+    """Implements `opd.interfaces.Rewards`."""
 
     def __init__(
         self, config: RewardConfig, domains: Collection[str], verified: VerifiedRewards, credit: Credit

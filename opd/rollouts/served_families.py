@@ -34,6 +34,18 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 """Families whose code in vLLM imports torchvision, for text too."""
 
+DIVIDED = (
+    "num_attention_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "mamba_n_heads",
+    "mamba_num_heads",
+)
+"""Keys of config.json whose numbers vLLM divides by the number of processes, so that they have to be multiples of it."""
+
 HF_FORMAT = {"load_format": "hf", "config_format": "hf"}
 """Arguments that keep an engine to the files that `opd.models.files.weight_files` names. By itself vLLM would take `consolidated.safetensors`
 and params.json where a directory has them beside Hugging Face's files, as Mistral publishes its models."""
@@ -163,6 +175,27 @@ def _find_wrong_head_size(text: Any) -> Refusal | None:
         wanted=f"one of {', '.join(map(str, sizes))}, the sizes that vLLM's CPU build has",
         fix="run the rollouts on a GPU (cluster.rollout_gpus), or take a model with such heads",
     )
+
+
+def find_indivisible_part(config: Any, size: int, key: str) -> Refusal | None:
+    """Return the refusal of the first part of a model that `size` processes cannot divide; None if they can divide all. `config` is a
+    config object of transformers, `key` the pipeline's key for the number of processes. vLLM itself would refuse such a model only
+    later, in these processes."""
+    text = config.get_text_config(decoder=True)
+    for name in DIVIDED:
+        part_size = getattr(text, name, None)
+        if isinstance(part_size, int) and part_size % size:
+            return _refuse_division(name, part_size, f"a multiple of {key} {size}", key)
+    heads = getattr(text, "num_key_value_heads", None)
+    # If there are fewer of these heads than processes, several processes hold the same head, so the number may also be a divisor.
+    if isinstance(heads, int) and heads and max(heads, size) % min(heads, size):
+        return _refuse_division("num_key_value_heads", heads, f"a multiple or a divisor of {key} {size}", key)
+    return None
+
+
+def _refuse_division(name: str, part_size: int, requirement: str, key: str) -> Refusal:
+    wanted = f"{requirement}, so that its processes can divide them"
+    return Refusal(name, found=str(part_size), wanted=wanted, fix=f"change {key}")
 
 
 @cache

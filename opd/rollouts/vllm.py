@@ -18,13 +18,7 @@ from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.episodes.spec import LIMITS, EpisodeOptions, EpisodeRequest, refuse_many_broken
 from opd.rollouts.episodes.trace import EpisodeKey
 from opd.rollouts.processes import engine_env
-from opd.rollouts.responses import (
-    derive_response_seed,
-    make_group_id,
-    make_rollout,
-    make_sample_ids,
-    refuse_unknown,
-)
+from opd.rollouts.responses import derive_response_seed, make_group_id, make_rollout, make_sample_ids, refuse_unknown
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 
 R = TypeVar("R")
@@ -79,11 +73,8 @@ class VLLMRolloutEngine(Engines):
         model_dir = spec.engine.model_dir
         options = replace(spec.engine, model_dir=model_dir.absolute())  # a worker starts in another directory
         size = options.tensor_parallel_size
-        env = (
-            cluster.worker_env(spec.workers * size, spec.roles)
-            | engine_env(size)
-            | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
-        )
+        env = cluster.worker_env(spec.workers * size, spec.roles) | engine_env(size)
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         if not spec.gpus:
             env |= cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         gpus = spec.gpus * size  # a Ray worker and all its GPUs are on one machine
@@ -95,13 +86,7 @@ class VLLMRolloutEngine(Engines):
 
         super().__init__(spawn, spec.workers, model_dir, (spec.start_timeout_s, spec.timeout_s))
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        step: int,
-        policy_version: int,
-    ) -> RolloutBatch:
+    def generate(self, prompts: Sequence[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
         # After a replayed prefix the student writes one turn, so that is sampled like the response to any prompt.
         replayed = {domain for domain, drift in self._spec.drift.items() if drift.replay}
         with_episodes = self._spec.episodes.keys() - replayed
@@ -190,10 +175,7 @@ class VLLMRolloutEngine(Engines):
         )
 
     def _play_episodes(
-        self,
-        requests: Sequence[EpisodeRequest],
-        temperature: float,
-        policy_version: int = 0,
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int = 0
     ) -> list[EpisodeResult]:
         """Play episodes, and return the results in the order of the requests."""
         if not requests:

@@ -5,7 +5,6 @@ The work at the weights themselves is in `inside`, whose methods are called in a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ class StreamedSwap:
     """A swap of weights that come a few at a time, in the order of a model's files. It must be finished before the engine is used again:
     until then layers that wait for weights have none."""
 
-    def __init__(self, llm: Any, *, whole: bool) -> None:
-        """`whole`: all weights of the model come; otherwise only some, and the engine keeps its others."""
-        self._llm = llm
-        llm.collective_rpc("opd_begin_stream", args=(whole,))
+    def __init__(self, llm: Any, base: Path | None) -> None:
+        """`base`: the directory with the weights that do not come, which the engine keeps; None if all weights of the model come."""
+        self._llm, self.base = llm, base
+        llm.collective_rpc("opd_begin_stream", args=(base is None,))
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Take the weights of a bucket, which have their names in the files; each process of the engine keeps its part of them."""
@@ -52,12 +51,3 @@ def reset_prefix_cache(llm: Any) -> None:
     """Drop all keys and values that earlier requests left in the prefix cache. Raises: RunError if vLLM refuses."""
     if not llm.reset_prefix_cache():
         raise RunError("vLLM refused to reset its prefix cache: requests were still running")
-
-
-@dataclass(frozen=True, slots=True)
-class IncomingWeights:
-    """Weights on their way into an engine."""
-
-    swap: StreamedSwap
-    base: Path | None
-    """Directory with the weights that do not come; None if all come."""

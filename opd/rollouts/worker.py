@@ -33,7 +33,7 @@ from opd.rollouts.episodes.runner import Dialogues
 from opd.rollouts.episodes.spec import EpisodeRequest
 from opd.rollouts.processes import bind_processes, drop_service_port, explain_failed_start
 from opd.rollouts.served_families import HF_FORMAT
-from opd.rollouts.weight_loading import IncomingWeights, StreamedSwap, reset_prefix_cache, swap_weights
+from opd.rollouts.weight_loading import StreamedSwap, reset_prefix_cache, swap_weights
 from opd.rollouts.worker_extension import EXTENSION
 
 _shapes: dict[bytes, dict[str, Any]] = {}
@@ -98,7 +98,7 @@ class VLLMWorker:
         self._asleep = False
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if it is not known."""
-        self._stream: IncomingWeights | None = None
+        self._stream: StreamedSwap | None = None
         """Weights that are coming in; None if none are."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, for an expert that writes turns; made when one is first needed."""
@@ -141,13 +141,11 @@ class VLLMWorker:
         return self._expert
 
     def _play_with_expert(
-        self,
-        requests: Sequence[EpisodeRequest],
-        temperature: float,
-        policy_version: int,
-        expert: VLLMWorker | None,
+        self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int, expert: VLLMWorker | None
     ) -> list[EpisodeResult]:
         """Play episodes with one expert beside the policy, or with none. Raises: as `episodes`."""
+        from vllm.sampling_params import RequestOutputKind
+
         # Not at the top: the package of its HTTP server is installed only with the engines.
         from opd.rollouts.endpoint.episode import play_all_episodes
 
@@ -158,9 +156,9 @@ class VLLMWorker:
             shared_guard(spec)
 
         def make_params(max_tokens: int, seed: int) -> Any:
-            return self._only_final_output(
-                self._sampling_params(max_tokens, temperature, seed if temperature else None)
-            )
+            params = self._sampling_params(max_tokens, temperature, seed if temperature else None)
+            params.output_kind = RequestOutputKind.FINAL_ONLY  # a response comes only once, at its end
+            return params
 
         context = self._options.max_model_len
         sampling = Sampling(params=make_params, read=_read_output, context=context, policy_version=policy_version)
@@ -214,19 +212,19 @@ class VLLMWorker:
             self.load(model_dir)
         self._wake_engine()
         self._base = None  # until all weights are there
-        self._stream = IncomingWeights(StreamedSwap(self._llm, whole=whole), None if whole else model_dir)
+        self._stream = StreamedSwap(self._llm, None if whole else model_dir)
 
     def take_bucket(self, bucket: Bucket) -> None:
         """Take the weights of one bucket."""
         assert self._stream is not None
-        self._stream.swap.take_bucket(bucket)
+        self._stream.take_bucket(bucket)
 
     def finish_stream(self) -> None:
         """Hold the weights that came, and reset the caches. Do nothing if none are coming. Raises: as `load`."""
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
-        stream.swap.finish_swap()
+        stream.finish_swap()
         if stream.base is None:
             cut_vocabulary(self._llm, self._options.vocab_size)
         self._base = stream.base
@@ -257,14 +255,6 @@ class VLLMWorker:
             detokenize=False,
             skip_clone=True,  # these parameters are made for one request alone, so vLLM need not copy them
         )
-
-    @staticmethod
-    def _only_final_output(params: Any) -> Any:
-        """Return the parameters, set so that the engine returns a response only once, at its end."""
-        from vllm.sampling_params import RequestOutputKind
-
-        params.output_kind = RequestOutputKind.FINAL_ONLY
-        return params
 
     @cached_property
     def _dialogues(self) -> Dialogues:

@@ -52,10 +52,16 @@ class WorkerExtension:
         use_norm_kernels()
 
     def opd_skip_rank_counts(self) -> None:
-        """Leave out the rank of each token, which nobody reads."""
-        from opd.rollouts.token_ranks import skip_rank_counts
+        """Return rank 0 for each token, the number of ids that are at least as likely: nobody reads it, and vLLM's count of them is a
+        `torch.compile` function, which costs compile time at the first request with log-probs."""
+        import torch
+        from vllm.v1.sample import sampler
 
-        skip_rank_counts()
+        def return_zero_ranks(logprobs_N_V: torch.Tensor, values_N_1: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(len(logprobs_N_V), dtype=torch.int64, device=logprobs_N_V.device)
+
+        # `sampler` has imported the function by name, so it is replaced there.
+        sampler.batched_count_greater_than = return_zero_ranks
 
     def opd_cut_vocabulary(self, vocab_size: int) -> tuple[str, int | None]:
         """Cut all logits to so many ids, and return the name of the model's class and the width of its logits. The width is None in a

@@ -136,7 +136,7 @@ class CheckpointStore:
                     (temporary / name).write_bytes(content)
             self._trainer.begin_save(temporary.absolute())
         except RunError:
-            _delete_partial(temporary)
+            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
             raise
         facts = {name: {"blake3": blake3(raw).hexdigest(), "bytes": len(raw)} for name, raw in carried.items()}
         self._open_checkpoint = _OpenCheckpoint(
@@ -182,7 +182,7 @@ class CheckpointStore:
                 replace_dir(checkpoint.path, self._root / step_name(checkpoint.step))
         except RunError:
             self._open_checkpoint = None
-            _delete_partial(checkpoint.path)
+            shutil.rmtree(checkpoint.path, ignore_errors=True)
             raise
         self._saved_checkpoint = SavedCheckpoint(
             step=checkpoint.step, background_s=max(f.seconds for f in files), size=size
@@ -200,11 +200,6 @@ class CheckpointStore:
             superseded_step = parse_step_name(path.name.removeprefix(SUPERSEDED_PREFIX))
             if superseded_step is not None and superseded_step <= newest:
                 shutil.rmtree(path)
-
-
-def _delete_partial(temporary: Path) -> None:
-    """Delete the files of a checkpoint that failed, because the disk may be full."""
-    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def list_checkpoint_steps(root: Path) -> list[int]:

@@ -49,82 +49,64 @@ def _list_by_step(directory: Path) -> dict[int, Path]:
     return {step: paths[step] for step in sorted(step for step in paths if step is not None)}
 
 
+class Entry:
+    """A file or directory of fixed name, as an attribute of a class with a `root`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: RunPaths | ComparisonPaths, owner: type) -> Path:
+        return paths.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunPaths:
     """One run directory."""
 
     root: Path
 
+    pipeline = Entry("pipeline.yaml")
+    next_pipeline = Entry(".pipeline.yaml.next")
+    """The new pipeline of a resume; it is renamed to `pipeline` as soon as the manifest describes it."""
+    manifest = Entry("manifest.json")
+    metrics = Entry("metrics.jsonl")
+    layouts = Entry("layouts.json")
+    probes = Entry("probes.json")
+    """Probes of experts that the pipeline names by their paths."""
+    targets = Entry("targets")
+    judge_answers = Entry("judged.jsonl")
+    """The answers of the guard's judge in this run."""
+    checkpoints = Entry("checkpoints")
+    model = Entry("model")
+    adapter = Entry("adapter")
+    """The adapter that LoRA trained, in PEFT's files; only if the pipeline asks for it beside the model."""
+    report = Entry("report.json")
+    report_page = Entry("report.html")
+    lock = Entry(".lock")
+    """The file that `opd merge` locks while it works here."""
+    live = Entry(".live.json")
+    """The file that tells `opd status` what `opd merge` does here at this moment, or how it ended."""
+    tensorboard = Entry("tensorboard")
+    wandb_id = Entry("wandb/id")
+    """The name under which Weights & Biases knows the run; the service keeps its own files beside it."""
+    mlflow_id = Entry("mlflow-run-id")
+    """The name under which MLflow knows the run."""
+    evaluation = Entry("evaluation")
+    monitors = Entry("monitors")
+    traces = Entry("traces")
+    matrix = Entry("evaluation/matrix.json")
+    lm_eval = Entry("evaluation/lm-eval.json")
+    baselines = Entry("baselines")
+    baselines_lock = Entry("baselines/.lock")
+    """The file that `opd baseline` locks while it works here."""
+    baseline_models = Entry("baselines/models")
+    rounds = Entry("rounds.json")
+    """The file with the pipeline of each round; only a merge in several rounds has it."""
+
     @property
     def is_run(self) -> bool:
         """True if `opd merge` made this directory. A pipeline file alone proves nothing: it may lie anywhere."""
         return self.manifest.is_file() and self.pipeline.is_file()
-
-    @property
-    def pipeline(self) -> Path:
-        return self.root / "pipeline.yaml"
-
-    @property
-    def next_pipeline(self) -> Path:
-        """The new pipeline of a resume; it is renamed to `pipeline` as soon as the manifest describes it."""
-        return self.root / ".pipeline.yaml.next"
-
-    @property
-    def manifest(self) -> Path:
-        return self.root / "manifest.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def layouts(self) -> Path:
-        return self.root / "layouts.json"
-
-    @property
-    def probes(self) -> Path:
-        """Probes of experts that the pipeline names by their paths."""
-        return self.root / "probes.json"
-
-    @property
-    def targets(self) -> Path:
-        return self.root / "targets"
-
-    @property
-    def judge_answers(self) -> Path:
-        """The answers of the guard's judge in this run."""
-        return self.root / "judged.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def adapter(self) -> Path:
-        """The adapter that LoRA trained, in PEFT's files; only if the pipeline asks for it beside the model."""
-        return self.root / "adapter"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.json"
-
-    @property
-    def report_page(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def lock(self) -> Path:
-        """The file that `opd merge` locks while it works here."""
-        return self.root / ".lock"
-
-    @property
-    def live(self) -> Path:
-        """The file that tells `opd status` what `opd merge` does here at this moment, or how it ended."""
-        return self.root / ".live.json"
 
     def scratch_path(self, name: str) -> Path:
         """Return a temporary path for something that is renamed when it is complete.
@@ -132,24 +114,6 @@ class RunPaths:
         If the process is killed, `opd.files.sweep_temporary_files` deletes what it left there.
         """
         return self.root / f".tmp-{name}"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def wandb_id(self) -> Path:
-        """The name under which Weights & Biases knows the run; the service keeps its own files beside it."""
-        return self.root / "wandb" / "id"
-
-    @property
-    def mlflow_id(self) -> Path:
-        """The name under which MLflow knows the run."""
-        return self.root / "mlflow-run-id"
-
-    @property
-    def evaluation(self) -> Path:
-        return self.root / "evaluation"
 
     def evaluation_file(self, name: str) -> Path:
         """Return the file of an evaluation: one of `MERGE_EVALUATIONS`, or the `step_name` of one during the merge."""
@@ -159,10 +123,6 @@ class RunPaths:
         """Return step -> file of the evaluations during the merge, in order."""
         return _list_by_step(self.evaluation)
 
-    @property
-    def monitors(self) -> Path:
-        return self.root / "monitors"
-
     def alarms_file(self, step: int) -> Path:
         """Return the file with the readings of the monitors that acted after this step."""
         return self.monitors / f"{step_name(step)}.json"
@@ -171,10 +131,6 @@ class RunPaths:
         """Return step -> file, in order."""
         return _list_by_step(self.monitors)
 
-    @property
-    def traces(self) -> Path:
-        return self.root / "traces"
-
     def trace_file(self, step: int) -> Path:
         """Return the file with the episodes that were kept of this step."""
         return self.traces / f"{step_name(step)}.json"
@@ -182,27 +138,6 @@ class RunPaths:
     def traces_by_step(self) -> dict[int, Path]:
         """Return step -> file, in order."""
         return _list_by_step(self.traces)
-
-    @property
-    def matrix(self) -> Path:
-        return self.evaluation_file("matrix")
-
-    @property
-    def lm_eval(self) -> Path:
-        return self.evaluation_file("lm-eval")
-
-    @property
-    def baselines(self) -> Path:
-        return self.root / "baselines"
-
-    @property
-    def baselines_lock(self) -> Path:
-        """The file that `opd baseline` locks while it works here."""
-        return self.baselines / ".lock"
-
-    @property
-    def baseline_models(self) -> Path:
-        return self.baselines / "models"
 
     def baseline_file(self, name: str) -> Path:
         """Return the file of one result."""
@@ -218,11 +153,6 @@ class RunPaths:
     def baseline_run(self, name: str) -> RunPaths:
         """Return the run directory of the shorter merge behind a result."""
         return RunPaths(self.baselines / "runs" / name)
-
-    @property
-    def rounds(self) -> Path:
-        """The file with the pipeline of each round; only a merge in several rounds has it."""
-        return self.root / "rounds.json"
 
     def round_dir(self, number: int) -> RunPaths:
         """Return the run directory of a round, counted from 1."""
@@ -242,21 +172,13 @@ class ComparisonPaths:
 
     root: Path
 
+    numbers = Entry("comparison.json")
+    table = Entry("comparison.md")
+    picture = Entry("comparison.svg")
+
     def seed_dir(self, number: int) -> RunPaths:
         return RunPaths(self.root / f"seed-{number}")
 
     def seed_dirs(self) -> list[RunPaths]:
         """Return the run directories that exist, by name."""
         return [RunPaths(path) for path in sorted(self.root.glob("seed-*"))]
-
-    @property
-    def numbers(self) -> Path:
-        return self.root / "comparison.json"
-
-    @property
-    def table(self) -> Path:
-        return self.root / "comparison.md"
-
-    @property
-    def picture(self) -> Path:
-        return self.root / "comparison.svg"

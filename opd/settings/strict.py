@@ -47,11 +47,7 @@ class Strict(BaseModel):
                     raise PydanticCustomError(
                         "unknown_key",
                         "{hint}",
-                        {
-                            "key": str(key),
-                            "hint": suggest_key(str(key), keys),
-                            "known": ", ".join(keys),
-                        },
+                        {"key": str(key), "hint": suggest_key(str(key), keys), "known": ", ".join(keys)},
                     )
         return data
 

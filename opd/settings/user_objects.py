@@ -57,19 +57,12 @@ def _import_user_module(module: str, key: str) -> ModuleType:
         problem = f"no module `{error.name}`"
         # The missing module may be one that the user's module imports: then the error has another name.
         if error.name is not None and not f"{module}.".startswith(f"{error.name}."):
-            problem, fix = (
-                f"{problem}, which {module} imports",
-                f"install {error.name}, or correct the import in {module}",
-            )
+            problem = f"{problem}, which {module} imports"
+            fix = f"install {error.name}, or correct the import in {module}"
     except SyntaxError as error:
         problem = f"SyntaxError: {error.msg}, line {error.lineno} of {Path(error.filename or module).name}"
         fix = "correct that line"
     except Exception as error:  # noqa: BLE001 importing runs code that is not ours
         problem = traceback.format_exception_only(error)[-1].strip()
         fix = f"correct the module; `python -c 'import {module}'` shows where it raises this"
-    raise ConfigError.at(
-        key,
-        found=problem,
-        wanted=f"a module {module} that Python can import",
-        fix=fix,
-    )
+    raise ConfigError.at(key, found=problem, wanted=f"a module {module} that Python can import", fix=fix)

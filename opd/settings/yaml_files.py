@@ -181,9 +181,8 @@ def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
     since = error.context_mark
     begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
     snippet = (mark.get_snippet(indent=0) or "").rstrip()
-    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}" + (
-        f"\n{snippet}" if snippet.strip(" ^\n") else ""
-    )
+    shown = f"\n{snippet}" if snippet.strip(" ^\n") else ""
+    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}{shown}"
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -307,9 +306,7 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
             fix=hint or suggest_key_elsewhere(context["key"], iterate_keys(model)) or "remove the key",
         )
     key = ".".join(keys) or "the file as a whole"
-    same_key_errors = [
-        candidate for candidate in errors if candidate["type"] != "missing" and keys_of(candidate, data) == keys
-    ]
+    same_key_errors = [other for other in errors if other["type"] != "missing" and keys_of(other, data) == keys]
     # Several errors about the same value come from the members of a union; any of their forms would do.
     in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(

@@ -9,6 +9,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from opd.records.environments import ToolCall
@@ -62,12 +63,12 @@ def _read_object_calls(text: str) -> Iterator[ToolCall]:
 
 def _read_tagged_calls(text: str) -> Iterator[ToolCall]:
     """Yield the calls that are tags for functions and parameters, as Qwen3-Coder, DeepSeek V3.2 and GLM write them."""
-    for region in _split_regions(_FUNCTION, text):
+    for match, region in _split_regions(_FUNCTION, text):
         arguments = {
             "".join(names).strip(): value.removeprefix("\n").removesuffix("\n")
-            for *names, value in _PARAMETER.findall(region.text)
+            for *names, value in _PARAMETER.findall(region)
         }
-        yield ToolCall(name="".join(region.match.groups("")).strip(), arguments=arguments)
+        yield ToolCall(name="".join(match.groups("")).strip(), arguments=arguments)
 
 
 def _read_named_calls(text: str) -> Iterator[ToolCall]:
@@ -78,23 +79,16 @@ def _read_named_calls(text: str) -> Iterator[ToolCall]:
 
 def _read_listed_calls(text: str) -> Iterator[ToolCall]:
     """Yield the calls in a Python list, those whose arguments are texts."""
-    for region in _split_regions(_LISTED, text):
-        if pairs := _read_pairs(region.text):
-            yield ToolCall(name=region.match[1], arguments=pairs)
+    for match, region in _split_regions(_LISTED, text):
+        if pairs := _read_pairs(region):
+            yield ToolCall(name=match[1], arguments=pairs)
 
 
-class _Region:
-    """A match, and the text from it up to the next one."""
-
-    def __init__(self, text: str, match: re.Match[str], end: int) -> None:
-        self.match, self.start = match, match.start()
-        self.text = text[match.start() : end]
-
-
-def _split_regions(pattern: re.Pattern[str], text: str) -> Iterator[_Region]:
+def _split_regions(pattern: re.Pattern[str], text: str) -> Iterator[tuple[re.Match[str], str]]:
+    """Yield each match, and the text from it up to the next one."""
     matches = list(pattern.finditer(text))
-    ends = [*(match.start() for match in matches[1:]), len(text)]
-    return (_Region(text, match, end) for match, end in zip(matches, ends, strict=False))
+    for match, following in zip_longest(matches, matches[1:]):
+        yield match, text[match.start() : following.start() if following else len(text)]
 
 
 def _read_object(text: str, start: int, marks: Sequence[int] = ()) -> tuple[Mapping[str, Any], int]:

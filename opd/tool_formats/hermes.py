@@ -11,16 +11,7 @@ import json
 from collections.abc import Sequence
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import (
-    BEGINS,
-    CLOSE,
-    OPEN,
-    WrittenCalls,
-    between_tags,
-    in_tags,
-    parse_call,
-    parse_json,
-)
+from opd.tool_formats.records import BEGINS, CLOSE, OPEN, WrittenCalls, between_tags, in_tags, parse_call, parse_json
 
 WHERE = "between the tags"
 

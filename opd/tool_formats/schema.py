@@ -21,7 +21,7 @@ def problem_with(value: Any, schema: Mapping[str, Any], path: str) -> str:
     `additionalProperties` (by default false beside `properties`) and `items`; other words of a schema, and these in a
     form that JSON schema does not know, are for the policy."""
     kind = schema.get("type")
-    kinds = [kind] if isinstance(kind, str) else _collect_texts(kind)
+    kinds = [kind] if isinstance(kind, str) else _collect(kind, str)
     if kinds and not any(fits_type(value, kind) for kind in kinds):
         return f"{path} is {value!r:.60}, wanted {' or '.join(kinds)}"
     choices = schema.get("enum")
@@ -37,7 +37,7 @@ def problem_with(value: Any, schema: Mapping[str, Any], path: str) -> str:
 
 def _problem_inside(value: Mapping[str, Any], schema: Mapping[str, Any], path: str) -> str:
     properties = schema_properties(schema)
-    missing = [key for key in _collect_texts(schema.get("required")) if key not in value]
+    missing = [key for key in _collect(schema.get("required"), str) if key not in value]
     if missing:
         return f"{path} lacks {missing[0]}"
     strange = [key for key in value if key not in properties]
@@ -59,18 +59,11 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
     kind, choices = schema.get("type"), schema.get("enum")
     if kind is not None:
-        return {kind} if isinstance(kind, str) else set(_collect_texts(kind))
+        return {kind} if isinstance(kind, str) else set(_collect(kind, str))
     if isinstance(choices, list | tuple):
         return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
-    alternatives = (schema.get(word) for word in ("anyOf", "oneOf", "allOf"))
-    inner = (
-        alternative
-        for schemas in alternatives
-        if isinstance(schemas, list | tuple)
-        for alternative in schemas
-        if isinstance(alternative, Mapping)
-    )
-    return {kind for alternative in inner for kind in types_of(alternative)}
+    alternatives = [inner for word in ("anyOf", "oneOf", "allOf") for inner in _collect(schema.get(word), Mapping)]
+    return {kind for alternative in alternatives for kind in types_of(alternative)}
 
 
 def fits_type(value: Any, kind: str) -> bool:
@@ -80,5 +73,6 @@ def fits_type(value: Any, kind: str) -> bool:
     return kind in _TYPES and isinstance(value, _TYPES[kind])
 
 
-def _collect_texts(value: Any) -> list[str]:
-    return [text for text in value if isinstance(text, str)] if isinstance(value, list | tuple) else []
+def _collect(value: Any, kind: type) -> list[Any]:
+    """Return the members of this type of a list; none of what is no list."""
+    return [member for member in value if isinstance(member, kind)] if isinstance(value, list | tuple) else []

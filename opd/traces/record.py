@@ -10,7 +10,7 @@ from typing import Any
 
 from opd.errors import RunDirError
 from opd.files import atomic_write_text
-from opd.records.json_fields import check_types
+from opd.records.json_fields import make_record
 from opd.records.types import Origin, SegmentOrigin, StopReason
 from opd.traces.selection import TraceReason
 
@@ -127,8 +127,8 @@ class StepTraces:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> StepTraces:
-        """Make the traces from the parsed JSON that `save` writes. Raises: KeyError or TypeError for anything else."""
-        return check_types(cls(step=data["step"], episodes=tuple(map(_parse_episode, data["episodes"]))))
+        """Make the traces from the parsed JSON that `save` writes. Raises: TypeError for anything else."""
+        return make_record(cls, data)
 
 
 def read_traces(path: Path) -> StepTraces:
@@ -145,17 +145,3 @@ def read_traces(path: Path) -> StepTraces:
             wanted=f"episodes of format {FORMAT}, as this release of opd writes them",
             fix="move the file away: the others are then shown without it",
         ) from None
-
-
-def _parse_episode(data: Mapping[str, Any]) -> EpisodeTrace:
-    segments = tuple(
-        SegmentTrace(**{**segment, "pieces": tuple(map(_parse_piece, segment["pieces"]))})
-        for segment in data["segments"]
-    )
-    return EpisodeTrace(
-        **{**data, "why": tuple(data["why"]), "segments": segments, "guard": tuple(data.get("guard", ()))}
-    )
-
-
-def _parse_piece(data: Mapping[str, Any]) -> Piece:
-    return Piece(**{**data, "texts": tuple(data["texts"]), "losses": tuple(data["losses"])})

@@ -25,7 +25,20 @@ class Python:
     def __post_init__(self) -> None:
         """Check the function. Raises: ConfigError if the module cannot be imported, has no such function, or if it cannot be called
         with three arguments."""
-        _refuse_unfit(self.function)
+        user_function = load_function(self.function)
+        try:
+            signature = inspect.signature(user_function)
+        except ValueError:  # written in C, without a signature
+            return
+        try:
+            signature.bind("text", "answer", {})
+        except TypeError:
+            raise ConfigError.at(
+                f"verifier {self.function}",
+                found=f"{self.function.partition(':')[2]}{signature}",
+                wanted=WANTED,
+                fix="give it these three parameters, in this order; it may leave some unused",
+            ) from None
 
     def __call__(self, text: str, answer: str, metadata: Mapping[str, Any]) -> float:
         score = float(load_function(self.function)(text, answer, metadata))
@@ -41,21 +54,3 @@ def load_function(function: str) -> Callable[..., Any]:
     """Import the function of `module:function`. Raises: ConfigError."""
     user_function: Callable[..., Any] = import_user_object(function, f"verifier {function}", WANTED)
     return user_function
-
-
-def _refuse_unfit(function: str) -> None:
-    """Raises: ConfigError for a function that is not there, or that cannot be called with three arguments."""
-    user_function = load_function(function)
-    try:
-        signature = inspect.signature(user_function)
-    except ValueError:  # written in C, without a signature
-        return
-    try:
-        signature.bind("text", "answer", {})
-    except TypeError:
-        raise ConfigError.at(
-            f"verifier {function}",
-            found=f"{function.partition(':')[2]}{signature}",
-            wanted=WANTED,
-            fix="give it these three parameters, in this order; it may leave some unused",
-        ) from None

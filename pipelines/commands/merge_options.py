@@ -81,8 +81,9 @@ class MergeArguments:
         """Return the directory and the merge of a new run, which begins with the student or at a checkpoint of another run."""
         from opd.config import load_pipeline
         from pipelines.catalog import find_pipeline
+        from pipelines.inputs.early_checks import refuse_at_once
+        from pipelines.merging.directory import refuse_existing
         from pipelines.merging.origin import origin_of
-        from pipelines.merging.quick_checks import check_new_run
 
         origin = None if self.start_from is None else origin_of(self.start_from)
         file = find_pipeline(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
@@ -93,7 +94,8 @@ class MergeArguments:
             from pipelines.merging.branch import begin_branch
 
             return paths, begin_branch(config, origin, paths.root)
-        check_new_run(config, paths.root)
+        refuse_existing(paths.root)
+        refuse_at_once(config)
         from pipelines.merging import rounds
 
         return paths, rounds.begin_rounds(config, paths.root, tell)

@@ -23,8 +23,7 @@ from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
-from opd.rollouts.served_families import Refusal, find_refusal
-from opd.rollouts.tensor_parallel import find_indivisible_part
+from opd.rollouts.served_families import Refusal, find_indivisible_part, find_refusal
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.routes import RoutedExpert
 

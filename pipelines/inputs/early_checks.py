@@ -47,9 +47,8 @@ def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> No
     environment = domain.environment
     if environment is not None:
         # A user's class is imported; for ours it is enough to look the name up.
-        (find_environment if is_import_name(environment.name) else place_of)(
-            environment.name, f"{key}.environment.name"
-        )
+        find = find_environment if is_import_name(environment.name) else place_of
+        find(environment.name, f"{key}.environment.name")
     if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
 

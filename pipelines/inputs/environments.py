@@ -102,10 +102,7 @@ def _compaction_options(config: PipelineConfig, context: ContextConfig | None) -
 
 
 def check_environments(
-    config: PipelineConfig,
-    prompts: Mapping[str, PromptTable],
-    tokenizer: Any,
-    stop_token_ids: Sequence[int],
+    config: PipelineConfig, prompts: Mapping[str, PromptTable], tokenizer: Any, stop_token_ids: Sequence[int]
 ) -> None:
     """Check environments, agents' programs, guards, sub-agents and the chat template, as far as the pipeline uses them.
 

@@ -39,16 +39,14 @@ def measure_missing_probes(inputs: Inputs, tell: Tell, file: Path | None = None)
             if _bytes_loaded(expert) > free_bytes() // 2:
                 tell(f"experts.{name} has no probe: loading it here would take more than half of the free memory")
                 continue
-            record = measure_probe(expert.info, expert.adapter)
-            if record is None:
+            new_record = measure_probe(expert.info, expert.adapter)
+            if new_record is None:
                 continue
-            records[digest] = record
+            records[digest] = new_record
         probed[name] = replace(expert.teacher, probe=records[digest].probe)
     if file is not None and records != old_records:
         with raise_storage_errors(file):
-            atomic_write_text(
-                file, json.dumps({digest: probe_record.model_dump() for digest, probe_record in records.items()})
-            )
+            atomic_write_text(file, json.dumps({digest: record.model_dump() for digest, record in records.items()}))
     if not probed:
         return inputs
     scorers = {n: replace(e, teacher=probed.get(n, e.teacher)) for n, e in inputs.scorers.items()}
@@ -79,9 +77,6 @@ def _replace_teachers(
     routes: Mapping[str, tuple[WeightedTeacher, ...]], probed: Mapping[str, Teacher]
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     return {
-        domain: tuple(
-            replace(weighted_teacher, teacher=probed.get(weighted_teacher.teacher.name, weighted_teacher.teacher))
-            for weighted_teacher in assigned
-        )
+        domain: tuple(replace(a, teacher=probed.get(a.teacher.name, a.teacher)) for a in assigned)
         for domain, assigned in routes.items()
     }

@@ -14,11 +14,10 @@ from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, DomainEvalConfig, RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError, PromptError
-from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.evaluator import DomainExam, Reward
 from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.records.types import Prompt
 from opd.verifiers import build_verifier
-from opd.verifiers.reward import Reward
 
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
@@ -30,10 +29,7 @@ Tell = Callable[[str], None]
 
 
 def load_training(
-    config: PipelineConfig,
-    sources: Mapping[str, Path | PromptsConfig],
-    tokenizer: Any,
-    tell: Tell = lambda _: None,
+    config: PipelineConfig, sources: Mapping[str, Path | PromptsConfig], tokenizer: Any, tell: Tell = lambda _: None
 ) -> dict[str, PromptTable]:
     """Return domain -> prompts to train on, without those that `eval.holdout` keeps back and those that are too long.
 
@@ -77,9 +73,7 @@ def load_exams(
         else:
             source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
         # If the source also serves training, its notices have been told there.
-        prompts = read_prompts(
-            config, name, source, tokenizer, tell if domain.eval.prompts is not None else lambda _: None
-        )
+        prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
         if domain.eval.holdout is not None:
             prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)

@@ -258,12 +258,7 @@ def as_teacher(name: str, info: ModelInfo, adapter: AdapterInfo | None, probe: P
         return Teacher(name=name, model_dir=model_dir, digest=base, probe=probe)
     digest = model_digest(model_dir, info.weight_files, adapter.files)
     return Teacher(
-        name=name,
-        model_dir=model_dir,
-        adapter_dir=Path(adapter.path),
-        digest=digest,
-        base_digest=base,
-        probe=probe,
+        name=name, model_dir=model_dir, adapter_dir=Path(adapter.path), digest=digest, base_digest=base, probe=probe
     )
 
 

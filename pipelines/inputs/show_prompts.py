@@ -61,13 +61,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
 
 
 def _shown_source(
-    config: PipelineConfig,
-    tokenizer: Any,
-    domain: str,
-    source: Path | PromptsConfig,
-    count: int,
-    *,
-    exam: bool = False,
+    config: PipelineConfig, tokenizer: Any, domain: str, source: Path | PromptsConfig, count: int, *, exam: bool = False
 ) -> Iterator[str]:
     student, notices = config.student, list[str]()
     prompts = read_prompts(config, domain, source, tokenizer, notices.append)

@@ -33,10 +33,8 @@ def refuse_unfit(config: PipelineConfig) -> None:
     if missing:
         problem = f"{import_path} without {', '.join(missing)}"
         if missing == ["receive()"]:
-            requirement, fix = (
-                "one that takes the new weights of sync.kind network",
-                "add it, or set sync.kind to shared_memory",
-            )
+            requirement = "one that takes the new weights of sync.kind network"
+            fix = "add it, or set sync.kind to shared_memory"
         else:
             requirement, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=problem, wanted=requirement, fix=fix)

@@ -26,7 +26,6 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
 from opd.stream import written_rollouts
-from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
     changed_keys,
@@ -37,13 +36,9 @@ from pipelines.merging.changes import (
     without_unread_weights,
 )
 from pipelines.merging.directory import link_files, lock_to_read, new_directory, refuse_existing
-from pipelines.merging.manifest import manifest_of, read_manifest, write_inputs
+from pipelines.merging.manifest import read_manifest, write_inputs
 from pipelines.merging.origin import Origin
-from pipelines.merging.run import MergeRun
-from pipelines.merging.side_files import read_accompanying_files
-from pipelines.placement import refuse_unplaceable
-from pipelines.sizing.gpu_memory import refuse_crowded_gpus
-from pipelines.sizing.memory import refuse_too_large
+from pipelines.merging.run import MergeRun, read_facts
 
 DECIDE_ROLLOUTS = (
     "seed",
@@ -84,12 +79,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     origin_config = validate_section(PipelineConfig, recorded["config"], origin.paths.manifest)
     config = as_recorded(config, origin_config)
     _refuse_other_shape(config, origin_config, origin)
-    inputs = read_inputs(config)
-    refuse_too_large(config, inputs)
-    notices = refuse_crowded_gpus(config, inputs)
-    refuse_unplaceable(config)
-    read_accompanying_files(config, inputs)  # see `pipelines.merging.run.begin`
-    manifest = manifest_of(config, inputs)
+    inputs, manifest, notices = read_facts(config)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
     changed = changed_keys(origin_config.model_dump(mode="json"), branch_config.model_dump(mode="json"))
@@ -227,15 +217,13 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
 def _refuse_other_student(origin_files: Mapping[str, str], student_files: Mapping[str, str], origin: Origin) -> None:
     """Refuse a branch with another student than its origin; both are file name -> hash. Raises: RunDirError."""
     # An older release recorded hashes of weights only, so only these can be compared with its runs.
-    comparable_files = {
+    comparable = {
         name: digest
         for name, digest in student_files.items()
         if "config.json" in origin_files or name.endswith(".safetensors")
     }
-    origin_files = without_unread_weights(origin_files, comparable_files)
-    differ = [
-        name for name in {**origin_files, **comparable_files} if origin_files.get(name) != comparable_files.get(name)
-    ]
+    origin_files = without_unread_weights(origin_files, comparable)
+    differ = [name for name in {**origin_files, **comparable} if origin_files.get(name) != comparable.get(name)]
     if differ:
         raise RunDirError.at(
             "student.model",

@@ -87,7 +87,7 @@ def _read_licences(inputs: Inputs) -> dict[str, list[Licence]]:
     return {owner: licences_of(directory) for owner, directory in directories.items()}
 
 
-def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
+def _licence_lines(by_owner: Mapping[str, list[Licence]]) -> list[str]:
     """Return the list of licences, and the questions that they leave open."""
     lines = [
         "## Licences",
@@ -95,10 +95,8 @@ def _licence_lines(licences_by_owner: Mapping[str, list[Licence]]) -> list[str]:
         "As the directories of the models state them; nobody has checked what follows from them.",
         "",
     ]
-    lines += [
-        f"- {owner}: {', '.join(map(str, licences)) or 'none found'}" for owner, licences in licences_by_owner.items()
-    ]
-    if open_questions := list_concerns(licences_by_owner):
+    lines += [f"- {owner}: {', '.join(map(str, licences)) or 'none found'}" for owner, licences in by_owner.items()]
+    if open_questions := list_concerns(by_owner):
         lines += ["", "Before you pass this model on, look at:", "", *(f"- {line}" for line in open_questions)]
     return [*lines, ""]
 
@@ -135,10 +133,8 @@ def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
 def _extrapolation_line(config: PipelineConfig) -> list[str]:
     """Return the card's line about domains whose target lies beyond their experts, if there are any."""
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
-    factors_text = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
-    return (
-        [f"- Extrapolated beyond the experts, away from the student as it was: {factors_text}"] if factors_text else []
-    )
+    shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
+    return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
 
 
 def _weights_cell(expert: RoutedExpert) -> str:

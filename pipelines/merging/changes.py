@@ -178,11 +178,9 @@ def run_identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
     """Refuse a checkpoint of another run. Raises: RunDirError naming what differs between the two."""
-    checkpoint_identity = checkpoint.identity
-    experts = {
-        name: identity["experts"].get(name) == digest for name, digest in checkpoint_identity.get("experts", {}).items()
-    }
-    differences = [key for key in ("config", "student") if checkpoint_identity.get(key) != identity[key]]
+    recorded = checkpoint.identity
+    experts = {name: identity["experts"].get(name) == digest for name, digest in recorded.get("experts", {}).items()}
+    differences = [key for key in ("config", "student") if recorded.get(key) != identity[key]]
     differences += [f"expert {name}" for name, is_same in experts.items() if not is_same]
     differences += [f"expert {name}" for name in identity["experts"] if name not in experts]
     if differences:

@@ -119,10 +119,7 @@ def reopen_rounds(
             fix="put `rounds` back; for further rounds start a new merge from this run's model",
         )
     # Once more for each round, which may have domains of its own.
-    configs = [
-        as_recorded(round_config, recorded_config)
-        for round_config, recorded_config in zip(configs, recorded_configs, strict=True)
-    ]
+    configs = [as_recorded(new, old) for new, old in zip(configs, recorded_configs, strict=True)]
     return Rounds(config=config, configs=configs, root=root, plan=recorded, resume_from=resume_from, tell=tell)
 
 
@@ -133,18 +130,14 @@ def _recheck_rounds(run: Rounds) -> list[RoundFacts]:
     Raises: OpdError, and then nothing is written.
     """
     paths, num_finished = RunPaths(run.root), _count_finished(run.configs, run.root)
-    inputs = _check_all(run.configs[num_finished:])
-    new_plan = [
-        _make_facts(round_config, round_inputs)
-        for round_config, round_inputs in zip(run.configs[num_finished:], inputs, strict=True)
-    ]
+    configs = run.configs[num_finished:]
+    inputs = _check_all(configs)
+    new_plan = [_make_facts(config, round_inputs) for config, round_inputs in zip(configs, inputs, strict=True)]
     changes = []
-    for old_facts, new_facts, config, round_inputs in zip(
-        run.plan[num_finished:], new_plan, run.configs[num_finished:], inputs, strict=True
-    ):
-        refuse_changed_inputs(old_facts, new_facts, paths.rounds)
-        refuse_columns_of_registered_prompts(old_facts, config, round_inputs, paths.rounds)
-        changes += warn_unrecorded(old_facts) + accept_changes(old_facts["config"], new_facts["config"], paths.rounds)
+    for old, new, config, round_inputs in zip(run.plan[num_finished:], new_plan, configs, inputs, strict=True):
+        refuse_changed_inputs(old, new, paths.rounds)
+        refuse_columns_of_registered_prompts(old, config, round_inputs, paths.rounds)
+        changes += warn_unrecorded(old) + accept_changes(old["config"], new["config"], paths.rounds)
     plan = [*run.plan[:num_finished], *new_plan]
     if changes:
         _write_rounds(paths, run.config, plan)
@@ -170,15 +163,9 @@ def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[RoundF
     experts = {name: facts for round_facts in plan for name, facts in round_facts["experts"].items()}
     sizes = {name: size for round_facts in plan for name, size in round_facts["models"]["experts"].items()}
     first_manifest = {key: facts for key, facts in plan[0].items() if key != "teachers"}
-    write_inputs(
-        paths,
-        first_manifest
-        | {
-            "config": _whole_pipeline(config, plan),
-            "experts": experts,
-            "models": {**first_manifest["models"], "experts": sizes},
-        },
-    )
+    models = {**first_manifest["models"], "experts": sizes}
+    whole = {"config": _whole_pipeline(config, plan), "experts": experts, "models": models}
+    write_inputs(paths, first_manifest | whole)
     atomic_write_text(paths.rounds, json.dumps({"format": FORMAT, "rounds": plan}, indent=1))
 
 
@@ -191,9 +178,7 @@ def _whole_pipeline(config: PipelineConfig, plan: Sequence[RoundFacts]) -> dict[
                 expert["base"] = round_expert["base"]
     if isinstance(config.rounds, list):
         # By way of JSON, because the plan may have been read from a file, with lists in place of tuples.
-        first_config, *later_configs = json.loads(
-            json.dumps([data, *(round_facts["config"] for round_facts in plan[1:])])
-        )
+        first_config, *later_configs = json.loads(json.dumps([data, *(facts["config"] for facts in plan[1:])]))
         data["rounds"] = [{}, *(_round_difference(first_config, later_config) for later_config in later_configs)]
     return data
 

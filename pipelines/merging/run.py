@@ -175,13 +175,7 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
-    inputs = read_inputs(config)
-    refuse_too_large(config, inputs)
-    notices = refuse_crowded_gpus(config, inputs)
-    refuse_unplaceable(config)
-    # The merged model gets a copy of these files at its end: one that cannot be read fails now, not after hours.
-    read_accompanying_files(config, inputs)
-    manifest = manifest_of(config, inputs)
+    inputs, manifest, notices = read_facts(config)
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
         write_inputs(temporary, manifest)
@@ -193,6 +187,18 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     return MergeRun(
         config=config, inputs=inputs, paths=RunPaths(root), identity=manifest["identity"], notices=tuple(notices)
     )
+
+
+def read_facts(config: PipelineConfig) -> tuple[Inputs, dict[str, Any], list[str]]:
+    """Read and check all that a merge needs of files, machine and cluster. Returns the inputs, their manifest, and warnings. Raises:
+    OpdError."""
+    inputs = read_inputs(config)
+    refuse_too_large(config, inputs)
+    warnings = refuse_crowded_gpus(config, inputs)
+    refuse_unplaceable(config)
+    # The merged model gets a copy of these files at its end: one that cannot be read fails now, not after hours.
+    read_accompanying_files(config, inputs)
+    return inputs, manifest_of(config, inputs), warnings
 
 
 def reopen(
@@ -232,12 +238,7 @@ def _make_resumed_run(
 ) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
-    inputs = read_inputs(config)
-    refuse_too_large(config, inputs)
-    crowded = refuse_crowded_gpus(config, inputs)
-    refuse_unplaceable(config)
-    read_accompanying_files(config, inputs)
-    manifest = manifest_of(config, inputs)
+    inputs, manifest, crowded = read_facts(config)
     refuse_changed_inputs(recorded, manifest, paths.manifest)
     changes = accept_changes(recorded["config"], manifest["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)

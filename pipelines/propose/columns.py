@@ -135,10 +135,7 @@ def _read_first_rows(source: Source) -> tuple[list[str], Sequence[Row]]:
     file = source.files[0]
     try:
         if source.kind == "jsonl":
-            rows = [
-                _parse_row(*located_row)
-                for located_row in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)
-            ]
+            rows = [_parse_row(*row) for row in islice(source_rows(source, PromptsConfig(path=file)), FIRST_ROWS)]
             return list(dict.fromkeys(name for row in rows for name in row)), rows
         if source.kind == "csv":
             return _read_first_csv_rows(file)

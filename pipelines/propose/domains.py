@@ -97,9 +97,8 @@ def read_domains(
         verifier = answers.experts[name].verifier
         if verifier or ask is None:
             return verifier
-        answer = ask_until_valid(
-            ask, tell, f"How are answers of {name} judged ({VERIFIER_CHOICES})", _parse_verifier, proposal
-        )
+        question = f"How are answers of {name} judged ({VERIFIER_CHOICES})"
+        answer = ask_until_valid(ask, tell, question, _parse_verifier, proposal)
         return "" if answer == proposal else answer
 
     return {name: _read_domain(name, source, tokenizer, choose_verifier) for name, source in sources.items()}

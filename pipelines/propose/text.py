@@ -51,11 +51,8 @@ def _render_lines(data: Mapping[str, Any], notes: Mapping[str, str], path: str, 
 def render_on_one_line(value: Any) -> str:
     """Return a value as YAML on one line, quoted where YAML would take it for something else."""
     plain = _with_paths_as_text(value)
-    return (
-        yaml.safe_dump(plain, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
-        .removesuffix("...\n")
-        .strip()
-    )
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=10_000, sort_keys=False, allow_unicode=True)
+    return text.removesuffix("...\n").strip()
 
 
 def _with_paths_as_text(value: Any) -> Any:

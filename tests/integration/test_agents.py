@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from opd.records.json_fields import make_record
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Rollout
 from opd.run.paths import RunPaths
@@ -149,7 +150,7 @@ def test_a_merge_with_an_agent_domain_killed_and_resumed(tmp_path: Path, pipelin
     asked = opd("evaluate", whole, "--json", cwd=tmp_path)
     assert asked.returncode == 0, asked.stderr
     (model,) = json.loads(asked.stdout)["models"].values()
-    assert DomainScore.from_json(model["scores"]["right-domain"]).by_length == after.by_length
+    assert make_record(DomainScore, model["scores"]["right-domain"]).by_length == after.by_length
 
 
 @pytest.mark.slow  # a merge; tests/unit/opd/rollouts/episodes has the budget

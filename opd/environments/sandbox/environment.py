@@ -18,11 +18,10 @@ from typing import Any
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.environments.game import TaskRow, draw_tasks
+from opd.environments.game import TaskRow, draw_tasks, make_metadata_error
 from opd.environments.question_game import format_turn_with_call
 from opd.environments.sandbox.box import Box, CommandResult, SandboxLimits
 from opd.environments.sandbox.problems import PROBLEMS, Problem
-from opd.errors import PromptError
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.settings.strict import Strict
 from opd.settings.yaml_files import validate_section
@@ -122,12 +121,7 @@ class Sandbox:
         """Write the file of the task. Raises: PromptError, RunError."""
         missing = [key for key in ("file", "source", "fixed", "function", "calls", "expected") if key not in metadata]
         if missing:
-            raise PromptError.at(
-                "environment sandbox: metadata",
-                found=f"no key `{missing[0]}`",
-                wanted="a task of the sandbox",
-                fix="make the prompts with `opd environments tasks sandbox`",
-            )
+            raise make_metadata_error(self.name, f"no key `{missing[0]}`", "a task of the sandbox")
         self._task = metadata
         self._write_file(metadata["file"], metadata["source"])
         if self._limits.answer_file is not None:
@@ -138,7 +132,10 @@ class Sandbox:
         """Carry out the calls, or judge the file if there are none."""
         self._turn_ends = time.monotonic() + self._turn_s
         try:
-            return self._carry_out(action)
+            if action.calls:
+                return Outcome(observation=tuple(self._run_call(call) for call in action.calls))
+            passed, of = self._count_hidden_passes(), len(self._task["calls"])
+            return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
         finally:
             self._turn_ends = math.inf
 
@@ -157,13 +154,6 @@ class Sandbox:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
         return draw_tasks("sandbox", (SandboxOptions, options), _draw_rows, n, seed)
 
-    def _carry_out(self, action: Action) -> Outcome:
-        if not action.calls:
-            passed = self._count_hidden_passes()
-            of = len(self._task["calls"])
-            return Outcome(reward=float(passed == of), done=True, info={"passed": passed, "of": of})
-        return Outcome(observation=tuple(self._run_call(call) for call in action.calls))
-
     def _run_call(self, call: ToolCall) -> str:
         if self._seconds_left() <= 0:
             return f"[not started: the calls of a turn have {self._turn_s:.3g} s together]"
@@ -176,11 +166,9 @@ class Sandbox:
         if not path or target.is_absolute() or ".." in target.parts:
             return "error: give a relative path inside of the directory of the task"
         result = self._run_command(["/bin/sh", "-c", WRITE, "sh", f"./{path}"], stdin=content)
-        return (
-            f"wrote {len(content)} characters to {strip_control_characters(path)}"
-            if result.code == 0
-            else self._describe_result(result)
-        )
+        if result.code != 0:
+            return self._describe_result(result)
+        return f"wrote {len(content)} characters to {strip_control_characters(path)}"
 
     def _read_file(self) -> str:
         """Return the file of the task as it is now."""
@@ -194,10 +182,9 @@ class Sandbox:
         return self._box.run(argv, stdin, output, max(0.0, self._seconds_left()))
 
     def _describe_result(self, result: CommandResult) -> str:
-        code = f"[exit code {result.code}]" if result.code else ""
-        end = (
-            ENDED[result.end_reason].format(limits=self._limits, seconds=result.seconds) if result.end_reason else code
-        )
+        end = f"[exit code {result.code}]" if result.code else ""
+        if result.end_reason:
+            end = ENDED[result.end_reason].format(limits=self._limits, seconds=result.seconds)
         return "\n".join(filter(None, (result.output.rstrip("\n"), end))) or "[no output]"
 
     def _count_hidden_passes(self) -> int:

@@ -1,4 +1,7 @@
-"""Works out values of Python expressions without running them: constants, however they are put together, joined or decoded."""
+"""Works out values of Python expressions without running them: constants, however they are put together, joined or decoded.
+
+An operation on texts is carried out only if its result is short, because a few characters of code can ask for gigabytes.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,35 @@ import base64
 import binascii
 import codecs
 import posixpath
+import re
+import string
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from opd.guard.code.texts import (
-    MAX_TEXT,
-    call_text_method,
-    decompress,
-    format_percent,
-    join_parts,
-    join_paths,
-    refuse_slow,
-)
 from opd.guard.shell.nodes import UnreadableCommand
 
+MAX_TEXT = 1 << 16
+"""The most characters of a result."""
+_WIDE = re.compile(r"%(?:\([^)]*\))?[-#0 +]*(?:\*|\d{4,}|\d*\.(?:\*|\d{4,}))")
+"""A conversion of `%` whose width or precision has four digits or more, or comes from a value (`*`)."""
+_SLOW = {"bz2", "punycode", "idna"}
+"""Codecs that make gigabytes out of a line, or take long."""
 MAX_STEPS = 20_000
 """The most expressions that are worked out for one program. A part of a long expression counts each time that it is worked out."""
 UNKNOWABLE = object()
 """Stands for a value that depends on what runs."""
+
+
+def decompress(data: bytes, wbits: int = zlib.MAX_WBITS) -> bytes:
+    """Decompress data that is complete and not too long. Raises: ValueError, zlib.error."""
+    stream = zlib.decompressobj(wbits)
+    output = stream.decompress(data, MAX_TEXT + 1)
+    if not stream.eof or stream.unused_data:
+        raise ValueError("cut, too long or followed by more")
+    return output
+
+
 _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "base64.b64decode": base64.b64decode,
     "base64.urlsafe_b64decode": base64.urlsafe_b64decode,
@@ -39,6 +52,7 @@ _DECODERS: dict[str, Callable[[Any], bytes]] = {
     "bytearray.fromhex": bytes.fromhex,
     "zlib.decompress": decompress,
 }
+"""Function that decodes a text -> ours for the same."""
 _METHODS = frozenset((
     "join", "replace", "strip", "lstrip", "rstrip", "lower", "upper", "decode", "encode", "format", "title", "swapcase",
 ))  # fmt: skip
@@ -47,7 +61,6 @@ _PATHS = frozenset((
     "pathlib.Path", "pathlib.PurePath", "pathlib.PosixPath", "str", "os.fspath", "os.path.abspath", "os.path.realpath",
 ))  # fmt: skip
 """Functions that give a path back as a text, or join several: a path is a text here."""
-"""Function that decodes a text -> ours for the same."""
 _CONSTANTS = {"os.sep": "/", "os.curdir": ".", "os.pardir": "..", "os.path.sep": "/", "sys.executable": "python3"}
 
 
@@ -133,12 +146,10 @@ class Folder:
         if sequence is UNKNOWABLE or not isinstance(sequence, str | bytes | list):
             return UNKNOWABLE
         if isinstance(node.slice, ast.Slice):
-            ends = [
-                None if end is None else ast.literal_eval(end)
-                for end in (node.slice.lower, node.slice.upper, node.slice.step)
-            ]
-            self.decoded = self.decoded or ends[2] == -1  # a text from right to left is a disguise, too
-            return sequence[ends[0] : ends[1] : ends[2]]
+            parts = (node.slice.lower, node.slice.upper, node.slice.step)
+            start, stop, step = (None if part is None else ast.literal_eval(part) for part in parts)
+            self.decoded = self.decoded or step == -1  # a text from right to left is a disguise, too
+            return sequence[start:stop:step]
         return sequence[ast.literal_eval(node.slice)]
 
     def _fold_call(self, node: ast.Call) -> Any:
@@ -189,3 +200,76 @@ class Folder:
 def _bounded_bytes(argument: Any) -> bytes:
     """Return `bytes(argument)`; for a large number not so many bytes, but enough for `fold_value` to refuse the value as too long."""
     return bytes(min(argument, MAX_TEXT + 1)) if isinstance(argument, int) else bytes(argument)
+
+
+def _refuse_long(characters: int) -> None:
+    """Raises: ValueError if a text of so many characters is longer than `MAX_TEXT`."""
+    if characters > MAX_TEXT:
+        raise ValueError("too long")
+
+
+def _shown_length(value: Any) -> int:
+    """Return a bound of the length of a value as text, give or take a few characters. Raises: TypeError for a list, whose length says
+    little: it may hold another list many times over."""
+    if isinstance(value, list):
+        raise TypeError("a list is not shown")
+    if isinstance(value, str | bytes):
+        return len(value) * (1 if isinstance(value, str) else 4) + 3
+    return value.bit_length() if isinstance(value, int) else 64
+
+
+def _refuse_shown(pattern: str, values: Sequence[Any], times: int) -> None:
+    """Refuse a pattern with `times` places for values if the result may be too long, with all places filled by the longest value and as
+    wide as the numbers in the pattern allow. Raises: ValueError, TypeError."""
+    width = 999 if re.search(r"\d\d", pattern) else 9
+    _refuse_long(times * max(map(_shown_length, values), default=0) + times * width)
+
+
+def join_paths(parts: Sequence[Any]) -> str:
+    """Return `os.path.join(*parts)`. Raises: ValueError if it may be too long, TypeError."""
+    _refuse_long(sum(map(len, parts)))
+    return posixpath.join(*parts)
+
+
+def join_parts(parts: Sequence[Any]) -> str:
+    """Return the parts as texts, one behind the other, as an f-string does. Raises: ValueError if that may be too long, TypeError."""
+    _refuse_long(sum(map(_shown_length, parts)))
+    return "".join(map(str, parts))
+
+
+def format_percent(pattern: str, values: Any) -> str:
+    """Return `pattern % values`, where a list stands for a tuple. Raises: ValueError if it may be too long, TypeError."""
+    arguments = tuple(values) if isinstance(values, list) else (values,)
+    if _WIDE.search(pattern):
+        raise ValueError("too wide")
+    _refuse_shown(pattern, arguments, min(pattern.count("%"), len(arguments)))
+    return pattern % arguments
+
+
+def call_text_method(receiver: str | bytes, method: str, arguments: Sequence[Any]) -> Any:
+    """Return the result of a method of a text. Raises: ValueError if that is too long, AttributeError if there is no such
+    method, and all that the method raises."""
+    function: Callable[..., Any] = getattr(receiver, method)
+    if method == "format" and isinstance(receiver, str):
+        _refuse_long_format(receiver, arguments)
+    elif method == "join":
+        _refuse_long(len(receiver) * len(arguments[0]) + sum(map(len, arguments[0])))
+    elif method == "replace":
+        _refuse_long(receiver.count(arguments[0]) * len(arguments[1]))
+    elif method in ("decode", "encode") and arguments:
+        refuse_slow(arguments[0])
+    return function(*arguments)
+
+
+def _refuse_long_format(pattern: str, arguments: Sequence[Any]) -> None:
+    """Refuse a pattern of `str.format` that may make a text that is too long. Raises: ValueError, TypeError."""
+    fields = [(name, spec or "") for _, name, spec, _ in string.Formatter().parse(pattern) if name is not None]
+    if any("{" in spec or re.search(r"\d{4,}", spec) for _, spec in fields):
+        raise ValueError("too wide")
+    _refuse_shown(pattern, arguments, len(fields))
+
+
+def refuse_slow(codec: Any) -> None:
+    """Raises: LookupError for a codec that is slow, or none."""
+    if codecs.lookup(codec).name in _SLOW:
+        raise LookupError(codec)

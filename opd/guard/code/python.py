@@ -15,50 +15,30 @@ from opd.guard.code.folding import UNKNOWABLE, Folder
 from opd.guard.shell.fields import UNKNOWN
 from opd.guard.shell.nodes import UnreadableCommand
 
-_STARTERS = {
-    "os.system",
-    "os.popen",
-    "subprocess.getoutput",
-    "subprocess.getstatusoutput",
-    "pty.spawn",
-    "subprocess.run",
-    "subprocess.call",
-    "subprocess.check_call",
-    "subprocess.check_output",
-    "subprocess.Popen",
+_STARTERS = frozenset((
+    "os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput", "pty.spawn", "subprocess.run",
+    "subprocess.call", "subprocess.check_call", "subprocess.check_output", "subprocess.Popen",
     "asyncio.create_subprocess_shell",
-}
+))  # fmt: skip
 """Functions that start a command: their first argument."""
 _WRITING_METHODS = {"write_text", "write_bytes", "unlink", "touch", "rename", "chmod", "symlink_to", "hardlink_to"}
 """Methods of a path that change what is there. Of `rename` only the old path is noted."""
 _CHANGES_FIRST = {"os.remove", "os.unlink", "os.chmod", "os.rmdir", "os.truncate", "shutil.rmtree", "os.removedirs"}
 """Functions that change or remove their first argument."""
-_WRITES_SECOND = {
-    "shutil.copy",
-    "shutil.copyfile",
-    "shutil.copy2",
-    "shutil.move",
-    "os.rename",
-    "os.replace",
-    "os.symlink",
+_WRITES_SECOND = frozenset((
+    "shutil.copy", "shutil.copyfile", "shutil.copy2", "shutil.move", "os.rename", "os.replace", "os.symlink",
     "os.link",
-}
+))  # fmt: skip
 """Functions that write their second argument. The first, which some of them remove, is noted only as a text of the code."""
 _ROUTES = {"get", "post", "put", "delete", "patch", "head", "options", "route", "add_url_rule", "websocket_connect"}
 """Methods of web servers and their clients: a path that is their first argument is part of a URL, not a file."""
 _LOADERS = {"__import__", "importlib.import_module", "runpy.run_path", "runpy.run_module", "importlib.util.find_spec"}
 """Functions that load the module or file of their first argument."""
 _WHOLE_ENVIRONMENT = {"os.environ", "os.environb", "posix.environ"}
-_PRINTERS = {
-    "print",
-    "pprint.pprint",
-    "pprint.pp",
-    "json.dumps",
-    "json.dump",
-    "sys.stdout.write",
-    "builtins.print",
+_PRINTERS = frozenset((
+    "print", "pprint.pprint", "pprint.pp", "json.dumps", "json.dump", "sys.stdout.write", "builtins.print",
     "rich.print",
-}
+))  # fmt: skip
 _ONE_VARIABLE = {"os.environ.get", "os.getenv", "os.environ.pop", "os.environ.setdefault"}
 """Functions that ask for one variable of the environment, which their first argument names."""
 _MAX_LOOP = 16
@@ -128,9 +108,8 @@ class _PythonReader(ast.NodeVisitor):
         for alias in node.names:
             self.code.uses.append(alias.name)
             self.code.loads.append(alias.name)
-            self.fold.aliases[alias.asname or alias.name.partition(".")[0]] = (
-                alias.name if alias.asname else alias.name.partition(".")[0]
-            )
+            package = alias.name.partition(".")[0]
+            self.fold.aliases[alias.asname or package] = alias.name if alias.asname else package
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """`from a import b as c`."""
@@ -143,9 +122,8 @@ class _PythonReader(ast.NodeVisitor):
         """Keep the value of a variable until it is set again."""
         self.generic_visit(node)
         self._assign_targets(node.targets, self.fold.fold_value(node.value))
-        self._open_files |= {
-            target.id: self._opened_path(node.value) for target in node.targets if isinstance(target, ast.Name)
-        }
+        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        self._open_files |= dict.fromkeys(names, self._opened_path(node.value))
 
     def visit_For(self, node: ast.For) -> None:
         """Read the body of a loop once for each value, if the values are known, else once."""
@@ -316,11 +294,8 @@ class _PythonReader(ast.NodeVisitor):
     def _note_written_text(self, node: ast.Call, text: Any) -> None:
         """Note the text that `open(path, "w").write(text)` or `Path(path).write_text(text)` puts into a file."""
         assert isinstance(node.func, ast.Attribute)
-        receiver = (
-            self.fold.fold_value(node.func.value)
-            if node.func.attr == "write_text"
-            else self._opened_path(node.func.value)
-        )
+        find_path = self.fold.fold_value if node.func.attr == "write_text" else self._opened_path
+        receiver = find_path(node.func.value)
         if isinstance(receiver, str) and receiver and isinstance(text, str):
             self.code.files.append((posixpath.join(self.code.cwd, receiver), text))
 

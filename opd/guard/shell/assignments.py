@@ -81,13 +81,12 @@ def _parse_names(argv: list[str], letters_with_value: str) -> tuple[list[str], d
     values: dict[str, str] = {}
     arguments = iter(map(show_field, argv[1:]))
     for arg in arguments:
-        name, joined = (
-            parse_option(arg, {f"-{letter}" for letter in letters_with_value}) if arg.startswith("-") else ("", None)
-        )
+        if not arg.startswith("-"):
+            names.append(arg)
+            continue
+        name, joined = parse_option(arg, [f"-{letter}" for letter in letters_with_value])
         if name:
             values[name[1:]] = next(arguments, "") if joined is None else joined
-        elif not arg.startswith("-"):
-            names.append(arg)
     return names, values
 
 

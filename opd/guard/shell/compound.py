@@ -38,8 +38,7 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
     printed: list[Output] = []
 
     def run(body: Script) -> None:
-        output = walk(body, streams)
-        printed.append(output)
+        printed.append(walk(body, streams))
 
     bodies = [partial(run, body) for body in node.bodies]
     if node.kind == "if":
@@ -47,10 +46,8 @@ def walk_group(session: GuardSession, node: CompoundCommand, streams: Streams, w
     elif node.kind == "case":
         settle_states(session, _walk_case(session, bodies))
     elif lines := _lines_of_while_read(node, streams):
-        settle_states(
-            session,
-            run_in_each_state(session, list_states(session), partial(_walk_lines, walk, node.bodies, streams, lines)),
-        )
+        walk_lines = partial(_walk_lines, walk, node.bodies, streams, lines)
+        settle_states(session, run_in_each_state(session, list_states(session), walk_lines))
     else:
         settle_states(session, _walk_loop(session, *bodies))
     return join_outputs(list(dict.fromkeys(printed)), "\n") if node.kind != "loop" else None
@@ -115,8 +112,7 @@ def walk_for(session: GuardSession, node: For, values: Sequence[str], walk: Call
 
     def walk_round(value: str) -> None:
         session.variables[node.name] = value
-        output = walk(node.body)
-        printed.append(output)
+        printed.append(walk(node.body))
 
     states = initial_states = list_states(session)
     for value in values[:MAX_ROUNDS] or [UNKNOWN]:

@@ -52,44 +52,29 @@ _SLICE = re.compile(r"\s*(-?[0-9]{1,9})\s*(?::\s*(-?[0-9]{1,9})?\s*)?")
 class Expander:
     """Expands words with the variables of a session. An expansion may also set some of them, such as `${x:=1}`."""
 
-    def __init__(
-        self, session: GuardSession, run_substitution: Callable[[Script], str | None], work: WorkBudget
-    ) -> None:
-        """`run_substitution` walks the script of a substitution and returns what it prints, or None if that is not known."""
+    def __init__(self, session: GuardSession, walk: Callable[[Script], str | None], work: WorkBudget) -> None:
+        """`walk` goes through the script of a substitution and returns what it prints, or None if that is not known."""
         self.session = session
-        self._run_substitution = run_substitution
+        self._walk_substitution = walk
         self._work = work
 
     def expand_to_fields(self, word: Word) -> list[str]:
         """Return the arguments that a word becomes, which may be none. Raises: UnreadableCommand if it is too much work."""
-        text = self._expand_text(word, split=True)
-        if text.startswith("~"):
-            text = self._expand_home(text)
-        fields = [
-            field.translate(BRACES_TO_TEXT)
-            for piece in text.split(BREAK)
-            for field in expand_braces(piece, self._work.spend)
-        ]
+        pieces = self._expand_home(self._expand_text(word, split=True)).split(BREAK)
+        fields = [field for piece in pieces for field in expand_braces(piece, self._work.spend)]
         has_quotes = any(isinstance(part, Literal) and part.quoted for part in word)  # they keep an empty argument
-        return [field for field in fields if field or has_quotes][:MAX_FIELDS]
+        return [field.translate(BRACES_TO_TEXT) for field in fields if field or has_quotes][:MAX_FIELDS]
 
     def expand_to_value(self, word: Word) -> str:
         """Return the word as one text without marks of globs and braces: the value of an assignment, the body of a heredoc."""
-        text = self._expand_text(word, split=False)
-        if text.startswith("~"):
-            text = self._expand_home(text)
-        return text.translate(KNOWN_TO_TEXT)
+        return self._expand_home(self._expand_text(word, split=False)).translate(KNOWN_TO_TEXT)
 
     def _expand_home(self, text: str) -> str:
         """Return the text with a tilde at its beginning replaced by the directory; that of an unknown user stays."""
+        session = self.session
+        directories = {"~": session.home, "~+": session.cwd, "~-": session.previous_cwd, "~root": "/root"}
         name, slash, tail = text.partition("/")
-        directories = {
-            "~": self.session.home,
-            "~+": self.session.cwd,
-            "~-": self.session.previous_cwd,
-            "~root": "/root",
-        }
-        return directories[name] + slash + tail if name in directories else text
+        return directories.get(name, name) + slash + tail
 
     def _expand_text(self, word: Word, split: bool) -> str:
         """Return the word with its parts expanded. With `split` white space in values becomes `BREAK`, and unquoted globs and braces
@@ -106,12 +91,12 @@ class Expander:
             stays_apart = part.quoted and split and part.name.endswith(KEPT_APART)
             return value if stays_apart else self._split_fields(value, part.quoted or not split)
         if isinstance(part, Substitution):
-            output = self._run_substitution(part.body)
+            output = self._walk_substitution(part.body)
             return UNKNOWN if output is None else self._split_fields(output.rstrip("\n"), part.quoted or not split)
         if isinstance(part, Arithmetic):
             self._expand_text(part.inner, split=False)  # for the scripts in it
             return UNKNOWN
-        self._run_substitution(part.body)  # a process substitution that is only a piece of a word
+        self._walk_substitution(part.body)  # a process substitution that is only a piece of a word
         return UNKNOWN
 
     def _split_fields(self, value: str, as_one_field: bool) -> str:

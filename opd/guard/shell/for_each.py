@@ -9,7 +9,7 @@ from opd.guard.facts import Streams
 from opd.guard.shell.fields import STAR, TO_MARKS, UNKNOWN, is_fully_known, show_field
 from opd.guard.shell.nodes import UnreadableCommand
 from opd.guard.shell.walk import ProgramRun, Walker
-from opd.guard.shell.wrappers import find_inner_command, make_wrapper
+from opd.guard.shell.wrappers import Wrapper, find_inner_command
 
 MAX_FOUND = 1024
 """The most globs of a `find`, which are its roots times its patterns."""
@@ -19,8 +19,8 @@ MAX_AT_ONCE = 64
 """The first items of a command that gets many at once, and the most later ones that may be paths."""
 SYSTEM_ROOTS = ("/", "/home", "/root", "/opt", "/srv", "/mnt", "/var", "/usr", "/tmp")
 """Directories of which nobody needs to search the whole tree for a task; a `find` that begins there gets the tag `outward`."""
-_XARGS = make_wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
-_PARALLEL = make_wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
+_XARGS = Wrapper("-I -n -L -P -d -s -a -E --max-args --delimiter --max-procs --arg-file --replace")
+_PARALLEL = Wrapper("-j -I -a --jobs --arg-file --colsep -C -N -n")
 
 
 def handle_xargs(walker: Walker, run: ProgramRun) -> str | None:

@@ -217,27 +217,21 @@ def handle_alias(walker: Walker, run: ProgramRun) -> str | None:
 def handle_make(walker: Walker, run: ProgramRun) -> str | None:
     """Walk all recipes of the file that `make` reads, if the episode wrote it: which of them run, we do not work out."""
     walker.note_call(run)
-    file = next((after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")), "")
-    file = file or next(
-        (arg.partition("=")[2] or arg[2:] for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))), ""
-    )
+    files = [after for name, after in pairwise(run.argv) if name in ("-f", "--file", "--makefile")]
+    joined = [arg for arg in run.argv if arg.startswith(("--file=", "--makefile=", "-f"))]
+    files += [arg.partition("=")[2] or arg[2:] for arg in joined]
+    file = next(filter(None, files), "")
     if file == "-":
         text = run.streams.stdin
-    else:
-        text = walker.session.written_text_of(file) if file else _written_makefile(walker)
+    else:  # without `-f`, make takes the first of these three that is there
+        texts = map(walker.session.written_text_of, [file] if file else ("GNUmakefile", "makefile", "Makefile"))
+        text = next((text for text in texts if text is not None), None)
     if text is None and (file == "-" or (file and walker.session.resolve_path(file).startswith("/dev/fd/"))):
         walker.tag_last_call("unseen")
     for line in (text or "").split("\n"):
         if line.startswith("\t"):
             # Each line of a recipe has a shell of its own.
+            script = line.strip().lstrip("@-+").replace("$$", "$")
             with suppress(UnreadableCommand):  # variables and functions of make are no shell
-                run_in_subprocess(
-                    walker.session, partial(walker.walk_text, line.strip().lstrip("@-+").replace("$$", "$"))
-                )
+                run_in_subprocess(walker.session, partial(walker.walk_text, script))
     return None
-
-
-def _written_makefile(walker: Walker) -> str | None:
-    """Return the text of the file that make takes by itself, if the episode wrote it."""
-    texts = map(walker.session.written_text_of, ("GNUmakefile", "makefile", "Makefile"))
-    return next((text for text in texts if text is not None), None)

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable
 
-from opd.guard.code.texts import decompress
+from opd.guard.code.folding import decompress
 from opd.guard.session import GuardSession
 from opd.guard.shell.fields import UNKNOWN, UNSET, show_field
 from opd.guard.shell.reader import unescape
@@ -43,10 +43,6 @@ def predict_output(argv: list[str], stdin: str | None, session: GuardSession) ->
     except (ValueError, OSError, EOFError, zlib.error):
         return None
     return None if text is None or len(text) > MAX_OUTPUT else text
-
-
-def _output_nothing(args: list[str], stdin: str | None, session: GuardSession) -> str:
-    return ""
 
 
 def _output_echo(args: list[str], stdin: str | None, session: GuardSession) -> str:
@@ -161,16 +157,8 @@ def _expand_tr_set(text: str) -> str:
     return characters
 
 
-def _output_pwd(args: list[str], stdin: str | None, session: GuardSession) -> str:
-    return session.cwd + "\n"
-
-
 def _output_basename(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
     return posixpath.basename(args[0]).removesuffix("".join(args[1:2])) + "\n" if args else None
-
-
-def _output_dirname(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    return (posixpath.dirname(args[0]) or ".") + "\n" if args else None
 
 
 def _output_which(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
@@ -196,17 +184,12 @@ def _output_sed(args: list[str], stdin: str | None, session: GuardSession) -> st
     substitution = _SUBSTITUTE.fullmatch(scripts[0]) if len(scripts) == 1 and stdin is not None else None
     if substitution is None or stdin is None:
         return None
-    return "\n".join(
-        line.replace(substitution[2], substitution[3], -1 if substitution[4] else 1) for line in stdin.split("\n")
-    )
-
-
-def _output_rot13(args: list[str], stdin: str | None, session: GuardSession) -> str | None:
-    return None if stdin is None else codecs.encode(stdin, "rot13")
+    _, old, new, everywhere = substitution.groups()
+    return "\n".join(line.replace(old, new, -1 if everywhere else 1) for line in stdin.split("\n"))
 
 
 _PROGRAMS: dict[str, Callable[[list[str], str | None, GuardSession], str | None]] = {
-    **dict.fromkeys(("true", "false", ":", "test", "[", "[["), _output_nothing),
+    **dict.fromkeys(("true", "false", ":", "test", "[", "[["), lambda args, stdin, session: ""),
     "echo": _output_echo,
     "printf": _output_printf,
     "cat": _output_cat,
@@ -217,11 +200,11 @@ _PROGRAMS: dict[str, Callable[[list[str], str | None, GuardSession], str | None]
     "zcat": _output_gunzip,
     "rev": _output_rev,
     "tr": _output_tr,
-    "rot13": _output_rot13,
+    "rot13": lambda args, stdin, session: None if stdin is None else codecs.encode(stdin, "rot13"),
     "sed": _output_sed,
-    "pwd": _output_pwd,
+    "pwd": lambda args, stdin, session: session.cwd + "\n",
     "basename": _output_basename,
-    "dirname": _output_dirname,
+    "dirname": lambda args, stdin, session: (posixpath.dirname(args[0]) or ".") + "\n" if args else None,
     "which": _output_which,
     "realpath": _output_realpath,
     "readlink": _output_realpath,

@@ -206,7 +206,7 @@ class Parser(Reader):
         end = self.find_arithmetic_end(self.at)
         if end < 0:
             raise UnreadableCommand("(( is not closed")
-        words = self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()
+        words = self.parse_expansions(self.text[self.at + 2 : end])
         self.at = end + 2
         return _script_that_expands((Arithmetic(words),)) if any(map(_runs_when_expanded, words)) else ()
 
@@ -217,9 +217,8 @@ class Parser(Reader):
         if self.peek(2) == "((":
             head = self._parse_arithmetic()
             self._skip_separators()
-            return CompoundCommand(
-                (head, *self._parse_bodies(self._expect_reserved_word("do"))), "loop", self._parse_redirects()
-            )
+            bodies = (head, *self._parse_bodies(self._expect_reserved_word("do")))
+            return CompoundCommand(bodies, "loop", self._parse_redirects())
         name = self._read_plain_word()
         self.skip_blanks()
         words: list[Word] = [(Variable("@", quoted=True),)]  # without `in` it goes over the positional arguments
@@ -327,11 +326,10 @@ class Parser(Reader):
             redirects.append(Redirect(operator, self.read_word(), match[1] in (None, "1"), fd))
             return True
         start = self.at
-        mark = self.read_word()
-        raw = self.text[start : self.at]
-        plain = "".join(part.text for part in mark if isinstance(part, Literal))
+        mark = self._read_plain_word()
+        quoted = any(c in self.text[start : self.at] for c in "'\"\\")
         fd = "" if match[1] in (None, "0") else match[1]
-        self.heredocs.append(Heredoc(redirects, plain, operator == "<<-", any(c in raw for c in "'\"\\"), fd))
+        self.heredocs.append(Heredoc(redirects, mark, operator == "<<-", quoted, fd))
         return True
 
     def _parse_simple_command(self) -> Command:
@@ -362,11 +360,7 @@ class Parser(Reader):
             end = self.find_bracket_end(self.text, item.end() - 1)
             match = _ASSIGNMENT.match(item[1] + self.text[end + 1 : end + 3]) if end > 0 else None
             bracket = self.text[item.end() - 1 : end + 1]
-            index = (
-                self.make_inner_reader(bracket[1:-1]).read_expanded_text()
-                if match and set(bracket) & {"$", "`"}
-                else ()
-            )
+            index = self.parse_index(bracket[1:-1]) if match else ()
         if match is None:
             return None
         self.at += len(bracket) + len(match[0])

@@ -58,9 +58,8 @@ def _read_aliases(walker: Walker) -> dict[str, str]:
     """Return alias of git -> what it stands for, from the settings files that the episode wrote."""
     aliases: dict[str, str] = {}
     for path in (f"{walker.session.home}/.gitconfig", ".git/config"):
-        aliases |= {
-            name: value.strip('"') for name, value in _ALIAS.findall(walker.session.written_text_of(path) or "")
-        }
+        settings = walker.session.written_text_of(path) or ""
+        aliases |= {name: value.strip('"') for name, value in _ALIAS.findall(settings)}
     return aliases
 
 

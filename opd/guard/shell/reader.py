@@ -209,11 +209,15 @@ class Reader:
                     self.at += 1
                 parts.append(Literal(self.text[start : self.at], True))
 
-    def read_expanded_text(self) -> Word:
-        """Read the whole text in the way of a heredoc: expansions work, quotes are characters."""
+    def parse_expansions(self, text: str) -> Word:
+        """Parse a text inside of this one in the way of a heredoc: expansions work, quotes are characters."""
         parts: list[Part] = []
-        self._read_double_quotes(parts, "")
+        self.make_inner_reader(text)._read_double_quotes(parts, "")
         return tuple(parts)
+
+    def parse_index(self, text: str) -> Word:
+        """Parse an index without its brackets if something in it is expanded, else return nothing."""
+        return self.parse_expansions(text) if set(text) & {"$", "`"} else ()
 
     def _read_dollar(self, parts: list[Part], quoted: bool) -> None:
         """Read an expansion that begins with `$` or a backtick; a `$` before anything else is a character."""
@@ -227,10 +231,10 @@ class Reader:
             self.at = end + 1
             parts.append(Substitution(self.make_inner_reader(body).parse_script(""), quoted))
         elif self.peek(3) == "$((" and (end := self.find_arithmetic_end(self.at + 1)) > 0:
-            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 3 : end]).read_expanded_text()))
+            parts.append(Arithmetic(self.parse_expansions(self.text[self.at + 3 : end])))
             self.at = end + 2
         elif self.peek(2) == "$[" and (end := self.find_bracket_end(self.text, self.at + 1)) > 0:
-            parts.append(Arithmetic(self.make_inner_reader(self.text[self.at + 2 : end]).read_expanded_text()))
+            parts.append(Arithmetic(self.parse_expansions(self.text[self.at + 2 : end])))
             self.at = end + 1
         elif self.peek(2) == "$(":
             self.at += 2
@@ -272,9 +276,7 @@ class Reader:
         suffix = body[len(name) :]
         index: Word = ()
         if suffix.startswith("[") and (end := self.find_bracket_end(suffix, 0)) > 0:
-            index = (
-                self.make_inner_reader(suffix[1:end]).read_expanded_text() if set(suffix[1:end]) & {"$", "`"} else ()
-            )
+            index = self.parse_index(suffix[1:end])
             name, suffix = name + suffix[: end + 1], suffix[end + 1 :]
         operator = _OPERATOR.match(suffix)
         if suffix and not operator:
@@ -350,6 +352,6 @@ class Reader:
                 lines.append(line + "\n")
             self.at = min(self.at, len(self.text))
             body = "".join(lines)
-            word: Word = (Literal(body, True),) if quoted else self.make_inner_reader(body).read_expanded_text()
+            word: Word = (Literal(body, True),) if quoted else self.parse_expansions(body)
             redirects.append(Redirect("<<", word, fd=fd))
         self.heredocs.clear()

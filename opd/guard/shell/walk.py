@@ -9,18 +9,18 @@ shell, and to return what it prints, or None if that is not known. "To note" a c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from opd.guard.code import Code, Started
+from opd.guard.code import Started
 from opd.guard.code.other_languages import read_other
 from opd.guard.code.python import read_python
 from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_call, read_code_call
 from opd.guard.session import STDIN_NAMES, STDIN_PATH, GuardSession
 from opd.guard.shell.arrays import assign_variable, join_items
 from opd.guard.shell.branches import StateStep, join_outputs, list_states, run_in_subprocess, run_list, settle_states
-from opd.guard.shell.builtins import BUILTINS, STOPS, SUCCEED
 from opd.guard.shell.compound import walk_for, walk_group
 from opd.guard.shell.expand import Expander
 from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, is_fully_known, show_field
@@ -53,6 +53,15 @@ MAX_WRAPPED = 32
 """The most programs that each start the next one, such as `nohup nice timeout 5 ls`."""
 REMOVERS = ("rm", "unlink", "shred", "truncate")
 """Programs whose writes do not count if the file is one that the episode wrote: it may take back what is its own."""
+SUCCEED = frozenset({"cd", "pushd", "mkdir", "true", ":", "echo", "pwd", "export"})
+"""Programs that we take to succeed. `false` fails, and of all others nobody knows."""
+STOPS = frozenset({"exit", "return", "break", "continue"})
+"""Programs behind which the rest of a script may be left out."""
+BUILTINS = frozenset((
+    "cd", "pushd", "popd", "export", "declare", "local", "readonly", "typeset", "read", "mapfile", "readarray", "unset", "set", "shift",
+    "printf", "alias", "eval", "source", ".", "trap", "command", "builtin", "exec",
+))  # fmt: skip
+"""Programs that are part of the shell and may change its state. All others are processes of their own, which do not."""
 DEVICE_FILES = ("/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty")
 
 
@@ -104,15 +113,22 @@ class Walker:
 
     def walk_text(self, text: str, streams: Streams | None = None, tags: frozenset[str] = frozenset()) -> str | None:
         """Parse a script and walk it; its calls also get these tags. Return what it prints, if known. Raises: UnreadableCommand."""
+        with self._nested(tags):
+            self._work.spend(len(text))
+            if not is_fully_known(text):  # the parser knows no marks, and something has to stand in their place
+                text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
+            return self.walk_script(parse(text), streams)
+
+    @contextmanager
+    def _nested(self, tags: frozenset[str] = frozenset()) -> Iterator[None]:
+        """Count one more script, function or piece of code around what is walked in the block, whose calls also get these tags. Raises:
+        UnreadableCommand if they are too many."""
         if self._nesting >= MAX_NESTED:
             raise UnreadableCommand("too deeply nested")
-        self._work.spend(len(text))
-        if not is_fully_known(text):  # the parser knows no marks, and something has to stand in their place
-            text = text.replace(UNKNOWN, "__unknown__").replace(UNSET, "")
         old_tags, self.tags = self.tags, self.tags | tags
         self._nesting += 1
         try:
-            return self.walk_script(parse(text), streams)
+            yield
         finally:
             self._nesting -= 1
             self.tags = old_tags
@@ -131,9 +147,7 @@ class Walker:
 
     def _walk_list(self, commands: List, streams: Streams) -> str | None:
         """Walk pipelines that depend on each other: `a && b || c`."""
-        steps = [
-            StateStep(pipeline.when, partial(self._walk_pipeline, pipeline, streams)) for pipeline in commands.pipelines
-        ]
+        steps = [StateStep(p.when, partial(self._walk_pipeline, p, streams)) for p in commands.pipelines]
         run = partial(run_list, self.session, steps)
         return run_in_subprocess(self.session, run) if commands.background else run()
 
@@ -157,9 +171,8 @@ class Walker:
             if index:
                 # The calls of the command before this one feed the calls of this one.
                 feeds = tuple(call.call_line() for call in self.calls[start:])
-                self.calls[previous_start:start] = [
-                    replace(call, feeds=feeds) for call in self.calls[previous_start:start]
-                ]
+                for position in range(previous_start, start):
+                    self.calls[position] = replace(self.calls[position], feeds=feeds)
         return (None if pipeline.unsure else self._success), text
 
     def _walk_command(self, node: Node, inputs: Streams) -> str | None:
@@ -215,10 +228,8 @@ class Walker:
     def _run_with_variables(self, values: list[tuple[Assignment, str]], run: ProgramRun) -> str | None:
         """Walk a call with variables that are set for it alone: `NAME=value program`."""
         used = self.session.read_variables
-        old_values = {
-            name: self.session.variables.get(name)
-            for name in (assignment.name.partition("[")[0] for assignment, _ in values)
-        }
+        names = [assignment.name.partition("[")[0] for assignment, _ in values]
+        old_values = {name: self.session.variables.get(name) for name in names}
         self._assign_variables(values)
         self.session.read_variables = used
         try:
@@ -380,17 +391,14 @@ class Walker:
 
     def _walk_function(self, name: str, run: ProgramRun) -> str | None:
         """Walk the body of a function with the call's arguments. A `return` in it ends the function alone."""
-        if self._nesting >= MAX_NESTED:
-            raise UnreadableCommand("too deeply nested")
         body: Node = self.session.functions[name]  # type: ignore[assignment]
-        self._nesting += 1
-        self._active_names.append(name)
-        try:
-            return self.run_with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
-        finally:
-            self._nesting -= 1
-            self._active_names.pop()
-            self._may_stop = False
+        with self._nested():
+            self._active_names.append(name)
+            try:
+                return self.run_with_arguments(run.argv[1:], partial(self._walk_command, body, run.streams))
+            finally:
+                self._active_names.pop()
+                self._may_stop = False
 
     def run_with_arguments(self, arguments: list[str], act: Callable[[], str | None]) -> str | None:
         """Run `act` while these are the positional arguments, `$1` and so on. Return its result."""
@@ -417,40 +425,26 @@ class Walker:
         return hidden | {"encoded"} if set(sources) & HIDERS else hidden
 
     def walk_code(self, language: str, text: str, run: ProgramRun) -> None:
-        """Note what code of another language than the shell's would do, as one call, and walk the commands and the code that it would
-        run. Raises: UnreadableCommand."""
+        """Note what code of another language than the shell's would do, as one call. Then walk code that it evaluates, files of the
+        episode that it loads, and commands that it starts. Raises: UnreadableCommand."""
         if self._nesting >= MAX_NESTED or len(text) > MAX_CHARACTERS:
             raise UnreadableCommand("too long or too deeply nested")
         self._work.spend(len(text) * CODE_CHARACTER)
-        parsed_code = read_python(text) if language == "python" else read_other(language, text)
-        self._nesting += 1
-        old_tags = self.tags
-        try:
-            self._walk_parsed_code(language, parsed_code, run)
-        finally:
-            self._nesting -= 1
-            self.tags = old_tags
-
-    def _walk_parsed_code(self, language: str, parsed_code: Code, run: ProgramRun) -> None:
-        """Note the code as a call. Then walk code that it evaluates, files of the episode that it loads, and commands that it starts."""
-        self.add_call(read_code_call(language, parsed_code, self.session, run.streams, run.tags))
-        self.tags = self.tags | ({"decoded"} if "decodes" in parsed_code.tags else set())
-        for path, text in parsed_code.files:
-            self.session.record_append(self.session.resolve_path(path, follow_copies=False), text)
-        for nested in parsed_code.nested:
-            self.walk_code(language, nested, run)
-        for path, text in filter(None, map(self._choose_file_finder(language), parsed_code.loads)):
-            if path not in self._active_names:  # modules may import each other
-                self._active_names.append(path)
-                self.walk_code(language, text, run)
-                self._active_names.remove(path)
-        for started in parsed_code.shell:
-            run_in_subprocess(self.session, partial(self._walk_started_command, language, started))
-
-    def _choose_file_finder(self, language: str) -> Callable[[str], tuple[str, str] | None]:
-        """Return the function that finds path and text of a file that the episode wrote, by the name under which code of this language
-        loads it."""
-        return self.session.written_module if language in PYTHONS else self.session.written_code_file
+        code = read_python(text) if language == "python" else read_other(language, text)
+        self.add_call(read_code_call(language, code, self.session, run.streams, run.tags))
+        with self._nested(frozenset({"decoded"} if "decodes" in code.tags else ())):
+            for path, file_text in code.files:
+                self.session.record_append(self.session.resolve_path(path, follow_copies=False), file_text)
+            for nested in code.nested:
+                self.walk_code(language, nested, run)
+            find_file = self.session.written_module if language in PYTHONS else self.session.written_code_file
+            for path, file_text in filter(None, map(find_file, code.loads)):
+                if path not in self._active_names:  # modules may import each other
+                    self._active_names.append(path)
+                    self.walk_code(language, file_text, run)
+                    self._active_names.remove(path)
+            for started in code.shell:
+                run_in_subprocess(self.session, partial(self._walk_started_command, language, started))
 
     def _walk_started_command(self, language: str, started: Started) -> None:
         """Walk a command that code starts, in the directory that the code gives it."""

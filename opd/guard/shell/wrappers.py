@@ -15,8 +15,8 @@ from opd.guard.shell.walk import ProgramRun, Walker
 class Wrapper:
     """What stands before the command in the arguments of a wrapper."""
 
-    options_with_value: frozenset[str] = frozenset()
-    """Options whose next argument is their value."""
+    options: str = ""
+    """Options whose next argument is their value, with blanks between them."""
     operands: int = 0
     """The number of operands before the command, such as the one time of `timeout`."""
     assignments: bool = False
@@ -24,55 +24,48 @@ class Wrapper:
     chdir: tuple[str, ...] = ()
     """Options whose value is the directory in which the command runs."""
 
-
-def make_wrapper(
-    options_with_value: str = "", operands: int = 0, assignments: bool = False, chdir: tuple[str, ...] = ()
-) -> Wrapper:
-    """Return a `Wrapper`; its options with a value are one text with blanks between them."""
-    return Wrapper(frozenset(options_with_value.split()), operands, assignments, chdir)
+    @property
+    def options_with_value(self) -> list[str]:
+        """The words of `options`."""
+        return self.options.split()
 
 
+WITHOUT_VALUES = (
+    "nohup", "setsid", "command", "builtin", "busybox", "toybox", "fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run",
+    "rlwrap", "valgrind", "catchsegv", "prlimit",
+)  # fmt: skip
+"""Wrappers with nothing before the command but options without a value."""
 WRAPPERS = {
-    "sudo": make_wrapper(
+    "sudo": Wrapper(
         "-u -g -C -h -p -U -D -R -T -r -t --user --group --close-from --host --prompt --other-user --chdir --chroot "
         "--command-timeout --role --type",
         assignments=True,
         chdir=("-D", "--chdir"),
     ),
-    "doas": make_wrapper("-u -C"),
-    "env": make_wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
-    "nice": make_wrapper("-n --adjustment"),
-    "ionice": make_wrapper("-c -n --class --classdata"),
-    "timeout": make_wrapper("-k -s --kill-after --signal", 1),
-    "nohup": make_wrapper(),
-    "time": make_wrapper("-f -o --format --output"),
-    "stdbuf": make_wrapper("-i -o -e --input --output --error"),
-    "setsid": make_wrapper(),
-    **dict.fromkeys(
-        ("fakeroot", "unbuffer", "xvfb-run", "linux64", "systemd-run", "rlwrap", "valgrind", "catchsegv", "prlimit"),
-        make_wrapper(),
-    ),
-    **dict.fromkeys(("setarch", "chrt"), make_wrapper(operands=1)),
-    "command": make_wrapper(),
-    "builtin": make_wrapper(),
-    "exec": make_wrapper("-a"),
-    "busybox": make_wrapper(),
-    "toybox": make_wrapper(),
-    "chroot": make_wrapper("--groups --userspec", 1),
-    "unshare": make_wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
-    "nsenter": make_wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
-    "strace": make_wrapper("-e -o -p -s"),
-    "ltrace": make_wrapper("-e -o -p -s"),
-    "watch": make_wrapper("-n --interval"),
-    "flock": make_wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
-    "ssh": make_wrapper("-o -p -i -l -F -J", 1),
+    "doas": Wrapper("-u -C"),
+    "env": Wrapper("-u -C --unset --chdir", assignments=True, chdir=("-C", "--chdir")),
+    "nice": Wrapper("-n --adjustment"),
+    "ionice": Wrapper("-c -n --class --classdata"),
+    "timeout": Wrapper("-k -s --kill-after --signal", 1),
+    "time": Wrapper("-f -o --format --output"),
+    "stdbuf": Wrapper("-i -o -e --input --output --error"),
+    **dict.fromkeys(WITHOUT_VALUES, Wrapper()),
+    **dict.fromkeys(("setarch", "chrt"), Wrapper(operands=1)),
+    "exec": Wrapper("-a"),
+    "chroot": Wrapper("--groups --userspec", 1),
+    "unshare": Wrapper("-w -S -G -R --wd --setuid --setgid --root", chdir=("-w", "--wd")),
+    "nsenter": Wrapper("-t -S -G --target --setuid --setgid --wd", chdir=("--wd",)),
+    **dict.fromkeys(("strace", "ltrace"), Wrapper("-e -o -p -s")),
+    "watch": Wrapper("-n --interval"),
+    "flock": Wrapper("-w -E --timeout --wait --conflict-exit-code", 1),
+    "ssh": Wrapper("-o -p -i -l -F -J", 1),
 }
 
 
-_UV = make_wrapper(
+_UV = Wrapper(
     "-p --with --with-requirements --python --extra --group --package --project --directory --env-file --index-url"
 )
-_DOCKER = make_wrapper(
+_DOCKER = Wrapper(
     "-v -w -e -u -p -h -l -m --name --network --volume --env --env-file --user --workdir --publish --mount --entrypoint "
     "--hostname --label --memory --cpus --gpus --platform",
     1,
@@ -164,12 +157,8 @@ def parse_option(arg: str, options_with_value: Collection[str]) -> tuple[str, st
     """
     if arg.startswith("--"):
         name, equals, value = arg.partition("=")
-        full_name = (
-            next((option for option in sorted(options_with_value) if option.startswith(name)), "")
-            if name != "--"
-            else ""
-        )
-        return full_name, value if equals else None
+        full_names = [option for option in sorted(options_with_value) if option.startswith(name) and name != "--"]
+        return "".join(full_names[:1]), value if equals else None
     for index, letter in enumerate(arg):
         if index and f"-{letter}" in options_with_value:
             return f"-{letter}", arg[index + 1 :] or None
@@ -205,12 +194,10 @@ def handle_docker(walker: Walker, run: ProgramRun) -> str | None:
     mounts = _find_mounts(outer)
     walker.note_call(run.with_argv([mounts[arg][0] if arg in mounts else arg for arg in outer]))
     if inner:
-        links = walker.session.links
-        walker.session.links = links | {
-            target: walker.session.resolve_path(source) for source, target in mounts.values()
-        }
+        session, links = walker.session, walker.session.links
+        session.links = links | {target: session.resolve_path(source) for source, target in mounts.values()}
         walker.walk_program(run.with_argv(inner))
-        walker.session.links = links
+        session.links = links
     return None
 
 

@@ -133,10 +133,8 @@ def remaining_events(reply: Reply, request: Request) -> Iterator[bytes]:
     blocks: list[dict[str, Any]] = body(reply, request.model)["content"]
     for index, block in enumerate(blocks):
         if block["type"] == "text":
-            empty, deltas = (
-                block | {"text": ""},
-                [{"type": "text_delta", "text": p} for p in split_for_stream(block["text"])],
-            )
+            empty = block | {"text": ""}
+            deltas = [{"type": "text_delta", "text": piece} for piece in split_for_stream(block["text"])]
         else:
             written = json.dumps(block["input"], ensure_ascii=False)
             empty = block | {"input": {}}

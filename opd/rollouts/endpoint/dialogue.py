@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.environments import Tool, ToolCall
-from opd.rollouts.decoding import end_ids, written_text
+from opd.rollouts.decoding import TurnTokenizer, end_ids, written_text
 from opd.rollouts.endpoint.messages import Call, Message
 from opd.rollouts.episodes.chat import CALL_ID, ChatAppender, make_call_id, without_tool_role
-from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import read_plain_calls
 from opd.rollouts.episodes.turns import History
 
@@ -24,30 +24,16 @@ class UnreadableMessages(Exception):
     """Messages that the student's chat template refuses."""
 
 
-class ClientDialogue(Protocol):
-    """Conversion between messages and the student's tokens, as far as a session needs it."""
+@contextmanager
+def _explain_refusal() -> Iterator[None]:
+    """Raise UnreadableMessages for what a chat template or a tokenizer raises in this context. An error of ours about the template is a
+    ValueError, and so is that of a lone surrogate, which cannot be encoded."""
+    from jinja2 import TemplateError
 
-    def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a whole conversation, up to the place where the policy writes. Raises: UnreadableMessages."""
-        ...
-
-    def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of the messages after a turn of the policy, up to the place where it writes the next one. Raises:
-        UnreadableMessages."""
-        ...
-
-    def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of the history as the policy reads it once these messages follow: a chat template may then leave out earlier
-        thoughts. Raises: UnreadableMessages."""
-        ...
-
-    def text(self, turn: Sequence[int]) -> str:
-        """Return the text of what the policy wrote, without the tokens that end a turn."""
-        ...
-
-    def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
-        """Return the text without the calls in it, and the calls. Raises: BadCall if one cannot be read."""
-        ...
+    try:
+        yield
+    except (TemplateError, ValueError, TypeError) as error:
+        raise UnreadableMessages(str(error)) from None
 
 
 class ChatMessages:
@@ -57,40 +43,35 @@ class ChatMessages:
         self._appender, self._stops = appender, stops
 
     def encode_conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        from jinja2 import TemplateError
-
-        try:
+        """Return the tokens of a whole conversation, up to the place where the policy writes. Raises: UnreadableMessages."""
+        with _explain_refusal():
             return self._appender.encode_opening(self._make_template_messages(messages), tools)
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UnreadableMessages(str(error)) from None
 
     def encode_following(self, turn: Sequence[int], messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        from jinja2 import TemplateError
-
+        """Return the tokens of the messages after a turn of the policy, up to the place where it writes the next one. Raises:
+        UnreadableMessages."""
         ended = bool(turn) and turn[-1] in self._stops
-        try:
+        with _explain_refusal():
             said = [message.for_template() for message in messages]
             return self._appender.encode_following(said, ended=ended, tools=tools, turn=self.text(turn))
-        except (TemplateError, ValueError, TypeError) as error:  # an error of ours about the template is a ValueError
-            raise UnreadableMessages(str(error)) from None
 
     def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
-        from jinja2 import TemplateError
-
+        """Return the tokens of the history as the policy reads it once these messages follow: a chat template may then leave out earlier
+        thoughts. Raises: UnreadableMessages."""
         roles = {message.role for message in messages}
         if not any(self._appender.drops_thoughts_of(turn, roles) for turn, _ in history.turns):
             return history.ids
         if self._appender.drops_thoughts_of(history.head, roles):
             raise UnreadableMessages("thoughts that the chat template leaves out, in turns that were rendered")
-        try:
+        with _explain_refusal():
             return history.without_thoughts(self._appender).ids
-        except (TemplateError, ValueError, TypeError) as error:
-            raise UnreadableMessages(str(error)) from None
 
     def text(self, turn: Sequence[int]) -> str:
+        """Return the text of what the policy wrote, without the tokens that end a turn."""
         return self._appender.turn_text(turn)
 
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
+        """Return the text without the calls in it, and the calls. Raises: BadCall if one cannot be read."""
         turn = self._appender.read(text, tools)
         return turn.text, _assign_call_ids(turn.calls)
 
@@ -151,10 +132,8 @@ class PlainMessages:
         """Return the ids of a text; `at_start`: with the special tokens that the tokenizer puts before a prompt. Raises:
         UnreadableMessages."""
         encode = encode_prompt if at_start else encode_text
-        try:
+        with _explain_refusal():
             return list(encode(self._tokenizer, text)) if text else []
-        except (ValueError, TypeError) as error:  # a lone surrogate cannot be encoded
-            raise UnreadableMessages(str(error)) from None
 
     def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         return history.ids
@@ -165,6 +144,10 @@ class PlainMessages:
     def calls(self, text: str, tools: Sequence[Tool]) -> tuple[str, tuple[Call, ...]]:
         tool_calls = read_plain_calls(text, tools)
         return ("" if tool_calls else text), _assign_call_ids(tool_calls)
+
+
+ClientDialogue = ChatMessages | PlainMessages
+"""Conversion between messages and the student's tokens, as far as a session needs it. Both classes have the methods of `ChatMessages`."""
 
 
 def _join_messages(messages: Sequence[Message]) -> str:

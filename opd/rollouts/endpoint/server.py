@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from aiohttp import web
@@ -67,9 +66,7 @@ class EndpointServer:
         self._port = self._runner.addresses[0][1]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._runner.cleanup()
 
     def open_session(self, session: EndpointSession) -> Mapping[str, str]:

@@ -270,7 +270,8 @@ class EndpointSession:
         if written.unread:
             new = [Message(role="tool", text=f"{UNREADABLE}{written.unread}")]
         elif written.calls:
-            new = _own_call_results(written.calls, checked.instead)
+            pairs = zip(written.calls, checked.instead, strict=True)
+            new = [Message(role="tool", text=text, answers=call.id) for call, text in pairs]
         else:
             new = [Message(role="user", text=str(checked.instead))]
         self.dialogue_lines += [f"{message.role}: {message.text}" for message in new]
@@ -370,10 +371,8 @@ class EndpointSession:
         self._turns_in_trace += 1
         # After a turn that no agent saw, `_answer_unseen_turn` has noted the messages, which it made itself.
         new_messages = [] if turn.request.identity in self._unseen_histories else [turn.request.messages[-1]]
-        self.dialogue_lines += [
-            *(f"{message.role}: {message.text}" for message in new_messages),
-            f"policy: {written.full_text}",
-        ]
+        self.dialogue_lines += [f"{message.role}: {message.text}" for message in new_messages]
+        self.dialogue_lines.append(f"policy: {written.full_text}")
         if self._watch is not None:
             self._watch.record_turn(written.checked)
             self.dialogue_lines += [event.line for event in written.checked.stats.events]
@@ -470,11 +469,6 @@ def _turns_before(segment: TraceSegment, end: int) -> History:
             history.turns[-1][0].extend(part)
         turn_ended = span.origin == "environment"
     return history
-
-
-def _own_call_results(calls: Sequence[Call], texts: Sequence[str]) -> list[Message]:
-    """Return the results that the session itself gives to the calls of a turn of which nothing may happen."""
-    return [Message(role="tool", text=text, answers=call.id) for call, text in zip(calls, texts, strict=True)]
 
 
 def _order_results(new: Sequence[Message], calls: Sequence[Call]) -> Sequence[Message]:

@@ -20,8 +20,7 @@ from opd.errors import ModelError
 from opd.prompts.encode import encode_text, render_messages
 from opd.prompts.untrusted_text import escape_specials, escape_specials_inside, special_texts
 from opd.records.environments import Tool, ToolCall
-from opd.rollouts.decoding import end_ids, written_text
-from opd.rollouts.episodes.tokenizer import TurnTokenizer
+from opd.rollouts.decoding import TurnTokenizer, end_ids, written_text
 from opd.tool_formats import AUTO, FALLBACK, TOOL_FORMATS, tool_format
 from opd.tool_formats.records import BadCall, ToolFormat, WrittenCalls
 from opd.tool_formats.thoughts import TAGS, has_thoughts, split_thoughts

@@ -6,15 +6,14 @@ An episode whose prompt is messages has the first, one whose prompt is text the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from opd.prompts.conversation import Messages
 from opd.prompts.encode import encode_prompt, encode_text
 from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.environments import Tool, ToolCall
-from opd.rollouts.decoding import end_ids, written_text
+from opd.rollouts.decoding import TurnTokenizer, end_ids, written_text
 from opd.rollouts.episodes.chat import ChatAppender
-from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.tools import check_calls, read_plain_calls
 from opd.text import find_control_character
 
@@ -25,39 +24,6 @@ MAX_OBSERVATION = 1 << 18
 
 class BadObservation(Exception):
     """An observation that no policy can read."""
-
-
-class Dialogue(Protocol):
-    """Conversion of an episode's texts into tokens, and of its turns into calls."""
-
-    def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
-        """Return the token ids of the prompt, the first observation and last a note of ours, up to the place where the policy writes.
-        Raises: BadObservation, and what a chat template raises."""
-        ...
-
-    def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a turn, without the tokens that end it."""
-        ...
-
-    def calls(self, text: str) -> tuple[ToolCall, ...]:
-        """Return the tool calls in a turn's text. Raises: BadCall."""
-        ...
-
-    def encode_following(
-        self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
-    ) -> list[int]:
-        """Return the token ids that follow a turn with so many calls: the observation, and last a note of ours. `ended` and `turn` are
-        explained at `ChatAppender.encode_following`. Raises: as `encode_opening`."""
-        ...
-
-    def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
-        """Return True if, once a turn with so many calls is answered, the policy reads all earlier turns without their thoughts. `noted`
-        says that a note of ours comes with the answer."""
-        ...
-
-    def without_thoughts(self, turn: Sequence[int]) -> list[int]:
-        """Return the token ids of a turn as the policy reads it without its thoughts. Raises: what a chat template raises."""
-        ...
 
 
 class PlainDialogue:
@@ -71,27 +37,36 @@ class PlainDialogue:
         self._special = special_texts(tokenizer)
 
     def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
+        """Return the token ids of the prompt, the first observation and last a note of ours, up to the place where the policy writes.
+        Raises: BadObservation, and what a chat template raises."""
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
             raise BadObservation("messages after a prompt that is text")
         return list(encode_prompt(self._tokenizer, prompt + self._join_safely(observation, note)))
 
     def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a turn, without the tokens that end it."""
         return written_text(self._tokenizer, token_ids, self._ends)
 
     def calls(self, text: str) -> tuple[ToolCall, ...]:
+        """Return the tool calls in a turn's text. Raises: BadCall."""
         return read_plain_calls(text, self._tools)
 
     def encode_following(
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
     ) -> list[int]:
+        """Return the token ids that follow a turn with so many calls: the observation, and last a note of ours. `ended` and `turn` are
+        explained at `ChatAppender.encode_following`. Raises: as `encode_opening`."""
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._join_safely(*texts)) if any(texts) else []
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
+        """Return True if, once a turn with so many calls is answered, the policy reads all earlier turns without their thoughts. `noted`
+        says that a note of ours comes with the answer."""
         return False
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:
+        """Return the token ids of a turn as the policy reads it without its thoughts. Raises: what a chat template raises."""
         return list(turn)
 
     def _join_safely(self, *texts: str) -> str:
@@ -155,6 +130,10 @@ class ChatDialogue:
 
     def _make_safe(self, text: str) -> str:
         return self._appender.break_special_tokens(check_observation(text))
+
+
+Dialogue = PlainDialogue | ChatDialogue
+"""Conversion of an episode's texts into tokens, and of its turns into calls. Both classes have the methods of `PlainDialogue`."""
 
 
 def check_observation(text: str) -> str:

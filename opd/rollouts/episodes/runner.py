@@ -29,6 +29,7 @@ from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.environments import Action, Outcome, Tool, ToolCall
 from opd.records.episodes import EpisodeResult
 from opd.records.types import SampledTurn, SegmentOrigin
+from opd.rollouts.decoding import TurnTokenizer
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.compaction import CompactionOptions, Compactor
@@ -36,10 +37,9 @@ from opd.rollouts.episodes.delegation import Delegation, merge_answers
 from opd.rollouts.episodes.dialogue import BadObservation, ChatDialogue, Dialogue, PlainDialogue, check_observation
 from opd.rollouts.episodes.spec import EpisodeEnd, EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.threads import hand_over, run_in_reader
-from opd.rollouts.episodes.tokenizer import TurnTokenizer
 from opd.rollouts.episodes.trace import Trace, TraceSegment
 from opd.rollouts.episodes.turns import History, Opening, TurnAnswer
-from opd.rollouts.episodes.worlds import CallersEnvironment, NoEnvironment, OwnEnvironment, World
+from opd.rollouts.episodes.worlds import CallersEnvironment, OwnEnvironment, World
 from opd.text import strip_control_characters, to_one_line
 from opd.tool_formats.records import BadCall
 from opd.tool_formats.thoughts import without_thoughts
@@ -451,6 +451,6 @@ def _open_world(request: EpisodeRequest, options: EpisodeOptions, callers_world:
     if callers_world is not None:
         return CallersEnvironment(callers_world)
     if not options.environment:
-        return NoEnvironment()
+        return World()
     seed = derive_seed(request.seed, request.prompt.id, "environment")
     return OwnEnvironment(options, request.prompt.metadata, seed)

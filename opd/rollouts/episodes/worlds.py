@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.environments import find_environment
 from opd.interfaces import Environment
@@ -19,50 +19,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class World(Protocol):
-    """An environment as one agent sees it, or the lack of one."""
+class World:
+    """An environment as one agent sees it. Without one, as here, the first turn that does not call a sub-agent is the agent's answer."""
 
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """Tools that the agent can call; an environment has them once `begin` has returned."""
-        ...
+    tools: tuple[Tool, ...] = ()
+    """Tools that the agent can call; an environment has them once `begin` has returned."""
+    rewards: Sequence[float] = ()
+    """Rewards that the agent earned; none if the environment is not its own."""
 
     @property
     def over(self) -> EpisodeEnd | None:
         """Why nobody can act in this world any more; None as long as one can."""
-        ...
-
-    @property
-    def rewards(self) -> Sequence[float]:
-        """Rewards that the agent earned; none if the environment is not its own."""
-        ...
+        return None
 
     async def begin(self) -> str | Messages:
         """Begin, and return the first observation. Raises: EpisodeEnd."""
-        ...
+        return ""
 
     async def step(self, action: Action) -> Outcome:
         """Carry out the agent's turn, and return the outcome. Raises: EpisodeEnd."""
-        ...
+        return Outcome(done=True)
 
     async def close(self) -> None:
         """Close the environment if it is the agent's own. Raises: EpisodeEnd."""
-        ...
 
     def leave(self) -> None:
         """Let go of the world without waiting. Called last, also after an error."""
-        ...
 
 
-class OwnEnvironment:
+class OwnEnvironment(World):
     """The agent's own environment, which runs in a thread of its own."""
+
+    over: EpisodeEnd | None = None
 
     def __init__(self, options: EpisodeOptions, metadata: Mapping[str, Any], seed: int) -> None:
         self._options, self._metadata, self._seed = options, metadata, seed
         self._thread = OwnThread(options.step_timeout_s)
         self._environment: Environment | None = None
-        self.tools: tuple[Tool, ...] = ()
-        self.over: EpisodeEnd | None = None
         self.rewards: list[float] = []
 
     async def begin(self) -> str | Messages:
@@ -132,11 +125,9 @@ class OwnEnvironment:
             environment.close()
 
 
-class CallersEnvironment:
+class CallersEnvironment(World):
     """The environment of the agent that called this one. A turn without a call is this agent's answer, and does not reach the
     environment."""
-
-    rewards: Sequence[float] = ()
 
     def __init__(self, caller: World) -> None:
         self._caller = caller
@@ -146,37 +137,8 @@ class CallersEnvironment:
     def over(self) -> EpisodeEnd | None:
         return self._caller.over
 
-    async def begin(self) -> str:
-        return ""
-
     async def step(self, action: Action) -> Outcome:
         return await self._caller.step(action) if action.calls else Outcome(done=True)
-
-    async def close(self) -> None:
-        """Do nothing: the environment is the caller's."""
-
-    def leave(self) -> None:
-        """Do nothing: the environment is the caller's."""
-
-
-class NoEnvironment:
-    """No environment: the first turn that does not call a sub-agent is the agent's answer."""
-
-    tools: tuple[Tool, ...] = ()
-    over: EpisodeEnd | None = None
-    rewards: Sequence[float] = ()
-
-    async def begin(self) -> str:
-        return ""
-
-    async def step(self, action: Action) -> Outcome:
-        return Outcome(done=True)
-
-    async def close(self) -> None:
-        """Do nothing: there is no environment."""
-
-    def leave(self) -> None:
-        """Do nothing: there is no environment."""
 
 
 def _is_first_observation(observation: Any) -> bool:

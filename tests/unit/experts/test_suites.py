@@ -15,7 +15,7 @@ from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
 from experts.suites.rows import SuiteRow
 from opd.environments import find_environment
-from opd.environments.distinct_rows import take_unique
+from opd.environments.game import take_unique
 from opd.errors import ConfigError
 from opd.prompts import read_prompt_lines
 from opd.records.environments import Action

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from opd.credit import CREDITS
-from opd.credit.ema import EmaCredit, EmaSpec
-from opd.credit.group import EPSILON, GroupCredit, GroupSpec
+from opd.credit.ema import EmaCredit
+from opd.credit.group import EPSILON, GroupCredit
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.credit.none import NoBaselineCredit
 from opd.records.types import Rollout
@@ -51,20 +51,20 @@ def test_segments_of_one_episode_are_one_try() -> None:
     assert {name: advantage_N.tolist() for name, advantage_N in found.items()} == {
         "long": [1.0, 1.0], "long+1": [1.0, 1.0], "long+2": [1.0], "short": [-1.0, -1.0],
     }  # fmt: skip
-    assert shared(GroupCredit(GroupSpec()).assign(1, [*long, *short]).advantages)["short"] == -0.5
+    assert shared(GroupCredit().assign(1, [*long, *short]).advantages)["short"] == -0.5
 
 
 def test_a_group_is_compared_with_its_own_mean() -> None:
     step = tries({"a": 1.0, "b": 0.0}) + tries({"x": 1.0, "y": 1.0}, "h") + tries({"z": 1.0}, "alone")
-    found = GroupCredit(GroupSpec()).assign(1, step)
+    found = GroupCredit().assign(1, step)
     assert shared(found.advantages) == {"a": 0.5, "b": -0.5, "x": 0.0, "y": 0.0, "z": 0.0}
     assert found.readings["flat"] == pytest.approx(3 / 5)
-    scaled = shared(GroupCredit(GroupSpec(divide_by_std=True)).assign(1, step).advantages)
+    scaled = shared(GroupCredit(divide_by_std=True).assign(1, step).advantages)
     assert scaled["a"] == pytest.approx(0.5 / (0.5**0.5 + EPSILON)) and scaled["x"] == scaled["z"] == 0.0
 
 
 def test_what_has_no_reward_has_no_advantage() -> None:
-    for credit in (NoBaselineCredit(), LeaveOneOut(), GroupCredit(GroupSpec()), EmaCredit(EmaSpec())):
+    for credit in (NoBaselineCredit(), LeaveOneOut(), GroupCredit(), EmaCredit()):
         found = credit.assign(1, tries({"a": None, "b": 0.25}))
         assert list(found.advantages) == ["b"]
     assert shared(NoBaselineCredit().assign(1, tries({"a": None, "b": 0.25})).advantages) == {"b": 0.25}
@@ -72,7 +72,7 @@ def test_what_has_no_reward_has_no_advantage() -> None:
 
 
 def test_a_running_mean_knows_only_steps_before() -> None:
-    ema = EmaCredit(EmaSpec(decay=0.5))
+    ema = EmaCredit(decay=0.5)
     first = shared(ema.assign(1, tries({"a": 1.0, "b": 0.0})).advantages)
     assert first == {"a": 1.0, "b": -1.0}, "nothing is known yet: the other episode"
     mean = (0.5 * 0.5 * 1.0 + 0.5 * 0.0) / (0.5 * 0.5 + 0.5)
@@ -82,7 +82,7 @@ def test_a_running_mean_knows_only_steps_before() -> None:
 
 def test_a_running_mean_survives_a_kill_to_the_bit(tmp_path: Path) -> None:
     steps = [tries({f"{step}{i}": step / 7 + i / 3 for i in range(3)}) for step in range(4)]
-    whole, killed, resumed = EmaCredit(EmaSpec()), EmaCredit(EmaSpec()), EmaCredit(EmaSpec())
+    whole, killed, resumed = EmaCredit(), EmaCredit(), EmaCredit()
     expected = [whole.assign(i, step) for i, step in enumerate(steps)]
     for i, step in enumerate(steps[:2]):
         killed.assign(i, step)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from opd.config.reward import WarmUpConfig
 from opd.credit import critic
-from opd.credit.critic import CriticCredit, CriticSpec, WarmUp, explained_variance
+from opd.credit.critic import CriticCredit, CriticSpec, explained_variance
 from opd.credit.gae import GaeSpec
 from opd.errors import RunError
 from opd.records.types import Rollout, WrittenFile
@@ -95,7 +96,7 @@ def test_a_step_without_a_reward_asks_nothing(monkeypatch: pytest.MonkeyPatch) -
 def test_the_policy_waits_until_the_critic_explains_something_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that begins at zero spoils a short run if the policy trains on it from the first step (reef)."""
     good, bad = knows, lambda rollout: -float(rollout.reward or 0.0)
-    credit, engine = made(monkeypatch, lambda _: 0.0, warm_up=WarmUp(steps=2))
+    credit, engine = made(monkeypatch, lambda _: 0.0, warm_up=WarmUpConfig(steps=2))
     seen = []
     for step, says in enumerate([lambda _: 0.0, good, bad, good, good, bad, lambda _: 0.3], start=1):
         engine.says = says
@@ -104,7 +105,7 @@ def test_the_policy_waits_until_the_critic_explains_something_and_no_longer(monk
 
 
 def test_rewards_that_are_all_equal_warm_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    credit, _ = made(monkeypatch, knows, warm_up=WarmUp(steps=1, at_most=3))
+    credit, _ = made(monkeypatch, knows, warm_up=WarmUpConfig(steps=1, at_most=3))
     for step in (1, 2):
         found = credit.assign(step, step_of(1.0, 1.0))
         assert not found.warm and "explained_variance" not in found.readings
@@ -113,7 +114,9 @@ def test_rewards_that_are_all_equal_warm_nothing(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_critic_that_never_explains_anything_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    credit, _ = made(monkeypatch, lambda r: -0.1 * float(r.reward or 0.0), warm_up=WarmUp(explained=0.05, at_most=1))
+    credit, _ = made(
+        monkeypatch, lambda r: -0.1 * float(r.reward or 0.0), warm_up=WarmUpConfig(explained=0.05, at_most=1)
+    )
     with pytest.raises(
         RunError, match=r"it explains -0\.21 of the variance of the returns, wanted more than 0\.05; the policy"
     ):
@@ -128,14 +131,14 @@ def test_values_that_broke_are_refused_with_the_samples_name(monkeypatch: pytest
 
 
 def test_the_warm_up_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    credit, engine = made(monkeypatch, knows, warm_up=WarmUp(steps=2))
+    credit, engine = made(monkeypatch, knows, warm_up=WarmUpConfig(steps=2))
     credit.assign(1, step_of(1.0, 0.0))
     credit.begin_save(tmp_path / "credit")
     assert credit.saved(0.0) is None, "the shards are not written yet"
     engine.written = True
     assert [f.name for f in credit.saved(0.0) or ()] == ["rank-0.safetensors", "credit.json"]
     assert json.loads((tmp_path / "credit" / "credit.json").read_text()) == {"above": 1, "cold_steps": 1}
-    again, engine = made(monkeypatch, knows, warm_up=WarmUp(steps=2))
+    again, engine = made(monkeypatch, knows, warm_up=WarmUpConfig(steps=2))
     again.load(tmp_path / "credit")
     assert engine.calls == [("load", "weights")]
     assert again.assign(2, step_of(1.0, 0.0)).warm

@@ -17,6 +17,7 @@ from opd.evaluation.evaluator import (
     KEPT_WRONG,
     DomainExam,
     EngineEvaluator,
+    Reward,
     measure_experts,
     measure_student,
 )
@@ -25,7 +26,6 @@ from opd.records.episodes import Audit, EpisodeResult
 from opd.records.scores import Evaluation
 from opd.records.types import Completion, Prompt, Teacher
 from opd.verifiers.exact import ExactMatch, LastLine
-from opd.verifiers.reward import Reward
 
 
 class FakeEngine:

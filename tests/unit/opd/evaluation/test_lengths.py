@@ -12,13 +12,12 @@ import pytest
 
 from opd.environments.hanoi import Hanoi
 from opd.evaluation.baselines import BaselineResult
-from opd.evaluation.evaluator import DomainExam
+from opd.evaluation.evaluator import DomainExam, Reward
 from opd.evaluation.lengths import BUCKETS, align_lengths, by_length, describe_span, right_moves
 from opd.evaluation.statistics import confidence_interval
 from opd.records.episodes import Audit, EpisodeResult
 from opd.records.scores import DomainScore, Evaluation, LengthScore, combine_evaluations
 from opd.records.types import Completion, Prompt
-from opd.verifiers.reward import Reward
 from tests.unit.opd.evaluation.test_evaluator import FakeEngine, evaluator, exam
 
 

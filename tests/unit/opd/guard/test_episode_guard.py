@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from opd.config.guard import GuardConfig
 from opd.guard.episode_guard import CheckedTurn, GuardWatch
-from opd.guard.guard import BLOCKED_ANSWER_ERROR, Guard, GuardOptions
+from opd.guard.guard import BLOCKED_ANSWER_ERROR, Guard
 from opd.guard.records import JudgeFailed, Opinion, Question
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.records.environments import ToolCall
 from opd.records.episodes import EpisodeStats
 from opd.records.guard import GuardRecord, GuardStats
+from opd.records.json_fields import make_record
 from opd.rollouts.episodes.dialogue import check_observation
 
 RULES = RuleSet([shipped_rules()])
@@ -38,7 +40,7 @@ class FakeJudge:
 
 
 def watch(judge: FakeJudge | None = None, on_hit: Any = "keep", **options: Any) -> GuardWatch:
-    return GuardWatch(Guard(RULES, judge, GuardOptions(**options)), "s0", on_hit)
+    return GuardWatch(Guard(RULES, judge, GuardConfig(**options)), "s0", on_hit)
 
 
 def shell(command: str, tool: str = "shell") -> ToolCall:
@@ -202,7 +204,7 @@ def test_numbers_survive_the_step_log_and_the_metrics() -> None:
     stats = EpisodeStats(episodes=1, guard=found.stats)
     assert EpisodeStats.from_json(asdict(stats)) == stats
     record = GuardRecord.of(found.stats + found.stats)
-    assert GuardRecord.from_json(asdict(record)) == record
+    assert make_record(GuardRecord, asdict(record)) == record
     network = record.rules["network"]
     assert (network.hits, network.blocked, network.stages) == (4, 2, {"judge": 4})
     assert [example.blocked for example in network.examples] == [True, False], "one of either verdict is enough"

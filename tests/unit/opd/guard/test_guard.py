@@ -15,7 +15,7 @@ from opd.errors import ConfigError
 from opd.guard.build import build_guard
 from opd.guard.facts import ProgramCall
 from opd.guard.fake_errors import unknown_revision
-from opd.guard.guard import Guard, GuardOptions
+from opd.guard.guard import Guard
 from opd.guard.judge import CachedJudge
 from opd.guard.labelled_cases import shipped_cases
 from opd.guard.records import JudgeFailed, Opinion, Question
@@ -53,7 +53,7 @@ class FakeJudge:
 
 
 def check(command: str, judge: FakeJudge | None = None, **options: Any) -> Verdict:
-    guard = Guard(RULES, judge, GuardOptions(**options))
+    guard = Guard(RULES, judge, GuardConfig(**options))
     return guard.check(call(command), guard.session())
 
 
@@ -131,7 +131,7 @@ def test_without_an_answer_on_failure_decides(judge: FakeJudge | None) -> None:
 
 def after(*commands: str, **options: Any) -> Verdict:
     """The verdict on the last of several calls of one session."""
-    guard = Guard(RULES, None, GuardOptions(**options))
+    guard = Guard(RULES, None, GuardConfig(**options))
     session = guard.session()
     for command in commands[:-1]:
         assert guard.check(call(command), session).allowed, command
@@ -286,7 +286,7 @@ def test_tools_by_the_names_of_their_arguments(arguments: Mapping[str, Any], too
 
 
 def test_tools_that_are_described() -> None:
-    guard = Guard(RULES, None, GuardOptions(tools={"go": {"what": "shell"}, "say": {"command": "text"}}))
+    guard = Guard(RULES, None, GuardConfig(tools={"go": {"what": "shell"}, "say": {"command": "text"}}))
     session = guard.session()
     assert not guard.check(ToolCall(name="go", arguments={"what": "cat /tests/a"}), session).allowed
     assert not guard.check(ToolCall(name="go", arguments={"what": ["cat", "/tests/a"]}), session).allowed

@@ -14,8 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from opd.config.guard import GuardConfig
 from opd.errors import OpdError
-from opd.guard.guard import Guard, GuardFinding, GuardOptions
+from opd.guard.guard import Guard, GuardFinding
 from opd.guard.labelled_cases import Case, Half, read_cases, shipped_cases
 from opd.guard.measure import STAGES, measure_guard
 from opd.guard.records import Opinion, Question
@@ -242,8 +243,8 @@ class Answers:
 def test_the_guard_with_a_judge_that_answers_all(half: Half) -> None:
     """`on_failure` would decide otherwise, so these are the judge's answers."""
     blocks, lets_through = Answers(block=True), Answers(block=False)
-    strict = Guard(RuleSet([shipped_rules()]), blocks, GuardOptions(on_failure="allow"))
-    mild = Guard(RuleSet([shipped_rules()]), lets_through, GuardOptions(on_failure="block"))
+    strict = Guard(RuleSet([shipped_rules()]), blocks, GuardConfig(on_failure="allow"))
+    mild = Guard(RuleSet([shipped_rules()]), lets_through, GuardConfig(on_failure="block"))
     recall, precision = aggregate(half, strict, STAGES[2])
     assert recall >= 0.98
     assert precision >= 0.95

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from opd.guard.guard import Guard, GuardOptions
+from opd.config.guard import GuardConfig
+from opd.guard.guard import Guard
 from opd.guard.rules import RuleSet, shipped_rules
 from opd.guard.shell.branches import MAX_STATES
 from opd.records.environments import ToolCall
@@ -255,7 +256,7 @@ def test_the_same_call_in_many_states_counts_once() -> None:
 
 
 def test_states_of_the_shell_end_with_a_shell() -> None:
-    guard = Guard(RuleSet([shipped_rules()]), options=GuardOptions(keeps_shell=False))
+    guard = Guard(RuleSet([shipped_rules()]), config=GuardConfig(keeps_shell=False))
     session = guard.session()
     for command, others in (("test -f a && x=1; test -f b && y=1", 3), ("ls", 0)):
         guard.check(ToolCall(name="bash", arguments={"command": command}), session)

@@ -21,7 +21,7 @@ from opd.records.scores import Evaluation
         ('{"format": 2}', "format 2"),
         ("{}", "'format'"),
         ('{"format": 1, "scores": {"a": 3}}', "Error"),
-        ('{"format": 1, "model": "m", "scores": [], "answers": []}', "AttributeError"),
+        ('{"format": 1, "model": "m", "scores": [], "answers": []}', "TypeError"),
         ("\udcff", "UnicodeDecodeError"),
     ],
 )

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from opd.config.reward import RewardConfig
-from opd.credit.ema import EmaCredit, EmaSpec
+from opd.credit.ema import EmaCredit
 from opd.credit.interfaces import StepCredit
 from opd.credit.leave_one_out import LeaveOneOut
+from opd.records.json_fields import make_record
 from opd.records.rewards import GradientSums, PolicyReport, PolicyStats, RewardRecord
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.reward.stream import RewardStream
@@ -121,8 +122,8 @@ def test_the_record_tells_both_streams_apart_and_survives_the_file() -> None:
     assert set(record.domains) == {"a", "b"}
     assert (record.cosine, record.divergence_norm, record.policy_norm) == (-0.5, 2.0, 3.0)
     data = json.loads(json.dumps(record.to_json()))
-    assert RewardRecord.from_json(data) == record
-    assert RewardRecord.from_json(data | {"of a newer release": 1}) == record
+    assert make_record(RewardRecord, data) == record
+    assert make_record(RewardRecord, data | {"of a newer release": 1}) == record
     assert "failed" not in data["domains"]["a"] and "error" not in data["domains"]["a"]
     assert not {"cosine", "divergence_norm"} & set(made.record(rollouts, None).to_json())
 
@@ -147,9 +148,9 @@ def test_failures_are_those_of_the_step() -> None:
 
 def test_what_a_baseline_has_learned_goes_on_after_a_resume(tmp_path: Path) -> None:
     steps = [[rollout(f"{n}{i}", reward=float((n * i) % 3)) for i in range(3)] for n in range(1, 6)]
-    whole = stream(EmaCredit(EmaSpec(decay=0.5)))
+    whole = stream(EmaCredit(decay=0.5))
     want = [whole.step(n, rollouts) for n, rollouts in enumerate(steps, 1)]
-    first, second = EmaCredit(EmaSpec(decay=0.5)), EmaCredit(EmaSpec(decay=0.5))
+    first, second = EmaCredit(decay=0.5), EmaCredit(decay=0.5)
     for n, rollouts in enumerate(steps[:2], 1):
         stream(first).step(n, rollouts)
     (tmp_path / "credit").mkdir()

@@ -174,8 +174,9 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
 
     class Swap:
-        def __init__(self, llm: Any, *, whole: bool) -> None:
-            done.append("all" if whole else "some")
+        def __init__(self, llm: Any, base: Path | None) -> None:
+            self.base = base
+            done.append("all" if base is None else "some")
 
         def take_bucket(self, bucket: Bucket) -> None:
             done.append(f"take {len(list(bucket.tensors()))}")

@@ -21,9 +21,9 @@ from opd.rollouts.served_families import (
     _served_architectures,
     _supported_sizes,
     engine_arguments,
+    find_indivisible_part,
     find_refusal,
 )
-from opd.rollouts.tensor_parallel import find_indivisible_part
 from pipelines.inputs.read import read_inputs, read_teachers
 
 Make = Callable[..., Path]

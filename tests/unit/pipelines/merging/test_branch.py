@@ -160,7 +160,7 @@ def test_the_cluster_is_asked_before_anything_is_written(
     def refused(config: Any) -> None:
         raise ConfigError("no cluster there")
 
-    monkeypatch.setattr("pipelines.merging.branch.refuse_unplaceable", refused)
+    monkeypatch.setattr("pipelines.merging.run.refuse_unplaceable", refused)
     with pytest.raises(ConfigError, match="no cluster there"):
         begin(interrupted, tmp_path / "branch")
     assert not (tmp_path / "branch").exists()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opd.rollouts.token_ranks import skip_rank_counts
+from opd.rollouts.worker_extension import WorkerExtension
 
 
 def test_logprobs_stay_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = pytest.importorskip("vllm.v1.sample.sampler")
     # So that it is put back afterwards.
     monkeypatch.setattr(sampler, "batched_count_greater_than", sampler.batched_count_greater_than)
-    skip_rank_counts()
+    WorkerExtension().opd_skip_rank_counts()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     logprobs_N_V = torch.randn(3, 11, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     ids_N = torch.tensor([4, 0, 10])
