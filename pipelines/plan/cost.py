@@ -148,7 +148,8 @@ class Hardware:
             for n, gpus_each in zip(workers, gpus, strict=True)
         )
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
-        shared = spec.placement.shared if spec.placement else not on_gpus or min(gpus) < 1
+        own = gpus if config.teachers.scoring_workers else (engine, cluster.trainer_gpus)
+        shared = spec.placement.shared if spec.placement else not on_gpus or min(own) < 1
         hardware = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
         if roles == 1:
             return hardware

@@ -8,6 +8,7 @@ from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
+from opd.config.teachers import TrainerTeachers
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.plan.cost import Hardware, Seconds, apply_placement
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
@@ -206,7 +207,7 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
     # An id takes 4 bytes; a response token has its log-prob too.
     rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
     yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
-    if models.scorers:
+    if models.scorers and not isinstance(config.teachers, TrainerTeachers):
         teachers_per_row = models.target_rows / rows
         targets = teachers_per_row * (rollouts + target_bytes(config, merge) * responses)
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
