@@ -301,7 +301,7 @@ def test_scores_that_are_not_finite_end_the_run_with_the_teachers_name(
 
 
 def test_compiled_layers_compute_with_the_adapter_too(adapters: dict[str, Path], models: dict[str, Path]) -> None:
-    """torch.compile looks at a module's hooks only when it compiles."""
+    """torch.compile looks at a module's hooks only when it compiles: each teacher would be the first one."""
     options = on_base(models["student"], adapters)
     plain, compiled = Engine(options).module, Engine(options).module
     for layer in compiled.lm.model.layers:
@@ -311,7 +311,8 @@ def test_compiled_layers_compute_with_the_adapter_too(adapters: dict[str, Path],
         student.hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
         assert options.base_scoring
         scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=is_compiled)
-        rows = scorer.score_rollouts("plain", ROLLOUTS, "packed", torch.float32)
+        for name in ("start student", "beyond", "plain"):
+            rows = scorer.score_rollouts(name, ROLLOUTS, "packed", torch.float32)
         answers.append([row.answer for row in rows])
     gaps = [a.gap(b, 1, torch.float32) for a, b in zip(*answers, strict=True)]
     assert max(gaps) < 1e-5
