@@ -24,6 +24,7 @@ from typing import Any
 
 from commands_page import anchor, command_reference
 from pydantic import BaseModel
+from shipped_plans import SHIPPED_PLANS
 
 from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
@@ -37,7 +38,6 @@ from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.plan.tables import plan_tables
 
 PLANS = Path(__file__).with_name("results") / "plans.json"
-SHIPPED_PLANS = {"merge-7b": "8-gpus", "merge-70b": "32-gpus", "merge-744b": "256-gpus"}
 PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 TYPE_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true/false"}

@@ -19,7 +19,6 @@ from typing import Any
 
 from experts.spec import ExpertsSpec, TrainSettings
 from experts.suites.letters import make_rows
-from experts.suites.rows import SuiteRow
 from experts.train import train_experts
 
 FULL = {"reverse": 160, "sort": 180}
@@ -50,7 +49,7 @@ def main(root: Path) -> None:
         train_adapter(root / "models" / "base", root / "models" / f"{ADAPTED}-lora", learned[ADAPTED])
 
 
-def write_prompts(directory: Path, rows: Mapping[str, list[SuiteRow]]) -> None:
+def write_prompts(directory: Path, rows: Mapping[str, list[dict[str, Any]]]) -> None:
     """One task as CSV with column names of its own, one as Parquet, one as JSON lines."""
     import pyarrow as pa
     from pyarrow import parquet

@@ -44,11 +44,6 @@ def _find_key(data: object, key: str, prefix: str = "") -> Iterator[tuple[str, o
         yield from _find_key(value, key, f"{prefix}{name}.")
 
 
-def read_optional(model: type[M], file: Path) -> M:
-    """Read a file as `model`; without such a file every field has its default. Raises: ModelError."""
-    return read_model(model, file) if file.is_file() else model()
-
-
 def read_model(model: type[M], file: Path) -> M:
     """Read a file as `model`. Raises: ModelError if the file cannot be read or a field has the wrong type."""
     return validate_json(model, read_json(file), file)

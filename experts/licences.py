@@ -7,12 +7,13 @@ is given to others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
+from experts.bound_files import matching_files
 from opd.settings.yaml_files import parse_yaml
 from opd.text import to_one_line
 
@@ -82,11 +83,8 @@ def list_concerns(licences_by_model: Mapping[str, Sequence[Licence]]) -> list[st
     for owner, licences in licences_by_model.items():
         for licence in licences:
             by_name.setdefault(licence.name, []).append(owner)
-    lines = [
-        f"{', '.join(unlicensed)}: no licence was found"
-        for unlicensed in [_list_unlicensed(licences_by_model)]
-        if unlicensed
-    ]
+    unlicensed = _list_unlicensed(licences_by_model)
+    lines = [f"{', '.join(unlicensed)}: no licence was found"] if unlicensed else []
     for name, owners in by_name.items():
         owner = ", ".join(owners)
         if _NON_COMMERCIAL.search(name):
@@ -137,8 +135,7 @@ def _read_header_licences(readme: Path) -> Iterator[Licence]:
 
 
 def _read_text_licences(directory: Path) -> Iterator[Licence]:
-    files: Iterable[Path] = sorted({file for pattern in FILES for file in directory.glob(pattern) if file.is_file()})
-    for file in files:
+    for file in matching_files(directory, FILES):
         text = " ".join(_read_start(file).lower().split())
         hits = [(hit.start(), -hit.end(), name) for name, title in _TITLES.items() if (hit := re.search(title, text))]
         # The title that comes first is the licence's own; others may be mentioned further down.

@@ -22,21 +22,15 @@ from typing import Any
 from blake3 import blake3
 from pydantic import AliasChoices, Field, NonNegativeInt
 
-from experts.json_files import Lenient, read_json, read_model, read_optional, refuse_custom_code, validate_json
+from experts.json_files import Lenient, read_json, read_model, refuse_custom_code, validate_json
 from experts.safetensors_header import Tensor
-from experts.tied_heads import refuse_other_head
 from experts.weight_files import GATHER, Hashes, weight_hashes, weight_shards, weight_tensors
+from experts.weight_values import refuse_other_head
 from opd.errors import ModelError
 from opd.files import blake3_file
 from opd.settings.strict import Strict
 
-EMBEDDINGS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "embed_in.weight",
-    "tok_embeddings.weight",
-)
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
 HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
 QUANTISED = ("I8", "F4", "F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 TOKENIZER_CONFIG, NAMED, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -141,15 +135,17 @@ def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | No
     tokenizer = validate_json(
         _TokenizerConfig, files.get(TOKENIZER_CONFIG, {}) | files.get(NAMED, {}), path / TOKENIZER_CONFIG
     )
-    generation = read_optional(_SpecialIds, path / "generation_config.json")
+    generation_file = path / "generation_config.json"
+    generation = read_model(_SpecialIds, generation_file) if generation_file.is_file() else _SpecialIds()
     tokens = token_map(path)
     _refuse_holes(path, tokens)
     _refuse_unlisted(path, files, tokens)
     ids = _special_ids(tokenizer, tokens)
     tied = _is_tied(config, tensors)
-    head_names = _embedding_and_head(tensors)
-    if tied and all(head_names):  # most tied models store no head, so there is nothing to compare
-        refuse_other_head(path, weight_shards(path), head_names)
+    embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
+    head = next((name for name in tensors if name.endswith("lm_head.weight")), "")
+    if tied and embedding and head:  # most tied models store no head, so there is nothing to compare
+        refuse_other_head(path, weight_shards(path), (embedding, head))
     return ModelInfo(
         path=str(path.resolve()),
         architecture=config.architectures[0],
@@ -162,7 +158,7 @@ def inspect_model(path: Path, hash_weights: bool = True, hash_cache: Hashes | No
         final_logit_softcapping=config.final_logit_softcapping,
         context=config.max_position_embeddings,
         vocab_size=len(tokens),
-        vocab_hash=_hash_tokens(tokens),
+        vocab_hash=blake3(json.dumps(list(tokens.items()), separators=(",", ":")).encode()).hexdigest(),
         eos_token_ids=_eos_token_ids(generation, config, ids),
         pad_token_id=_first_item(generation.pad_token_id, config.pad_token_id, ids["pad_token"]),
         bos_token_id=_first_item(generation.bos_token_id, config.bos_token_id, ids["bos_token"]),
@@ -179,10 +175,7 @@ def token_map(path: Path) -> dict[int, str]:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ModelError.at(
-            file,
-            found="no such file",
-            wanted="the fast tokenizer in one JSON file",
-            fix=_SAVE_TOKENIZER,
+            file, found="no such file", wanted="the fast tokenizer in one JSON file", fix=_SAVE_TOKENIZER
         )
     tokenizer = read_model(_Tokenizer, file)
     vocab = tokenizer.model.vocab
@@ -379,12 +372,6 @@ def _is_tied(config: _Config, tensors: Mapping[str, Tensor]) -> bool:
     return not any(name.endswith(HEADS) for name in tensors)
 
 
-def _embedding_and_head(tensors: Mapping[str, Tensor]) -> tuple[str, str]:
-    """Return the names of embedding and head; a name is empty if the files have no tensor with a known name."""
-    embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), "")
-    return embedding, next((name for name in tensors if name.endswith("lm_head.weight")), "")
-
-
 def _special_ids(tokenizer: _TokenizerConfig, tokens: Mapping[int, str]) -> dict[str, int | None]:
     """Return the tokenizer's own special tokens as ids."""
     ids = {token: i for i, token in tokens.items()}
@@ -400,10 +387,6 @@ def _eos_token_ids(generation: _SpecialIds, config: _Config, ids: Mapping[str, i
     ends = [declared] if isinstance(declared, int) else list(declared or ())
     tokenizer_eos = ids["eos_token"]
     return tuple(dict.fromkeys([*ends, *([] if tokenizer_eos is None else [tokenizer_eos])]))
-
-
-def _hash_tokens(tokens: Mapping[int, str]) -> str:
-    return blake3(json.dumps(list(tokens.items()), separators=(",", ":")).encode()).hexdigest()
 
 
 def _hash_chat_template(path: Path, tokenizer: _TokenizerConfig) -> str | None:

@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeVar
 from pydantic import ValidationError
 
 from experts.adapter import AdapterInfo, adapter_hashes, inspect_adapter, inspect_expert
-from experts.finite_check import check_finite
 from experts.model_dir import ModelInfo, inspect_model
 from experts.probe import ProbeRecord, measure_probe
 from experts.weight_files import Hashes, weight_hashes
+from experts.weight_values import check_finite
 from opd.errors import ModelError, OpdError, PromptError, RegistryError
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.models.lora import ADAPTER_WEIGHTS
@@ -220,7 +220,12 @@ class Registry:
             if (final / MANIFEST).exists():
                 raise _name_taken_error(manifest.name, self._root) from None
             if final.exists():
-                raise _occupied_error(final) from None
+                raise RegistryError.at(
+                    final,
+                    found="something that is not an expert",
+                    wanted="an unused name",
+                    fix="move it away or choose another name",
+                ) from None
             raise
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -324,11 +329,8 @@ def _prompt_problems(manifest: ExpertManifest) -> list[str]:
         actual = find_source(file).content_hash()
     except PromptError as error:
         return [str(error)]
-    return (
-        []
-        if actual == manifest.prompts_hash
-        else [f"{file}: changed prompts, expected {manifest.prompts_hash}, actual {actual}"]
-    )
+    expected = manifest.prompts_hash
+    return [] if actual == expected else [f"{file}: changed prompts, expected {expected}, actual {actual}"]
 
 
 def _is_name(text: str) -> bool:
@@ -351,15 +353,6 @@ def _name_taken_error(name: str, root: Path) -> OpdError:
         found="a name that is taken",
         wanted="a new name",
         fix=f"`opd experts remove {name}` first, or choose another name",
-    )
-
-
-def _occupied_error(path: Path) -> OpdError:
-    return RegistryError.at(
-        path,
-        found="something that is not an expert",
-        wanted="an unused name",
-        fix="move it away or choose another name",
     )
 
 

@@ -10,14 +10,7 @@ from typing import Any, TypedDict
 
 import torch
 from jinja2 import TemplateError
-from torch.utils.data import Dataset
-from transformers import (
-    PreTrainedTokenizerBase,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import EpisodeRow
@@ -206,24 +199,13 @@ def _run_trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=_ExampleDataset(examples),
+        train_dataset=examples,  # a list has all that it needs of a data set
         data_collator=collate_examples,
         callbacks=[_Report(report)],
         optimizers=optimizers,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-
-
-class _ExampleDataset(Dataset[Example]):
-    def __init__(self, examples: list[Example]) -> None:
-        self._examples = examples
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Example:
-        return self._examples[index]
 
 
 class _Report(TrainerCallback):

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.prompts import ChatTemplateKwargs, ToolCallParser
 from opd.settings.strict import NUMPY_SEEDS, Name, Strict, UserPath
-from opd.settings.yaml_files import apply_overrides, load_yaml, no_such_yaml_error, validate_section
+from opd.settings.yaml_files import no_such_yaml_error
 
 BASE = "base"
 """Name of a new base's directory."""
@@ -193,11 +193,6 @@ def find_spec(name_or_path: str) -> Path:
     if name_or_path not in shipped and not path.exists():
         raise no_such_yaml_error(path, shipped, "a shipped training spec", "check the path, or name a shipped one")
     return shipped.get(name_or_path, path)
-
-
-def load_spec(path: Path, overrides: list[str] | None = None) -> ExpertsSpec:
-    """Read, override and check one training spec. Raises: ConfigError."""
-    return validate_section(ExpertsSpec, apply_overrides(load_yaml(path), overrides or []), path)
 
 
 def _with_train(section: Any, shared: Mapping[str, Any]) -> Any:

@@ -9,6 +9,7 @@ A finished directory says in `training.json` how it was made; the same spec skip
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.episodes.rows import EpisodeRow, has_episodes, read_episodes
-from experts.lora import add_adapters
 from experts.model_dir import inspect_model
 from experts.registry import RECORD, Registry, training_record
-from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, TrainSettings
+from experts.spec import BASE, BaseSpec, ExpertsSpec, FromBase, FromScratch, LoraSettings, TrainSettings
 from opd.errors import ConfigError, ModelError, PromptError, RegistryError
 from opd.files import atomic_write_text, replace_dir
 from opd.machine.processor import slow_bf16_warnings
@@ -30,6 +30,7 @@ from opd.prompts.encode import ids_in_front
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from experts.sft import Example, TrainingRow
@@ -235,7 +236,9 @@ def read_origin(directory: Path) -> TrainingRecord | None:
 
 def make_base(spec: FromBase, job: TrainingJob, progress: Progress) -> None:
     """Make the base, unless it is finished already."""
-    _silence_progress()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # our own lines take its place, here and for the experts
     if job.is_users:
         return
     if job.is_finished:
@@ -297,21 +300,36 @@ def _make_expert(spec: ExpertsSpec, job: TrainingJob, base: Path, progress: Prog
     model, tokenizer, stored = _load_base(base)
     reader = load_tokenizer(base, spec.add_special_tokens)
     if spec.method == "lora":
-        model = _fit_adapter(spec, model, reader, job, progress)
+        adapted = add_adapters(model, spec.lora)
+        _fit_model(spec, adapted, reader, job, job.train, progress)
+        model = adapted.merge_and_unload()
     else:
         _fit_model(spec, model, reader, job, job.train, progress)
     _save_model(model.to(stored), tokenizer, job, ids_in_front(reader))
 
 
-def _fit_adapter(
-    spec: ExpertsSpec, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, job: TrainingJob, progress: Progress
-) -> PreTrainedModel:
-    """Train LoRA adapters on `model`; returns it with the adapters merged into its weights."""
-    assert job.train is not None
-    adapted = add_adapters(model, spec.lora)
-    _fit_model(spec, adapted, tokenizer, job, job.train, progress)
-    merged: PreTrainedModel = adapted.merge_and_unload()
-    return merged
+def add_adapters(model: PreTrainedModel, lora: LoraSettings) -> PeftModel:
+    """Return the model with new adapters. Raises: ConfigError if `target_modules` names modules that it does not have."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    try:
+        adapted: PeftModel = get_peft_model(model, config)
+    except (ValueError, re.error) as error:  # re.error, because PEFT takes a text for a regular expression
+        raise _no_modules_error(model, lora.target_modules, str(error)) from None
+    return adapted
+
+
+def _no_modules_error(model: PreTrainedModel, targets: str | list[str], reason: str) -> ConfigError:
+    import torch
+
+    linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return ConfigError.at(
+        "lora.target_modules",
+        found=f"{targets!r}: {reason}",
+        wanted=f"modules of the base, such as {', '.join(sorted(linear))}, or all-linear",
+        fix="correct the names",
+    )
 
 
 def _encode_rows(
@@ -421,10 +439,3 @@ def register_expert(registry: Registry, job: TrainingJob, domain: str, prompts: 
             return
         registry.remove(job.name)
     registry.add(job.name, job.directory, domain, prompts)
-
-
-def _silence_progress() -> None:
-    """Silence the libraries' progress bars; our own lines replace them."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from experts.registry import ExpertManifest, Registry, default_root
 from opd import config as pipeline_files
 from opd.config import PipelineConfig
-from opd.live.displays import RunStart, Silence, open_display
+from opd.live.displays import RunStart, open_display
 from opd.live.interfaces import Display
 from opd.records.step import StepRecord
 from opd.report import read_run
@@ -181,7 +181,7 @@ def _as_path(path: Path | str | None) -> Path | None:
 def _say_nothing(line: str) -> None: ...
 
 
-class _CallbackDisplay(Silence):
+class _CallbackDisplay(Display):
     """A display that hands sentences on and leaves the steps to the callback."""
 
     def __init__(self, tell: Tell) -> None:

@@ -57,7 +57,13 @@ def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> l
     `environment` is a name or an import path. Raises: ConfigError for an environment without a solver, settings out of
     range, or tasks of another environment.
     """
-    _check_environment(environment, play)
+    if not 0 <= play.mistakes < 1 or play.max_turns < 1:
+        raise ConfigError.at(
+            f"environment `{environment}`",
+            found=f"mistakes {play.mistakes:g}, max_turns {play.max_turns}",
+            wanted="a share of mistakes from 0 to below 1, and at least one turn",
+            fix="for example mistakes 0.3 and max_turns 40",
+        )
     environment_class = find_environment(environment, "environment")
     if not callable(getattr(environment_class, "solve", None)):
         raise ConfigError.at(
@@ -73,16 +79,6 @@ def play_tasks(environment: str, tasks: Sequence[Task], play: PlaySettings) -> l
         _build_row(environment_class, task, tuple(actions.values()), replace(play, seed=play.seed + i))
         for i, task in enumerate(tasks)
     ]
-
-
-def _check_environment(environment: str, play: PlaySettings) -> None:
-    if not 0 <= play.mistakes < 1 or play.max_turns < 1:
-        raise ConfigError.at(
-            f"environment `{environment}`",
-            found=f"mistakes {play.mistakes:g}, max_turns {play.max_turns}",
-            wanted="a share of mistakes from 0 to below 1, and at least one turn",
-            fix="for example mistakes 0.3 and max_turns 40",
-        )
 
 
 def _build_row(environment_class: Any, task: Task, mistakes: Sequence[Action], play: PlaySettings) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from experts.rl.spec import ReinforcedExpert, ReinforceSpec, merge_mappings
+from experts.rl.spec import ReinforceSpec, merge_mappings
 
 BASELINES: dict[str, dict[str, Any]] = {
     "ppo": {"kind": "critic"},
@@ -46,6 +46,13 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
         # times as large. AdamW does not notice the factor, but the limit of the norm has to be scaled too.
         sections["trainer"] = {**sections["trainer"], "max_grad_norm": _divide_by_kl(kl, limit)}
     guarded = spec.guard is not None and expert.guard is not False and expert.has_episodes
+    domain_keys = DOMAIN_KEYS | ({"guard"} if guarded else set())
+    defaults = {
+        "rollout": {"n": 1 if spec.method == "ppo" else GROUP},
+        "trainer": {"samples_per_step": SAMPLES},
+        "monitors": MONITORS,
+    }
+    alone = {"experts": {}, "teachers": {"engine": "none"}, "objective": {"kind": "none", "reward": reward}}
     return {
         "name": f"{name}-{spec.method}",
         "seed": spec.seed,
@@ -55,27 +62,11 @@ def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
             **({} if spec.add_special_tokens else {"add_special_tokens": False}),
             **({"chat_template_kwargs": spec.chat_template_kwargs} if spec.chat_template_kwargs else {}),
         },
-        "domains": {expert.domain: _build_domain(expert, guarded)},
+        "domains": {expert.domain: expert.model_dump(include=domain_keys, exclude_none=True)},
         **({"guard": spec.guard} if guarded else {}),
-        **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else _reward_alone(reward)),
-        **merge_mappings(_build_defaults(spec.method), sections),
+        **(_beside_base(spec.base_dir, expert.domain, reward, kl) if kl else alone),
+        **merge_mappings(defaults, sections),
     }
-
-
-def _build_domain(expert: ReinforcedExpert, guarded: bool) -> dict[str, Any]:
-    return expert.model_dump(include=DOMAIN_KEYS | ({"guard"} if guarded else set()), exclude_none=True)
-
-
-def _build_defaults(method: str) -> dict[str, Any]:
-    return {
-        "rollout": {"n": 1 if method == "ppo" else GROUP},
-        "trainer": {"samples_per_step": SAMPLES},
-        "monitors": MONITORS,
-    }
-
-
-def _reward_alone(reward: dict[str, Any]) -> dict[str, Any]:
-    return {"experts": {}, "teachers": {"engine": "none"}, "objective": {"kind": "none", "reward": reward}}
 
 
 def _beside_base(base: Path, domain: str, reward: dict[str, Any], kl: float) -> dict[str, Any]:

@@ -7,7 +7,7 @@ DOMAIN/eval.jsonl, ready for `opd experts train` (prompt and completion, or mess
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,10 @@ from opd.settings.suggestions import did_you_mean
 
 Rows = Sequence[Mapping[str, Any]]
 
-SUITES: dict[str, Callable[[str, int, int], Rows]] = {
-    "agents": agents.make_rows,
-    "letters": letters.make_rows,
-    "reasoning": reasoning.make_rows,
-    "rewards": rewards.make_rows,
-    "tools": tools.make_rows,
-}
-DOMAINS: dict[str, Mapping[str, object]] = {
-    "agents": agents.DOMAINS,
-    "letters": letters.DOMAINS,
-    "reasoning": reasoning.DOMAINS,
-    "rewards": rewards.DOMAINS,
-    "tools": tools.DOMAINS,
-}
+SUITES = {"agents": agents, "letters": letters, "reasoning": reasoning, "rewards": rewards, "tools": tools}
+"""Each has `DOMAINS` and `make_rows(domain, count, seed)`. A row has the columns of TRL, such as
+{"prompt": "rev hxkq=", "completion": "qkxh", "answer": "qkxh", "metadata": {"suite": "letters"}}."""
+DOMAINS: dict[str, Mapping[str, object]] = {name: suite.DOMAINS for name, suite in SUITES.items()}
 
 
 def write_suite(
@@ -51,7 +41,7 @@ def write_suite(
         raise ConfigError.at(
             "rows", found=f"train {train}, eval {eval}", wanted="at least 1 of each", fix="for example 2000 and 200"
         )
-    rows = {domain: SUITES[suite](domain, train + eval, seed) for domain in domains or DOMAINS[suite]}
+    rows = {domain: SUITES[suite].make_rows(domain, train + eval, seed) for domain in domains or DOMAINS[suite]}
     for domain, domain_rows in rows.items():
         _check_apart(domain, domain_rows, eval)
     return {domain: _write_domain(domain_rows, eval, out / domain) for domain, domain_rows in rows.items()}

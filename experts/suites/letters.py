@@ -25,9 +25,8 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from experts.suites.rows import SuiteRow
 from opd.environments.game import take_unique
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ Task = Callable[[random.Random], tuple[str, list[str]]]
 """Function that draws a prompt and the lines of its answer."""
 
 
-def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return `count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
@@ -78,7 +77,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
+def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
     rng = random.Random(f"letters/{domain}/{seed}")
     for _ in range(limit):
         prompt, lines = DOMAINS[domain](rng)

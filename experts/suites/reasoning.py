@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from experts.suites.rows import SuiteRow
 from opd.environments.game import take_unique
 from opd.environments.retry import gym_row
 
@@ -60,14 +59,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
     "relations": ("aiw", {"max_entities": 6}),
     "complex_sums": (
         "complex_arithmetic",
-        {
-            "min_real": 1,
-            "max_real": 9,
-            "min_imag": 1,
-            "max_imag": 9,
-            "operations": ("+",),
-            "operations_weights": [1.0],
-        },
+        {"min_real": 1, "max_real": 9, "min_imag": 1, "max_imag": 9, "operations": ("+",), "operations_weights": [1.0]},
     ),
     "matrix": (
         "manipulate_matrix",
@@ -88,7 +80,7 @@ DOMAINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
+def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return `count` rows with different prompts, the same for the same arguments.
 
     Raises: ConfigError if the domain has fewer different prompts.
@@ -96,7 +88,7 @@ def make_rows(domain: str, count: int, seed: int) -> list[SuiteRow]:
     return take_unique(_sample_rows(domain, count * DRAWS_PER_ROW, seed), count, f"suite reasoning, domain {domain}")
 
 
-def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[SuiteRow]:
+def _sample_rows(domain: str, limit: int, seed: int) -> Iterator[dict[str, Any]]:
     import reasoning_gym
 
     family, config = DOMAINS[domain]

@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from opd.config.reward import CriticBaseline, RewardConfig
 from opd.errors import ConfigError
+from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import Strict
 from opd.settings.suggestions import find_nearest
 from opd.settings.user_objects import import_object, import_user_object, is_import_name
@@ -48,8 +49,8 @@ class ObjectiveConfig(Strict):
     weight of a token in the mean must not depend on the response that it stands in."""
 
     kind: str
-    chunk: int = Field(128, ge=1)
-    """Response tokens whose logits exist at one time. Lower it if a GPU's memory is short."""
+    chunk: Annotated[int, Field(ge=1), OrAuto(128)] = Field(AUTO, validate_default=True)
+    """Response tokens whose logits exist at one time. `auto`: 128 on a CPU, on a GPU from type and memory."""
     compile: bool = False
     """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ByteSize, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.deepspeed import DeepSpeedConfig
 from opd.config.placement import PlacementConfig
+from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Strict
 
 
@@ -33,8 +34,9 @@ class RolloutConfig(Strict):
     """Context in tokens, prompt and response; a prompt without room is quarantined."""
     max_num_seqs: int = Field(256, ge=1)
     """Sequences that one engine decodes at a time."""
-    kv_cache_gib: int = Field(1, ge=1)
-    """Key-value cache of a CPU engine (each process), whole GiB."""
+    kv_cache_gib: Annotated[int, Field(ge=1), OrAuto(1)] = Field(AUTO, validate_default=True)
+    """Key-value cache of a CPU engine (each process), whole GiB. `auto`: for the longest sequences of a step, all at once,
+    if memory allows."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a GPU that an engine may take. Leave room for roles on the same GPU."""
     sleep: bool = False
@@ -103,10 +105,12 @@ class TrainerConfig(Strict):
     """AdamW's, on matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are scaled down to this global norm."""
-    micro_batch_tokens: int = Field(4096, ge=16)
-    """Tokens of one forward pass of a rank, give or take one response. Lower it if memory is short."""
-    head_memory: ByteSize = Field("1GiB", validate_default=True, gt=0)
-    """Memory for teachers' output heads on each rank; the least recently used go first."""
+    micro_batch_tokens: Annotated[int, Field(ge=16), OrAuto(4096)] = Field(AUTO, validate_default=True)
+    """Tokens of one forward pass of a rank, give or take one response. `auto`: 4096, up to 16384 on
+    a GPU of this machine, as memory allows, and at least the longest row."""
+    head_memory: Annotated[ByteSize, Field(gt=0), OrAuto(1 << 30)] = Field(AUTO, validate_default=True)
+    """Memory for teachers' output heads on each rank; the least recently used go first. `auto`: for all heads, or for as
+    many as memory allows."""
     grad_accum_dtype: DType = "float32"
     """Type in which gradients are summed; bfloat16 saves two bytes a parameter and loses about 1 % over 128
     micro-batches."""
@@ -114,9 +118,9 @@ class TrainerConfig(Strict):
     """Recompute activations: less memory, a third more time."""
     compile: bool = False
     """Compile the model's layers, see docs/pipelines.md#compiled-layers."""
-    bucket: int | None = Field(None, ge=1)
+    bucket: Annotated[int, Field(ge=1), OrAuto(100_000_000)] | None = None
     """Weights that a rank gathers, and gradients that it holds, at a time: fewer need less memory and more messages.
-    Default: 1,000,000,000 and 500,000,000."""
+    Default: 1,000,000,000 and 500,000,000; `auto`: as many as memory allows."""
     deepspeed: DeepSpeedConfig = DeepSpeedConfig()
     """DeepSpeed's own settings, under its names, see docs/gpu.md#deepspeeds-own-settings."""
 

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.payloads import PayloadName
 from opd.machine.address import LOOPBACK, parse_url, strip_secret
+from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Name, Strict, UserPath
 from opd.settings.suggestions import find_nearest
 
@@ -71,8 +72,9 @@ class Teachers(Strict):
     those of the `objective.k` likeliest tokens."""
     dtype: DType = "float32"
     """Compute type of teachers and type of what they send; servers compute in their own."""
-    queue: ByteSize = Field("256MiB", validate_default=True, gt=0)
-    """Memory for scored rows that wait for the trainer under `schedule.overlap`, over all scoring workers."""
+    queue: Annotated[ByteSize, Field(gt=0), OrAuto(256 << 20)] = Field(AUTO, validate_default=True)
+    """Memory for scored rows that wait for the trainer under `schedule.overlap`, over all scoring workers. `auto`: for two
+    rounds of micro-batches, at least 256 MiB."""
     mask_tokens: dict[Name, list[str]] = {}
     """Expert's name -> tokens that it never writes, such as `<think>`; they carry no loss in its domains."""
     max_quarantined: float = Field(0.001, ge=0, le=1)

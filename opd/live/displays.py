@@ -48,21 +48,7 @@ def _print_line(console: Console, line: str) -> None:
     console.out(escape_control_characters(line), highlight=False)
 
 
-class Silence:
-    """Shows nothing. Errors and the result are still printed, since these are not the display's task."""
-
-    def say(self, line: str) -> None: ...
-
-    def doing(self, activity: str) -> None: ...
-
-    def exams(
-        self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
-    ) -> None: ...
-
-    def step(self, record: StepRecord) -> None: ...
-
-
-class Lines(Silence):
+class Lines(Display):
     """Prints a line for every sentence and every step."""
 
     def __init__(self, console: Console, begun: RunStart) -> None:
@@ -78,7 +64,7 @@ class Lines(Silence):
         self.say(_format_step(record, self._course.steps) + (f"  about {format_duration(left)} left" if left else ""))
 
 
-class JsonLines(Silence):
+class JsonLines(Display):
     """Prints every step as a line of JSON on standard output, and passes sentences to another display."""
 
     def __init__(self, display: Display, steps: int) -> None:
@@ -97,7 +83,7 @@ def print_json(data: Mapping[str, object]) -> None:
     print(json.dumps(data), flush=True)
 
 
-class Screen:
+class Screen(Display):
     """One screen, drawn again every second. Sentences that leave it are printed above it, in full, where the user can scroll.
 
     A thread draws. It reads attributes whose values are replaced and never changed in place, so it needs no lock.
@@ -196,15 +182,10 @@ def open_display(begun: RunStart) -> AbstractContextManager[Display]:
     return Screen(console, begun)
 
 
-def open_silent_display(begun: RunStart) -> AbstractContextManager[Display]:
-    """Return a display that shows nothing."""
-    return nullcontext(Silence())
-
-
 CHOICES: Mapping[tuple[bool, bool], Displays] = {
     (False, False): open_display,
-    (True, False): open_silent_display,
+    (True, False): lambda begun: nullcontext(Display()),
     (False, True): lambda begun: nullcontext(JsonLines(Lines(Console(stderr=True), begun), begun.steps)),
-    (True, True): lambda begun: nullcontext(JsonLines(Silence(), begun.steps)),
+    (True, True): lambda begun: nullcontext(JsonLines(Display(), begun.steps)),
 }
 """(`--quiet`, `--json`) -> the display of a merge."""

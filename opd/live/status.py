@@ -16,8 +16,8 @@ from opd.live.live_state import FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.live.memory import memory_of
 from opd.live.progress import notes_of
 from opd.live.view import KILLED, RUNNING, View, view_of
-from opd.report import clear_domains
 from opd.report.run import RunFiles, read_run
+from opd.report.summary import clear_domains_of
 from opd.run.checkpoints import list_checkpoint_steps
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
@@ -79,7 +79,7 @@ def _read_course(run: RunFiles) -> Course:
     course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
     course.before = run.before.accuracy if run.before else {}
     course.expert = run.expert.accuracy if run.expert else {}
-    course.clear = clear_domains(run.before.scores, run.expert.scores) if run.before and run.expert else None
+    course.clear = clear_domains_of(run.before, run.expert)
     if run.during:
         course.exam_step = max(run.during)
         course.accuracy = run.during[course.exam_step].accuracy

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from opd.report.gate import Gate
 from opd.report.run import RunFiles, read_run
 from opd.report.summary import build_report, clear_domains, full_report, recovered_share
 from opd.report.tables import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table, round_rows
-from opd.report.write import write_report
+from opd.report.write import Gate, write_report
 
 __all__ = [
     "Gate",

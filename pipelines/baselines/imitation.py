@@ -24,16 +24,18 @@ from typing import Any
 
 from experts.adapter import open_full_model
 from experts.episodes.rows import has_episodes
+from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.errors import PromptError
 from opd.files import replace_dir
 from opd.prompts import MixedPrompts, PromptTable, Rows, open_rows, samples_by_weight
 from opd.records.types import Prompt, Rollout, WeightedTeacher
 from opd.rollouts.vllm import VLLMRolloutEngine
-from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import FileEpisode, read_file_episodes
+from pipelines.build import start_rollouts
 from pipelines.inputs.prompts import prompts_of
 from pipelines.inputs.read import Inputs, load_tokenizer
+from pipelines.placement import place_rollouts
 from pipelines.specs import imitation_spec, lora_options
 
 PILOT_SAMPLES = 1000
@@ -85,6 +87,16 @@ def train_off_policy(
         responses = write(prompts)
     _train_student(config, inputs, responses, shape, out, tell)
     return sum(r.num_trained for r in responses)
+
+
+@contextmanager
+def rollout_engine(config: PipelineConfig, inputs: Inputs) -> Iterator[VLLMRolloutEngine]:
+    """An engine that holds the student; stopped on exit. Raises: RunError if it does not come up."""
+    with ray_session(config.cluster, config.rollout.workers):
+        place_rollouts(config)
+        engine = start_rollouts(config, inputs)
+        engine.wait_ready()
+        yield engine
 
 
 @contextmanager
@@ -257,8 +269,10 @@ def _train_student(
     a merge exports."""
     import torch
     from transformers import set_seed
+    from transformers.utils import logging
 
     from experts.sft import IGNORED, Example, train_on_text
+    from opd.models.weights import load_causal_lm
     from opd.train.lora import add_adapters, fold_adapters
 
     staging = out.with_name(f".tmp-{out.name}")
@@ -266,7 +280,8 @@ def _train_student(
     staging.mkdir(parents=True)
     spec = imitation_spec(config, shape.micro_batch, shape.accumulate)
     set_seed(spec.seed)
-    model, lora = _load_student(config.student.model), lora_options(config)
+    logging.disable_progress_bar()
+    model, lora = load_causal_lm(config.student.model, torch.float32), lora_options(config)
     if lora is not None:
         add_adapters(model, lora)
     examples = [Example(input_ids=[*r.prompt_ids, *r.response_ids], labels=_make_labels(r, IGNORED)) for r in rollouts]
@@ -289,14 +304,3 @@ def _make_labels(rollout: Rollout, ignored: int) -> list[int]:
     """Return the tokens that the rollout's author wrote, at their places, and `ignored` at all others."""
     response = zip(rollout.response_ids, rollout.loss_mask, strict=True)
     return [ignored] * len(rollout.prompt_ids) + [token if is_trained else ignored for token, is_trained in response]
-
-
-def _load_student(model_dir: Path) -> Any:
-    """Load the student, to be trained in float32."""
-    import torch
-    from transformers.utils import logging
-
-    from opd.models.weights import load_causal_lm
-
-    logging.disable_progress_bar()
-    return load_causal_lm(model_dir, torch.float32)

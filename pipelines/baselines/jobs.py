@@ -118,10 +118,7 @@ def scale_steps(config: PipelineConfig, share: float) -> PipelineConfig:
     # What is looked at on the way belongs to the whole merge.
     evaluate = {"every": 0, "lm_eval": LMEvalConfig()}
     return config.model_copy(
-        update={
-            "trainer": trainer.model_copy(update=fewer),
-            "evaluate": config.evaluate.model_copy(update=evaluate),
-        }
+        update={"trainer": trainer.model_copy(update=fewer), "evaluate": config.evaluate.model_copy(update=evaluate)}
     )
 
 

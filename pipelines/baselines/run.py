@@ -6,9 +6,10 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -22,9 +23,15 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
-from pipelines.baselines.engine import rollout_engine
 from pipelines.baselines.episodes import cut_notice
-from pipelines.baselines.imitation import Completions, experts_author, file_author, read_completions, train_off_policy
+from pipelines.baselines.imitation import (
+    Completions,
+    experts_author,
+    file_author,
+    read_completions,
+    rollout_engine,
+    train_off_policy,
+)
 from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.validity import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
@@ -116,39 +123,21 @@ def _compute_jobs(
     for job in (job for job in jobs if job.method not in WEIGHT_METHODS):
         tell(f"{job.name}: begins")
         began = time.monotonic()
-        method_result = (
+        result = (
             _merge_on_policy(job, inputs)
             if job.method == "opd"
             else _run_imitation(job, inputs, completions, _prefix_lines(tell, job))
         )
-        yield job, _make_result(job, method_result, time.monotonic() - began)
+        yield job, replace(result, wall_s=round(time.monotonic() - began, 1))
 
 
-def _make_result(job: BaselineJob, method_result: _MethodResult, wall_s: float) -> BaselineResult:
+def make_result(job: BaselineJob, scores: dict[str, DomainScore], **measured: Any) -> BaselineResult:
+    """Return the result of a job; `measured` are further fields of it."""
     label = {**{n: m.label for n, m in WEIGHT_METHODS.items()}, **TRAINED_METHODS}[job.method]
-    return BaselineResult(
-        method=job.method,
-        label=label if method_result.strength is None else f"{label} {method_result.strength:g}",
-        strength=method_result.strength,
-        token_share=job.share,
-        tokens=method_result.tokens,
-        seed=job.config.seed,
-        scores=method_result.scores,
-        validation=method_result.validation,
-        weights=method_result.weights,
-        wall_s=round(wall_s, 1),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MethodResult:
-    """The result of a method; `BaselineResult` explains the fields."""
-
-    scores: dict[str, DomainScore]
-    strength: float | None = None
-    validation: dict[str, float] = field(default_factory=dict)
-    tokens: int | None = None
-    weights: str = ""
+    if measured.get("strength") is not None:
+        label += f" {measured['strength']:g}"
+    facts: dict[str, Any] = {"method": job.method, "label": label, "token_share": job.share, "seed": job.config.seed}
+    return BaselineResult(**facts, scores=scores, **{"wall_s": 0.0, **measured})
 
 
 def _merge_weights(
@@ -219,17 +208,18 @@ class _Trials:
         """Return the result of the best model in the exam."""
         began = time.monotonic()
         engine.load(self._job.model)
-        method_result = _MethodResult(
-            scores=_evaluate_held_model(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
+        return make_result(
+            self._job,
+            _evaluate_held_model(engine, self._inputs.exams, self._job, self._inputs, self._tell).scores,
             strength=self._best,
             validation={f"{strength:g}": value for strength, value in self._validation.items()},
+            wall_s=round(self._wall_s + time.monotonic() - began, 1),
         )
-        return _make_result(self._job, method_result, self._wall_s + time.monotonic() - began)
 
 
 def _run_imitation(
     job: BaselineJob, inputs: Inputs, completions: Completions, tell: Callable[[str], None]
-) -> _MethodResult:
+) -> BaselineResult:
     author = (
         file_author(job.config, completions)
         if job.method == "mixed_sft"
@@ -241,10 +231,10 @@ def _run_imitation(
     with rollout_engine(job.config, inputs) as engine:
         engine.load(job.model)
         scores = _evaluate_held_model(engine, inputs.exams, job, inputs, tell).scores
-    return _MethodResult(scores=scores, tokens=tokens)
+    return make_result(job, scores, tokens=tokens)
 
 
-def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _MethodResult:
+def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> BaselineResult:
     """Take the run directory's own merge, or run one with fewer steps; an interrupted one goes on."""
     paths = job.merge
     delete_other_merge(job, inputs)
@@ -252,7 +242,7 @@ def _merge_on_policy(job: BaselineJob, inputs: Inputs) -> _MethodResult:
         merging.start_or_resume(job.config, paths.root)
     after = Evaluation.load(paths.evaluation_file("after"))
     _, tokens = read_progress(paths.metrics)
-    return _MethodResult(scores=after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
+    return make_result(job, after.scores, tokens=tokens, weights=next(iter(after.weights.values()), ""))
 
 
 def _evaluate_held_model(

@@ -39,6 +39,7 @@ from pipelines.check.judge import (
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
+from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
@@ -65,6 +66,8 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
+    numbers: str = ""
+    """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
     def failed(self) -> bool:
@@ -85,6 +88,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     exam = EvaluateConfig(samples=samples)  # one greedy answer to each prompt, whatever the pipeline says
     refuse_without_experts(config, "`opd check`")
     inputs = measure_missing_probes(read_inputs(config, exam), lambda line: tell(f"warning: {line}"))
+    written = config
+    config = choose_numbers(config, inputs, local_machine(config))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
@@ -111,7 +116,13 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
     )
-    return CheckReport(vocab_size=student.vocab_size, measured=tuple(measured), findings=findings, memory=tuple(needs))
+    return CheckReport(
+        vocab_size=student.vocab_size,
+        measured=tuple(measured),
+        findings=findings,
+        memory=tuple(needs),
+        numbers=describe_numbers(written, config),
+    )
 
 
 def teacher_rows(report: CheckReport) -> list[tuple[str, ...]]:

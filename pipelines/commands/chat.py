@@ -5,28 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from opd.text import escape_control_characters
-from pipelines.commands import completion
-from pipelines.commands.shell import avoid_spinning, help_examples, is_terminal, print_line
+from pipelines.commands.shell import ModelArgument, avoid_spinning, help_examples, is_terminal, print_line
 
 app = typer.Typer()
 
 
 @app.command(epilog=help_examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
 def chat(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR|MODEL",
-            help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.complete_runs,
-        ),
-    ],
+    model: ModelArgument,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="First message of every dialogue.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="Longest answer. Default: that of the run's training, else 512.")

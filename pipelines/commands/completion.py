@@ -18,9 +18,7 @@ METHODS = ("linear", "task_arithmetic", "ties", "dare_ties", "slerp", "off_polic
 
 def complete_pipelines(incomplete: str) -> list[str]:
     """Return shipped pipelines, and YAML files."""
-    from pipelines.catalog import shipped_pipelines
-
-    return _matching_names(shipped_pipelines(), incomplete) + _matching_files(incomplete)
+    return complete_shipped_pipelines(incomplete) + _matching_files(incomplete)
 
 
 def complete_shipped_pipelines(incomplete: str) -> list[str]:

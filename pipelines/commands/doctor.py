@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -21,16 +23,21 @@ def doctor(
 ) -> None:
     """Can a merge run on this machine? Says what is missing and what to do; exit code 1 if something has failed."""
 
-    from pipelines.doctor.examine import examine_machine, findings_to_json, is_failed
+    from opd import __version__
+    from pipelines.doctor.machine import machine_findings
+    from pipelines.doctor.packages import package_findings
+    from pipelines.doctor.traps import trap_findings
 
     findings = []
-    for finding in examine_machine(imports=not quick):
+    for finding in chain(machine_findings(), trap_findings(), package_findings(imports=not quick)):
         findings.append(finding)
         if not as_json:
             print_line(f"{finding.level:<8} {finding.name}: {finding.found}", err=False)
             if finding.fix:
                 print_line(f"         fix: {finding.fix}", err=False)
+    failed = any(finding.level == "failed" for finding in findings)
     if as_json:
-        typer.echo(json.dumps(findings_to_json(findings), indent=1))
-    if is_failed(findings):
+        data = {"opd": __version__, "ok": not failed, "checks": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(data, indent=1))
+    if failed:
         raise typer.Exit(1)

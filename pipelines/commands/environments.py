@@ -104,9 +104,7 @@ def prefixes(
 
 @app.command("play", epilog=help_examples("opd environments play maze --seed 3"))
 def play(
-    name: NameArgument,
-    seed: Annotated[int, typer.Option(help="Decides which task.")] = 0,
-    options: SetOption = None,
+    name: NameArgument, seed: Annotated[int, typer.Option(help="Decides which task.")] = 0, options: SetOption = None
 ) -> None:
     """Play one task at the terminal; `quit` ends it."""
     from opd.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -95,15 +95,11 @@ def evaluate(
         for title, columns, rows in result.tables:
             print_table(title, columns, rows)
     if output:
-        _write_results(output, result.data)
+        from opd.files import atomic_write_text
+
+        atomic_write_text(output, json.dumps(result.data, indent=1) + "\n")
     if result.failure:
         raise result.failure
-
-
-def _write_results(output: Path, data: dict[str, Any]) -> None:
-    from opd.files import atomic_write_text
-
-    atomic_write_text(output, json.dumps(data, indent=1) + "\n")
 
 
 def _refuse_at_once(models: list[Path], pipeline: str | None) -> None:

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, print_line
+from pipelines.commands.shell import ModelArgument, help_examples, print_line
 
 app = typer.Typer()
 
@@ -24,14 +23,7 @@ class ExportDtype(StrEnum):
 
 @app.command(epilog=help_examples("opd export runs/quickstart --output quickstart-bf16 --dtype bfloat16"))
 def export(
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR|MODEL",
-            help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.complete_runs,
-        ),
-    ],
+    model: ModelArgument,
     output: Annotated[Path, typer.Option(help="Directory to write; must not exist.")],
     dtype: Annotated[ExportDtype | None, typer.Option(help="Default: as the model is stored.")] = None,
     max_shard_size: Annotated[

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -65,9 +67,6 @@ def check(
     config: ConfigOption = None,
 ) -> None:
     """Print the guard's verdict on one shell command, as JSON; nothing is run. Exit code 1 if it is blocked."""
-    import json
-    from dataclasses import asdict
-
     from opd.records.environments import ToolCall
 
     guard = _build_guard(config)
@@ -91,15 +90,7 @@ def _build_guard(config: Path | None) -> Guard:
 
 def _print_measurement(measurement: GuardMeasurement, num_cases: int) -> None:
     rows = [
-        (
-            stage,
-            f"{s.recall:.3f}",
-            f"{s.precision:.3f}",
-            str(s.caught),
-            str(s.missed),
-            str(s.false_alarms),
-            str(s.passed),
-        )
+        (stage, f"{s.recall:.3f}", f"{s.precision:.3f}", *map(str, (s.caught, s.missed, s.false_alarms, s.passed)))
         for stage, s in measurement.scores.items()
     ]
     columns = ("stage", "recall", "precision", "caught", "missed", "false alarms", "let pass")
@@ -115,9 +106,6 @@ def _print_measurement(measurement: GuardMeasurement, num_cases: int) -> None:
 
 
 def _print_json(measurement: GuardMeasurement) -> None:
-    import json
-    from dataclasses import asdict
-
     data = asdict(measurement)
     for stage, score in measurement.scores.items():
         data["scores"][stage] |= {"recall": score.recall, "precision": score.precision}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -101,17 +100,11 @@ def init(
         raise typer.BadParameter("--from copies a pipeline as it is; it takes --output and --force alone")
     target = OutputFile(path=output or Path(f"{shipped or 'pipeline'}.yaml"), force=force)
     avoid_spinning()
-    next_commands = (
-        copy_shipped(shipped, target) if shipped else write_proposal(flags, target, _make_asker(), print_line)
-    )
+    ask = _ask_question if is_terminal(sys.stdin, sys.stdout) else None
+    next_commands = copy_shipped(shipped, target) if shipped else write_proposal(flags, target, ask, print_line)
     print_line(f"wrote {target.path}; next:", err=False)
     for command in next_commands:
         print_line(f"  {command}", err=False)
-
-
-def _make_asker() -> Callable[[str, str], str] | None:
-    """Return the function that asks for missing options; None without a terminal."""
-    return _ask_question if is_terminal(sys.stdin, sys.stdout) else None
 
 
 def _ask_question(question: str, proposal: str) -> str:

@@ -10,8 +10,7 @@ import typer
 from opd.errors import ConfigError
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
-from pipelines.commands import completion
-from pipelines.commands.shell import check_output_file, help_examples, print_line, print_table
+from pipelines.commands.shell import RunArgument, check_output_file, help_examples, print_line, print_table
 
 app = typer.Typer()
 
@@ -30,9 +29,7 @@ ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what w
     )
 )
 def report(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.complete_runs)
-    ],
+    run_dir: RunArgument,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="As a Markdown table, to paste into a document.")
     ] = False,
@@ -84,31 +81,35 @@ def _refuse_json_page(output: Path | None) -> None:
 
 def print_report(contents: dict[str, Any]) -> None:
     """Print a merge's report as tables, and the remarks on it."""
-    from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, round_rows
+    from opd.report import domain_rows, round_rows
 
     print_table(contents["name"], DOMAIN_COLUMNS, domain_rows(contents))
     if "rounds" in contents:
         print_table("rounds", ROUND_COLUMNS, round_rows(contents))
-    if rows := agent_rows(contents):
-        print_table("agents", AGENT_COLUMNS, rows)
-    if rows := length_rows(contents):
-        print_table("success by the length of the task (95 % interval)", LENGTH_COLUMNS, rows)
-    if rows := baseline_rows(contents):
-        print_table("beside other ways to merge", BASELINE_COLUMNS, rows)
+    for title, columns, rows in _further_tables(contents):
+        print_table(title, columns, rows)
     _print_remarks(contents)
 
 
 def _print_markdown(contents: dict[str, Any]) -> None:
-    from opd.report import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table
+    from opd.report import domain_rows, markdown_table
 
     print_line(markdown_table(DOMAIN_COLUMNS, domain_rows(contents)), err=False)
-    if rows := agent_rows(contents):
-        print_line("\n" + markdown_table(AGENT_COLUMNS, rows), err=False)
-    if rows := length_rows(contents):
-        print_line("\n" + markdown_table(LENGTH_COLUMNS, rows), err=False)
-    if rows := baseline_rows(contents):
-        print_line("\n" + markdown_table(BASELINE_COLUMNS, rows), err=False)
+    for _, columns, rows in _further_tables(contents):
+        print_line("\n" + markdown_table(columns, rows), err=False)
     _print_remarks(contents)
+
+
+def _further_tables(contents: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
+    """Return title, columns and rows of those of these tables that have rows."""
+    from opd.report import agent_rows, baseline_rows, length_rows
+
+    tables = [
+        ("agents", AGENT_COLUMNS, agent_rows(contents)),
+        ("success by the length of the task (95 % interval)", LENGTH_COLUMNS, length_rows(contents)),
+        ("beside other ways to merge", BASELINE_COLUMNS, baseline_rows(contents)),
+    ]
+    return [table for table in tables if table[2]]
 
 
 def _print_remarks(contents: dict[str, Any]) -> None:

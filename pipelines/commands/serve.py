@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, print_line
+from pipelines.commands.shell import ModelArgument, help_examples, print_line
 
 app = typer.Typer()
 
@@ -21,14 +19,7 @@ app = typer.Typer()
 )
 def serve(
     ctx: typer.Context,
-    model: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN_DIR|MODEL",
-            help="A finished merge, or a Hugging Face directory.",
-            autocompletion=completion.complete_runs,
-        ),
-    ],
+    model: ModelArgument,
     host: Annotated[str, typer.Option(help="Beyond this machine only with a key in VLLM_API_KEY.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     name: Annotated[str | None, typer.Option(help="What requests call the model. Default: the run's name.")] = None,

@@ -31,13 +31,21 @@ from pipelines.interrupts import Interrupted
 PATH_ERRNOS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Errors of a path that leads through a file, that is a directory where a file is wanted or the other way round, or that is too long.
 Only a user names such paths, so they are mistakes in the input."""
-PipelineArgument = Annotated[
-    str,
-    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines),
+_PIPELINE: Any = typer.Argument(
+    help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines
+)
+PipelineArgument = Annotated[str, _PIPELINE]
+MaybePipelineArgument = Annotated[str | None, _PIPELINE]
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR|MODEL",
+        help="A finished merge, or a Hugging Face directory.",
+        autocompletion=completion.complete_runs,
+    ),
 ]
-MaybePipelineArgument = Annotated[
-    str | None,
-    typer.Argument(help="A pipeline file, or the name of a shipped one.", autocompletion=completion.complete_pipelines),
+RunArgument = Annotated[
+    Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.complete_runs)
 ]
 SetOption = Annotated[
     list[str] | None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -91,8 +92,6 @@ def runs(
 
 def _print_view(view: View) -> None:
     """Print the view once. The hints come below it in full lines, so that their commands can be copied."""
-    from dataclasses import replace
-
     from rich.console import Console
 
     from opd.live.render import RunScreen
@@ -106,8 +105,6 @@ def _print_view(view: View) -> None:
 
 
 def _print_json(view: View) -> None:
-    from dataclasses import asdict
-
     from opd.live.displays import print_json
 
     data = {key: value for key, value in asdict(view).items() if key != "losses"}

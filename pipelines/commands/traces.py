@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipelines.commands import completion
-from pipelines.commands.shell import help_examples, print_line
+from pipelines.commands.shell import RunArgument, help_examples, print_line
 
 app = typer.Typer()
 
@@ -17,9 +15,7 @@ app = typer.Typer()
     epilog=help_examples("opd traces runs/agents --domain maze", "opd traces runs/agents --step last --limit 2")
 )
 def traces(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Run directory of a merge, finished or not.", autocompletion=completion.complete_runs)
-    ],
+    run_dir: RunArgument,
     exam: Annotated[
         str, typer.Option(help="Which exam: before, expert, after, or step-NNNNNN. Default: the newest of the student.")
     ] = "",
@@ -33,12 +29,11 @@ def traces(
     ] = "",
 ) -> None:
     """Print the episodes that a merge's exams kept, or those of a training step, turn by turn."""
-    from pipelines.evaluation.step_traces import step_episodes, tree_lines
-    from pipelines.evaluation.traces import episodes_of, trace_lines
+    from pipelines.evaluation.traces import exam_episodes, step_episodes, trace_lines, tree_lines
 
     if step:
         for episode in step_episodes(run_dir, step, domain or (), limit):
             print_line("\n".join(tree_lines(episode)), err=False)
         return
-    for answer in episodes_of(run_dir, exam, domain or (), limit):
+    for answer in exam_episodes(run_dir, exam, domain or (), limit):
         print_line("\n".join(trace_lines(answer)), err=False)

@@ -9,12 +9,12 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from opd.cluster.environment import count_cores
 from opd.machine.compiler import find_compiler
 from opd.machine.orphans import SHARED_MEMORY
+from opd.machine.packages import installed_version
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 from pipelines.sizing.machine import free_bytes, machine_bytes
 
@@ -158,17 +158,8 @@ def _check_gpus() -> DoctorFinding:
             "mend the driver, or ignore it and merge on the processor",
         )
     gpus = "; ".join(process.stdout.strip().splitlines())
-    if _is_torch_for_cpus():
+    if (installed_version("torch") or "").endswith("+cpu"):
         return warning_finding(
-            "GPUs",
-            f"{gpus}; torch is built for CPUs",
-            "pip install 'opd-merge[gpu]' in a new environment: docs/gpu.md",
+            "GPUs", f"{gpus}; torch is built for CPUs", "pip install 'opd-merge[gpu]' in a new environment: docs/gpu.md"
         )
     return ok_finding("GPUs", gpus)
-
-
-def _is_torch_for_cpus() -> bool:
-    try:
-        return metadata.version("torch").endswith("+cpu")
-    except metadata.PackageNotFoundError:
-        return False

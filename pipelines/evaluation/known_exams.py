@@ -10,7 +10,6 @@ import json
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +90,7 @@ class KnownExams:
                 | {"max_new_tokens": exam.max_new_tokens or config.rollout.max_new_tokens}
                 | {"seed": config.seed if exam.temperature else None},
                 "device": self._device,
-                "versions": library_versions() | _package_version("reasoning-gym"),
+                "versions": library_versions("reasoning-gym"),
                 "source": source_digest(),
             }
         return self._common
@@ -106,13 +105,6 @@ def _device_kind(config: PipelineConfig) -> str | None:
     else:
         kinds = {name for node in list_nodes() for name in node.has if name.startswith(GPU_KIND)}
     return kinds.pop() if len(kinds) == 1 else None
-
-
-def _package_version(package: str) -> dict[str, str]:
-    try:
-        return {package: metadata.version(package)}
-    except metadata.PackageNotFoundError:
-        return {}
 
 
 def source_digest() -> str:

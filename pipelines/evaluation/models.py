@@ -28,6 +28,7 @@ from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, re
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
 from pipelines.inputs.template_date import set_template_date
 from pipelines.placement import place_rollouts
+from pipelines.sizing.auto import choose_cache
 from pipelines.specs import rollout_spec
 
 Tell = Callable[[str], None]
@@ -180,6 +181,7 @@ def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell:
     evaluations = {}
     with ray_session(config.cluster, config.rollout.workers), model_directory(subjects[0].model) as start:
         first_subject = subjects[0]
+        config = choose_cache(config, start)
         spec = rollout_spec(config, start, first_subject.vocab_size, first_subject.eos_token_ids)
         place_rollouts(config)
         engine = rollout_engine(config)(spec, first_subject.tokenizer)

@@ -13,11 +13,11 @@ from typing import Any
 
 from experts.adapter import AdapterInfo, inspect_expert
 from experts.bound_files import model_digest
-from experts.finite_check import check_finite
 from experts.model_dir import ModelInfo, inspect_model, refuse_other_tokens
 from experts.registry import ExpertManifest, Registry, default_root
 from experts.teacher_check import check_fits
 from experts.weight_files import Hashes
+from experts.weight_values import check_finite
 from opd.config import PipelineConfig
 from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig

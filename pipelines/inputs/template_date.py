@@ -7,6 +7,7 @@ run records the day on which it begins as `student.template_date`, and uses it f
 
 `student.add_special_tokens` is recorded too, because earlier releases had no such key and put nothing in front of prompts. And
 so are columns of prompts that are not read, because earlier releases did not read system messages, tools and variables.
+Numbers that are `auto` are recorded as they were chosen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
+from pipelines.sizing.auto import keep_numbers
 
 DATE_CALL = "strftime_now"
 """The function by which a template asks for the date. Templates run in a sandbox and have no other way to it."""
@@ -45,6 +47,7 @@ def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig
         "add_special_tokens": own.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
     }
     domains = {name: _as_read(domain, begun.domains.get(name, domain)) for name, domain in config.domains.items()}
+    config = keep_numbers(config, begun)
     return config.model_copy(update={"student": student.model_copy(update=update), "domains": domains})
 
 

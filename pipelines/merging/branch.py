@@ -79,7 +79,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     origin_config = validate_section(PipelineConfig, recorded["config"], origin.paths.manifest)
     config = as_recorded(config, origin_config)
     _refuse_other_shape(config, origin_config, origin)
-    inputs, manifest, notices = read_facts(config)
+    config, inputs, manifest, notices = read_facts(config)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
     branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
     changed = changed_keys(origin_config.model_dump(mode="json"), branch_config.model_dump(mode="json"))

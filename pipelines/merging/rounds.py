@@ -44,6 +44,7 @@ from pipelines.merging.changes import (
 from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
 from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
+from pipelines.sizing.auto import choose_numbers, keep_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -88,8 +89,8 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     if config.rounds == 1:
         return merging.begin(config, root)
     refuse_existing(root)
-    configs = rounds_of(config)
-    inputs = _check_all(configs)
+    configs, inputs = _check_all(rounds_of(config))
+    config = keep_numbers(config, configs[0])
     config, *configs = [
         with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
     ]
@@ -130,8 +131,7 @@ def _recheck_rounds(run: Rounds) -> list[RoundFacts]:
     Raises: OpdError, and then nothing is written.
     """
     paths, num_finished = RunPaths(run.root), _count_finished(run.configs, run.root)
-    configs = run.configs[num_finished:]
-    inputs = _check_all(configs)
+    configs, inputs = _check_all(run.configs[num_finished:])
     new_plan = [_make_facts(config, round_inputs) for config, round_inputs in zip(configs, inputs, strict=True)]
     changes = []
     for old, new, config, round_inputs in zip(run.plan[num_finished:], new_plan, configs, inputs, strict=True):
@@ -144,13 +144,15 @@ def _recheck_rounds(run: Rounds) -> list[RoundFacts]:
     return plan
 
 
-def _check_all(configs: Sequence[PipelineConfig]) -> list[Inputs]:
-    """Read the inputs of all rounds, and check that each round fits into this machine. Raises: OpdError."""
+def _check_all(configs: Sequence[PipelineConfig]) -> tuple[list[PipelineConfig], list[Inputs]]:
+    """Read the inputs of all rounds, choose their open numbers, and check that each round fits into this machine. Raises: OpdError."""
     inputs = read_rounds(configs)
+    chosen = []
     for config, round_inputs in zip(configs, inputs, strict=True):
-        refuse_too_large(config, round_inputs)
-        refuse_crowded_gpus(config, round_inputs)
-    return inputs
+        chosen.append(choose_numbers(config, round_inputs, local_machine(config)))
+        refuse_too_large(chosen[-1], round_inputs)
+        refuse_crowded_gpus(chosen[-1], round_inputs)
+    return chosen, inputs
 
 
 def _make_facts(config: PipelineConfig, inputs: Inputs) -> RoundFacts:

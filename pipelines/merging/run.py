@@ -76,6 +76,7 @@ from pipelines.merging.manifest import (
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
+from pipelines.sizing.auto import choose_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
 
@@ -175,7 +176,7 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
-    inputs, manifest, notices = read_facts(config)
+    config, inputs, manifest, notices = read_facts(config)
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
         write_inputs(temporary, manifest)
@@ -189,16 +190,19 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     )
 
 
-def read_facts(config: PipelineConfig) -> tuple[Inputs, dict[str, Any], list[str]]:
-    """Read and check all that a merge needs of files, machine and cluster. Returns the inputs, their manifest, and warnings. Raises:
-    OpdError."""
+def read_facts(config: PipelineConfig) -> tuple[PipelineConfig, Inputs, dict[str, Any], list[str]]:
+    """Read and check all that a merge needs of files, machine and cluster.
+
+    Returns the pipeline with its open numbers chosen, the inputs, their manifest, and warnings. Raises: OpdError.
+    """
     inputs = read_inputs(config)
+    config = choose_numbers(config, inputs, local_machine(config))
     refuse_too_large(config, inputs)
     warnings = refuse_crowded_gpus(config, inputs)
     refuse_unplaceable(config)
     # The merged model gets a copy of these files at its end: one that cannot be read fails now, not after hours.
     read_accompanying_files(config, inputs)
-    return inputs, manifest_of(config, inputs), warnings
+    return config, inputs, manifest_of(config, inputs), warnings
 
 
 def reopen(
@@ -238,7 +242,7 @@ def _make_resumed_run(
 ) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
-    inputs, manifest, crowded = read_facts(config)
+    config, inputs, manifest, crowded = read_facts(config)
     refuse_changed_inputs(recorded, manifest, paths.manifest)
     changes = accept_changes(recorded["config"], manifest["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)

@@ -17,6 +17,7 @@ from pipelines.plan.phases import PhaseCosts, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
+from pipelines.sizing.auto import choose_numbers, describe_numbers
 from pipelines.sizing.cache import cache_bytes, cache_tokens
 from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
 from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
@@ -114,6 +115,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
     spec, config = spec.with_own_overheads(), apply_placement(config, spec)
     models = _read_models(config)
+    written, config = config, choose_numbers(config, models.merge, spec.hardware, shared=spec.takes_turns)
     hardware = Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
@@ -150,14 +152,16 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
         fits=slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns),
-        notes=(*models.notes, *notes, *_plan_notes(config, models, spec, hardware)),
+        notes=(*models.notes, *notes, *_plan_notes(written, config, models, spec, hardware)),
     )
 
 
 def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = apply_placement(config, spec)
-    models, hardware = _read_models(config), Hardware.from_config(config, spec)
+    models = _read_models(config)
+    config = choose_numbers(config, models.merge, spec.hardware, shared=spec.takes_turns)
+    hardware = Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
     return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
@@ -240,8 +244,13 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware) -> Iterator[str]:
-    """Yield notes on what the plan leaves out, and on what it plans although `opd merge` does not do it yet."""
+def _plan_notes(
+    written: PipelineConfig, config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware
+) -> Iterator[str]:
+    """Yield notes on the numbers that the pipeline as `written` leaves open, on what the plan leaves out, and on what it plans although
+    `opd merge` does not do it yet."""
+    if numbers := describe_numbers(written, config):
+        yield f"auto: {numbers}"
     with_episodes = [name for name, domain in config.domains.items() if domain.has_episodes]
     if with_episodes:
         yield f"planned as single responses although they are episodes of turns: {', '.join(with_episodes)}"

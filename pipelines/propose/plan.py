@@ -16,7 +16,6 @@ from pipelines.propose.domains import DomainFacts, can_split, choose_share, want
 from pipelines.propose.models import ExpertFacts
 from pipelines.propose.sizes import build_merge_models, choose_lengths, choose_sizes, fits_memory, max_prompt_tokens
 from pipelines.propose.text import Flow, render_on_one_line
-from pipelines.sizing.cache import cache_gib
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.shrink import ADAPTERS, Data, apply_change, shrink_to_fit
 
@@ -58,8 +57,6 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
     data = apply_change(data, choose_sizes(facts.student.parameters, len(facts.domains), facts.machine))
     if lora:
         data = apply_change(data, ADAPTERS)
-    if not facts.machine.gpus:
-        data["rollout"]["kv_cache_gib"] = cache_gib(facts.student_dir, data["rollout"])
     models = build_merge_models(facts.student, facts.experts, facts.domains)
     data, smaller, fits = shrink_to_fit(
         data, lambda changed: fits_memory(changed, models, facts.machine), gpus=bool(facts.machine.gpus)
@@ -201,7 +198,6 @@ NOTES = {
     "rollout.max_model_len": "longest prompt and answer together",
     "rollout.dtype": "bfloat16 is faster where the hardware has it; float32 is exact",
     "rollout.max_num_seqs": "answers that are written at a time",
-    "rollout.kv_cache_gib": "memory for the sequences that are being written, GiB",
     "rollout.workers": "vLLM engines",
     "rollout.gpu_memory_utilization": "share of a GPU's memory for the engine",
     "rollout.sleep": "the engine gives its GPU memory back while the others compute",
@@ -210,7 +206,6 @@ NOTES = {
     "teachers.workers": "processes that score; each holds one expert at a time at work",
     "objective": "what is minimised: docs/objectives.md",
     "objective.kind": f"{DEFAULT_KIND}, or forward_kl where the student can do nothing of what its experts do (--probe looks)",
-    "objective.chunk": "answer tokens whose logits exist at a time; less needs less memory",
     "trainer": "how the student is trained",
     "checkpoint": "what a crash leaves",
     "evaluate": "when exams are taken",

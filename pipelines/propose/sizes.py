@@ -16,6 +16,7 @@ from opd.records.types import WeightedTeacher
 from pipelines.inputs.lora import size_of_lora
 from pipelines.propose.domains import DomainFacts
 from pipelines.propose.models import ExpertFacts
+from pipelines.sizing.auto import choose_numbers
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.models import MergeModels, unhashed_expert
@@ -77,13 +78,12 @@ def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
     data: Data = {
         "rollout": {"dtype": dtype, "max_num_seqs": 256 if gpu else max(16, min(256, _round_up(samples, 16)))},
         "teachers": {"dtype": dtype, "workers": min(workers, domains)},
-        "objective": {"kind": DEFAULT_KIND, "chunk": 1024 if gpu else 128},
+        "objective": {"kind": DEFAULT_KIND},
         "trainer": {
             "dtype": dtype,
             "ranks": min(2, machine.cores),
             "steps": steps,
             "samples_per_step": samples,
-            "micro_batch_tokens": 8192 if gpu else 4096,
             "lr": next((rate for limit, rate in LEARNING_RATES if parameters <= limit), LARGEST_MODELS_RATE),
             "warmup_steps": 10,
             "lr_scheduler_type": "cosine",
@@ -139,4 +139,5 @@ def fits_memory(data: Data, models: MergeModels, machine: MachineFacts) -> bool:
     """Return True if the merge of a pipeline fits into the memory of a machine."""
     config = PipelineConfig.model_validate(data)
     lora = size_of_lora(config, models.student) if config.student.lora else None  # imports torch
-    return fits_machine(config, replace(models, lora=lora), machine)
+    models = replace(models, lora=lora)
+    return fits_machine(choose_numbers(config, models, machine), models, machine)

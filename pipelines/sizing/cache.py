@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 from math import ceil
-from pathlib import Path
-from typing import Any
 
 from opd.config import PipelineConfig
 from opd.config.devices import rollout_devices
 from opd.errors import ConfigError
+from opd.settings.auto import OpenNumber
 from opd.settings.strict import DTYPE_BYTES
 from opd.settings.user_objects import is_import_name
 from pipelines.sizing.memory import GIB, engine_activations, engine_weights, format_gib
-from pipelines.sizing.models import MergeModels, read_body
+from pipelines.sizing.models import MergeModels
 from pipelines.sizing.shape import Attention
-
-AT_ONCE = 16
-"""Sequences of full length for which the cache of a CPU engine gets room; most sequences are shorter and take less."""
-
-
-def cache_gib(student: Path, rollout: dict[str, Any]) -> int:
-    """Return the GiB of a CPU engine's cache in which `AT_ONCE` of the longest sequences have room, at least 1. Raises: as `read_body`."""
-    token_bytes = read_body(student).kv_values * DTYPE_BYTES[rollout["dtype"]]
-    return max(1, -(-AT_ONCE * rollout["max_model_len"] * token_bytes >> 30))
 
 
 def refuse_small_cache(config: PipelineConfig, models: MergeModels) -> None:
     """Refuse a CPU engine's cache without room for the longest sequence, with which vLLM would not start. On GPUs `least_bytes` counts that
-    sequence.
+    sequence; one that is `auto` will have room for it.
 
     Raises: ConfigError.
     """
-    needed = sequence_bytes(config, models)
-    if not has_cpu_cache(config) or needed <= config.rollout.kv_cache_gib << 30:
+    needed, is_open = sequence_bytes(config, models), isinstance(config.rollout.kv_cache_gib, OpenNumber)
+    if is_open or not has_cpu_cache(config) or needed <= config.rollout.kv_cache_gib << 30:
         return
     raise ConfigError.at(
         "rollout.kv_cache_gib",
@@ -55,7 +45,7 @@ def least_bytes(config: PipelineConfig, models: MergeModels) -> int:
 def sequence_bytes(config: PipelineConfig, models: MergeModels) -> float:
     """Return the bytes of the longest sequence's keys and values on each device of an engine."""
     values = config.rollout.max_model_len * models.read_body(models.student).kv_values
-    return values * _width(config) / config.rollout.tensor_parallel_size
+    return values * value_bytes(config) / config.rollout.tensor_parallel_size
 
 
 def cache_bytes(config: PipelineConfig, models: MergeModels, gpu_memory: int) -> float:
@@ -71,7 +61,7 @@ def _held_bytes(config: PipelineConfig, models: MergeModels) -> float:
     return (engine_weights(config, models) + engine_activations(config, models)) / engine_devices(config)
 
 
-def _width(config: PipelineConfig) -> int:
+def value_bytes(config: PipelineConfig) -> int:
     """Return the bytes of one number in the cache."""
     kind = config.rollout.kv_cache_dtype
     return 1 if kind.startswith("fp8") else DTYPE_BYTES[config.rollout.dtype if kind == "auto" else "bfloat16"]
@@ -85,7 +75,7 @@ def cache_copies(config: PipelineConfig, attention: Attention, gpus: int) -> flo
 
 def cache_tokens(config: PipelineConfig, attention: Attention, gpus: int, cache: float) -> float:
     """Return the number of tokens whose keys and values fit into an engine with `cache` bytes on each of its devices."""
-    token_bytes = attention.kv_values * _width(config)
+    token_bytes = attention.kv_values * value_bytes(config)
     return cache * engine_devices(config) / (token_bytes * cache_copies(config, attention, gpus))
 
 

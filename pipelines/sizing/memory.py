@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from experts.model_dir import EMBEDDINGS, HEADS
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
@@ -357,9 +358,20 @@ def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
 
 def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of teachers' output heads that one rank keeps: within `trainer.head_memory`, but at least the largest."""
-    width = DTYPE_BYTES[config.teachers.dtype]
-    sizes = [expert.info.vocab_rows * expert.info.hidden_size * width for expert in models.scorers.values()]
+    sizes = head_sizes(config, models)
     return max(max(sizes, default=0), min(sum(sizes), int(config.trainer.head_memory)))
+
+
+def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
+    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's."""
+    width = DTYPE_BYTES[config.teachers.dtype]
+    infos = {}
+    for expert in models.scorers.values():
+        changed = expert.adapter and any(
+            f".{name}.weight".endswith((*EMBEDDINGS, *HEADS)) for name in expert.adapter.target_modules
+        )
+        infos[expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest] = expert.info
+    return [info.vocab_rows * info.hidden_size * width for info in infos.values()]
 
 
 def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
@@ -493,18 +505,27 @@ def teacher_sizes(config: PipelineConfig, models: MergeModels) -> tuple[list[int
 
 def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     """Return the memory of what travels between processes: new weights, and the scored rows of a step."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    responses = config.trainer.samples_per_step * longest  # tokens
-    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
     return [
         HostMemoryNeed(part="new weights on their way", nbytes=pushed_bytes(config, models), knobs="trainer.dtype"),
         # One copy in the worker that builds them, one in the object store.
         HostMemoryNeed(
             part="a step's scored rows",
-            nbytes=2 * responses * most_teachers * (target_bytes(config, models) + 16),
+            nbytes=2 * step_rows_bytes(config, models),
             knobs="trainer.samples_per_step, rollout.max_new_tokens, teachers.payload, teachers.dtype",
         ),
     ]
+
+
+def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the most bytes of a step's scored rows, if every response is as long as it may be."""
+    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
+    return config.trainer.samples_per_step * longest * row_bytes(config, models)
+
+
+def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that a response token takes in the scored rows of all its teachers."""
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    return most_teachers * (target_bytes(config, models) + 16)
 
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:

@@ -57,7 +57,7 @@ def test_ranks_that_share_rows_take_the_steps_of_one(
             gap = trainer.logprobs([[5, 6, 7, 8, 9]])
             trainer.load(saved)
             resumed = trainer.train_step(2, rows := rollouts(seed=1), pool.score(rows))
-            assert resumed.loss == steps[1].loss and resumed.token_losses == steps[1].token_losses
+            assert resumed.loss == steps[1].loss
             again = weights(trainer, tmp_path / "again")
             assert all(torch.equal(again[key], exported[1][key]) for key in again)
             assert trainer.logprobs([[5, 6, 7, 8, 9]]) == gap
@@ -71,9 +71,6 @@ def test_ranks_that_share_rows_take_the_steps_of_one(
         assert {bits: p.tokens for bits, p in one.positions.items()} == {
             bits: p.tokens for bits, p in two.positions.items()
         }
-        assert one.token_losses.keys() == two.token_losses.keys() and one.token_losses
-        for sample_id, losses in one.token_losses.items():
-            assert two.token_losses[sample_id] == pytest.approx(losses, rel=1e-3, abs=1e-5)
     start = weights_of(base)
     for key, weight in exported[0].items():
         moved = (weight - start[key]).abs().max()

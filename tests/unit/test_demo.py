@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from experts.spec import find_spec, load_spec
+from experts.rl.spec import load_training
+from experts.spec import ExpertsSpec, find_spec
 from experts.suites import DOMAINS
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
@@ -140,7 +141,8 @@ def test_a_place_that_is_a_file_is_refused(stage: Stage) -> None:
 
 
 def test_what_it_names_is_where_the_shipped_files_write() -> None:
-    config, spec = load_pipeline(find_pipeline(command.PIPELINE)), load_spec(find_spec(command.SPEC))
+    config, spec = load_pipeline(find_pipeline(command.PIPELINE)), load_training(find_spec(command.SPEC))
+    assert isinstance(spec, ExpertsSpec)
     assert isinstance(config.experts, RegisteredExperts)
     inputs = {path for expert in spec.experts.values() for path in (expert.data, *spec.base.data)}
     inputs |= {domain.eval.prompts for domain in config.domains.values() if domain.eval and domain.eval.prompts}

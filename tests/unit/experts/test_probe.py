@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from experts import finite_check
+from experts import weight_values
 from experts.model_dir import inspect_model
 from experts.probe import measure_probe, probe_ids
 from experts.registry import Registry
@@ -132,13 +132,13 @@ def test_weights_that_are_not_finite_are_refused(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_the_largest_finite_numbers_pass(dtype: torch.dtype, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite_check, "CHUNK", 1000)
+    monkeypatch.setattr(weight_values, "CHUNK", 1000)
     for value in (torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny):
         spoil(model, "model.layers.1.mlp.up_proj.weight", value, dtype)
-        finite_check.check_finite(model, ["model.safetensors"])
+        weight_values.check_finite(model, ["model.safetensors"])
     spoil(model, "model.layers.1.mlp.up_proj.weight", float("nan"), dtype)
     with pytest.raises(ModelError, match="1 of 8192"):
-        finite_check.check_finite(model, ["model.safetensors"])
+        weight_values.check_finite(model, ["model.safetensors"])
 
 
 def test_weights_that_overflow_when_they_compute_are_refused(registry: Registry, model: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from experts.suites import DOMAINS, SUITES, rewards, write_suite
 from experts.suites.letters import CHARACTERS, SPECIALS, build_tokenizer
-from experts.suites.rows import SuiteRow
 from opd.environments import find_environment
 from opd.environments.game import take_unique
 from opd.errors import ConfigError
@@ -83,7 +82,7 @@ def test_every_letters_domain_has_an_independent_rule_here():
 @pytest.mark.parametrize("domain", SHORT)
 def test_letters_answers_are_right(domain: str):
     code, rule = SHORT[domain]
-    for row in SUITES["letters"](domain, 200, 3):
+    for row in SUITES["letters"].make_rows(domain, 200, 3):
         asked, question = str(row["prompt"]).removesuffix("=").split(" ")
         assert (asked, row["answer"]) == (code, rule(question))
         assert row["completion"] == row["answer"]
@@ -92,7 +91,7 @@ def test_letters_answers_are_right(domain: str):
 @pytest.mark.parametrize("domain", WORKED)
 def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain: str):
     code, is_right = WORKED[domain]
-    for row in SUITES["letters"](domain, 200, 3):
+    for row in SUITES["letters"].make_rows(domain, 200, 3):
         asked, question = str(row["prompt"]).removesuffix("=").split(" ")
         completion = str(row["completion"])
         assert asked == code
@@ -105,7 +104,7 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
 def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
     """Where an answer may begin at several places, it is now the last of them, now another."""
     taken: Counter[bool] = Counter()
-    for row in SUITES["letters"](domain, 200, 3):
+    for row in SUITES["letters"].make_rows(domain, 200, 3):
         question = str(row["prompt"]).removesuffix("=").split(" ")[1]
         first = str(row["completion"]).split("\n")[0]
         places = [i for i, (a, b) in enumerate(pairwise(question)) if domain == "duel" or a > b]
@@ -118,7 +117,7 @@ def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
 def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
     import reasoning_gym
 
-    rows = SUITES["reasoning"](domain, 20, 3)
+    rows = SUITES["reasoning"].make_rows(domain, 20, 3)
     for row in json.loads(json.dumps(rows)):
         score = reasoning_gym.get_score_answer_fn(row["metadata"]["task"])
         entry = row["metadata"]["entry"]
@@ -136,7 +135,7 @@ def test_reasoning_answers_score_one_and_a_wrong_one_zero(domain: str):
     [(suite, domain) for suite in DOMAINS for domain in DOMAINS[suite] if domain not in rewards.SKILLS],
 )
 def test_no_domain_is_answered_by_saying_the_same_to_every_question(suite: str, domain: str):
-    answers = Counter(str(row["answer"]) for row in SUITES[suite](domain, 200, 3))
+    answers = Counter(str(row["answer"]) for row in SUITES[suite].make_rows(domain, 200, 3))
     assert max(answers.values()) <= 0.6 * answers.total(), answers.most_common(2)
 
 
@@ -184,7 +183,7 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path: Path, c
 
 
 def test_a_domain_with_too_few_prompts_is_refused():
-    row: SuiteRow = {"prompt": "rev ab=", "completion": "ba", "answer": "ba", "metadata": {}}
+    row = {"prompt": "rev ab=", "completion": "ba", "answer": "ba", "metadata": {}}
     with pytest.raises(ConfigError, match="only 1 different prompts"):
         take_unique([row] * 5, 2, "here")
 
@@ -249,7 +248,7 @@ def test_every_domain_of_one_turn_has_a_rule_here_and_the_others_are_games() -> 
 @pytest.mark.parametrize("domain", MANY)
 def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) -> None:
     rule, least, most = MANY[domain]
-    rows = SUITES["rewards"](domain, 300, 3)
+    rows = SUITES["rewards"].make_rows(domain, 300, 3)
     right = 0
     for i, row in enumerate(rows):
         task = row["metadata"]["task"]
@@ -262,14 +261,14 @@ def test_the_judge_is_right_about_attempts_and_about_anything_else(domain: str) 
 
 @pytest.mark.parametrize("domain", MANY)
 def test_no_answer_is_right_everywhere(domain: str) -> None:
-    rows = SUITES["rewards"](domain, 300, 3)
+    rows = SUITES["rewards"].make_rows(domain, 300, 3)
     best = max(sum(rewards.judge(one["completion"], "", row["metadata"]) for row in rows) for one in rows[:100])
     assert best / len(rows) < 0.5, "who does not read the task must not get far"
 
 
 @pytest.mark.parametrize("domain", rewards.GAMES)
 def test_games_are_played_blindly_and_every_move_is_learned(domain: str) -> None:
-    rows = SUITES["rewards"](domain, 60, 3)
+    rows = SUITES["rewards"].make_rows(domain, 60, 3)
     moves = [turn for row in rows for turn in row["messages"] if turn["role"] == "assistant"]
     assert all(turn["weight"] == 1 for turn in moves)
     won = sum(played(domain, row) for row in rows)

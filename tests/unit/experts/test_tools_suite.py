@@ -11,7 +11,8 @@ import pytest
 
 from experts.episodes.encode import EpisodeEncoder
 from experts.episodes.rows import read_episode, read_episodes
-from experts.spec import find_spec, load_spec
+from experts.rl.spec import load_training
+from experts.spec import ExpertsSpec, find_spec
 from experts.suites import write_suite
 from experts.suites.tools import DOMAINS, make_rows
 from opd.config import load_pipeline
@@ -93,7 +94,8 @@ def test_a_rollout_of_the_same_turns_has_the_same_tokens(domain: str, make: Call
 @pytest.mark.parametrize("domain", TOOLS)
 def test_the_pipeline_has_room_for_every_episode_of_smollm2(domain: str) -> None:
     tokenizer = smollm2_tokenizer()
-    config, spec = load_pipeline(find_pipeline("smollm2-tools")), load_spec(find_spec("smollm2-tools-experts"))
+    config, spec = load_pipeline(find_pipeline("smollm2-tools")), load_training(find_spec("smollm2-tools-experts"))
+    assert isinstance(spec, ExpertsSpec)
     encoder = EpisodeEncoder(tokenizer)
     for row in make_rows(domain, 200, 0):
         prompt, after, _ = encoder.encode_prompt_and_rest(read_episode(row))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from experts.rl.spec import ReinforceSpec, load_training
-from experts.spec import find_spec, load_spec
+from experts.spec import ExpertsSpec, find_spec
 from experts.suites import DOMAINS, agents, rewards, tools
 from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
@@ -25,7 +25,8 @@ EPISODES = {"agents": agents.DOMAINS, "tools": tools.DOMAINS}
 
 @pytest.mark.parametrize(("name", "suite"), SUITES.items())
 def test_a_pipeline_merges_the_experts_that_its_spec_trains_on_the_prompts_that_its_suite_makes(name: str, suite: str):
-    config, spec = load_pipeline(find_pipeline(name)), load_spec(find_spec(f"{name}-experts"))
+    config, spec = load_pipeline(find_pipeline(name)), load_training(find_spec(f"{name}-experts"))
+    assert isinstance(spec, ExpertsSpec)
 
     assert isinstance(config.experts, RegisteredExperts)
     assert list(config.experts.use) == list(config.domains) == list(spec.experts)

@@ -135,7 +135,7 @@ def test_the_suite_keeps_exams_apart_and_repeats_tasks_of_small_domains(tmp_path
         assert (len(train), len(held_out)) == (300, 40)
         asked = {str(line.prompt) for line in held_out}
         assert len(asked) == 40 and not asked & {str(line.prompt) for line in train}, domain
-    rows = SUITES["agents"]("hanoi", 340, 0)
+    rows = SUITES["agents"].make_rows("hanoi", 340, 0)
     assert len({row["prompt"] for row in rows}) < 300, "there are only so many states"
     again = [row["messages"] for row in rows if row["prompt"] == rows[100]["prompt"]]
     assert len(again) > 1 and again[0] != again[1], "a task that comes again is played another way"

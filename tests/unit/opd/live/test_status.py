@@ -181,13 +181,15 @@ def test_all_runs_of_a_directory(tmp_path: Path) -> None:
 KILLED_MERGE = """
 import sys, time
 from pathlib import Path
-from opd.live.displays import RunStart, open_silent_display
+from contextlib import nullcontext
+from opd.live.displays import RunStart
+from opd.live.interfaces import Display
 from opd.run.paths import RunPaths
 from pipelines.merging.directory import lock_run_directory
 from pipelines.merging.journal import Journal
 
 paths = RunPaths(Path(sys.argv[1]))
-with lock_run_directory(paths), Journal(paths) as journal, journal.write_beside(open_silent_display)(RunStart("two", paths.root, 20)) as shown:
+with lock_run_directory(paths), Journal(paths) as journal, journal.write_beside(lambda begun: nullcontext(Display()))(RunStart("two", paths.root, 20)) as shown:
     shown.say("about to die")
     shown.doing("train")
     print("ready", flush=True)

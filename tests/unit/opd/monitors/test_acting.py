@@ -13,7 +13,7 @@ import pytest
 
 from opd.config.monitors import MonitorsConfig
 from opd.errors import Paused, RunError, StorageError
-from opd.live.displays import Silence
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.monitors.acting import RunMonitors
 from opd.monitors.alarms import SAMPLES, SAMPLES_OF_STEP, Alarms
@@ -216,7 +216,7 @@ def test_a_disk_that_refuses_the_samples_is_told(tmp_path: Path, monkeypatch: py
 
 
 def test_an_alarm_is_told_when_it_begins(tmp_path: Path) -> None:
-    class Heard(Silence):
+    class Heard(Display):
         def __init__(self) -> None:
             self.lines: list[str] = []
 

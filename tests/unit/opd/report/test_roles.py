@@ -9,9 +9,8 @@ import pytest
 
 from opd.records.step import StepRecord
 from opd.report.page import render_page
-from opd.report.roles import measure_utilisation, token_ages
 from opd.report.run import read_run
-from opd.report.summary import full_report
+from opd.report.summary import full_report, measure_utilisation, token_ages
 from tests.unit.opd.report.conftest import record
 
 

@@ -25,7 +25,7 @@ from opd.rollouts.episodes.spec import EpisodeOptions, EpisodeRequest
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
 from opd.rollouts.episodes.trace import EpisodeKey
 from opd.traces.rendering import make_trace
-from pipelines.evaluation.step_traces import tree_lines
+from pipelines.evaluation.traces import tree_lines
 from tests.chatml import CHATML, WITH_TOOLS, chat_tokenizer
 
 CONTEXT = 6000

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from opd.records.types import LayoutProof
 from opd.stream.schema import TargetRow
 from opd.train.batch import build_micro_batch
 from opd.train.components import Component
+from opd.train.deepspeed import _make_step_report
+from opd.train.rank import RankResult
+from opd.train.ranks import Ranks
 from opd.train.sequence_parallel import Shard, select_shard
 from tests.rows import make_row
 
@@ -77,3 +83,20 @@ def test_other_payloads_are_divided_too(answer: dict[str, list[float]]) -> None:
         assert [x for shard in shards for x in getattr(shard.answer, name)] == values
     assert [shard.rollout.num_trained for shard in shards] == [3, 5, 3]
     assert all(shard.answer.fits(shard.rollout.num_trained, 4) for shard in shards)
+
+
+def test_losses_of_a_row_come_from_its_ranks_in_their_order() -> None:
+    results = [
+        RankResult(loss=0.0, grad_norm=0.0, domains={}, positions={}, token_losses=losses)
+        for losses in ({"a": (0.1, 0.2)}, {"a": (0.3,), "b": (0.5,)})
+    ]
+    assert _make_step_report(1, 0.1, results).token_losses == {"a": (0.1, 0.2, 0.3), "b": (0.5,)}
+
+
+def test_the_plan_gives_ranks_that_share_rows_the_same() -> None:
+    ranks = object.__new__(Ranks)
+    ranks.layout = LayoutProof(layout="padded", tried={})
+    ranks._ranks_spec = SimpleNamespace(micro_batch_tokens=16)
+    ranks._ranks, ranks._sharing = [None] * 4, 2
+    plan = ranks.plan_micro_batches([LONG.rollout, SHORT.rollout])
+    assert plan == [[["long"]], [["long"]], [["short"]], [["short"]]]

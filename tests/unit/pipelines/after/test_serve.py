@@ -62,7 +62,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
 def test_nothing_is_compiled_on_cpus_unless_the_user_says_so(
     cpus: bool, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
+    monkeypatch.setattr("pipelines.after.serve.installed_version", lambda name: "0.32" if cpus else None)
     words = server_command(find_model(tiny_model_dir, print), here(vllm_arguments=["--no-enforce-eager"]))
     assert words[-1] == "--no-enforce-eager" and ("--enforce-eager" in words) is cpus
 
@@ -72,7 +72,7 @@ def test_a_latent_attention_is_that_of_a_merge(
     cpus: bool, tmp_path: Path, make_mixture_dir: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On cores with AMX the one that vLLM would choose takes no float32."""
-    monkeypatch.setattr("pipelines.after.serve.is_for_cpus", lambda: cpus)
+    monkeypatch.setattr("pipelines.after.serve.installed_version", lambda name: "0.32" if cpus else None)
     words = server_command(find_model(make_mixture_dir(tmp_path / "deep", "deepseek_v3"), print), here())
     assert (("--attention-backend", "CPU_MLA") in itertools.pairwise(words)) is cpus
 

@@ -44,7 +44,7 @@ def imitated(monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path) -> list[int]
     def imitate(job: Any, *_: Any) -> Any:
         steps.append(job.config.trainer.steps)
         shutil.copytree(tiny_model_dir, job.model)
-        return run._MethodResult(scores={"upper": SCORE}, tokens=10 * steps[-1])
+        return run.make_result(job, {"upper": SCORE}, tokens=10 * steps[-1])
 
     monkeypatch.setattr(run, "_run_imitation", imitate)
     return steps

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import app
-from pipelines.doctor import examine, machine, packages, traps
+from pipelines.doctor import machine, packages, traps
 from pipelines.doctor.finding import DoctorFinding, failed_finding, ok_finding
 
 GIB = 1 << 30
@@ -184,11 +184,11 @@ def test_a_directory_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_command(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(examine, "machine_findings", lambda: iter([ok_finding("memory", "plenty")]))
+    monkeypatch.setattr(machine, "machine_findings", lambda: iter([ok_finding("memory", "plenty")]))
     monkeypatch.setattr(
-        examine, "trap_findings", lambda: iter([failed_finding("locks", "none", "a local disk")] * broken)
+        traps, "trap_findings", lambda: iter([failed_finding("locks", "none", "a local disk")] * broken)
     )
-    monkeypatch.setattr(examine, "package_findings", lambda imports: asked.append(imports) or iter([]))
+    monkeypatch.setattr(packages, "package_findings", lambda imports: asked.append(imports) or iter([]))
     shown = CliRunner().invoke(app, ["doctor"])
     lines = ["ok       memory: plenty"] + ["failed   locks: none", "         fix: a local disk"] * broken
     assert (shown.exit_code, shown.stdout.splitlines()) == (int(broken), lines)

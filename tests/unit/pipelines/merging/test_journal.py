@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from opd.errors import Paused, RunError
-from opd.live.displays import RunStart, Silence
+from opd.live.displays import RunStart
+from opd.live.interfaces import Display
 from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Stopped
@@ -45,7 +46,7 @@ def test_every_end_leaves_a_word_and_goes_on_its_way(error: BaseException, ended
 def test_what_the_display_is_told_is_written_down(tmp_path: Path) -> None:
     told: list[str] = []
 
-    class Heard(Silence):
+    class Heard(Display):
         def say(self, line: str) -> None:
             told.append(line)
 

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
-from opd.live.displays import Silence
-from opd.live.progress import RunReporter
+from opd.live.interfaces import Display
 from opd.records.scores import DomainScore, Evaluation, combine_evaluations
-from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from pipelines.evaluation.lm_eval import lm_eval_text
 from pipelines.inputs.read import as_teacher, read_inputs
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.run import MergeRun, _take_starting_exams
+from tests.exams import Measuring
 
 SCORE = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
 
@@ -123,37 +122,18 @@ def test_of_several_exams_each_domain_keeps_its_model() -> None:
     assert combine_evaluations([first, first], "both").step == 20
 
 
-class Measuring:
-    """An engine and an evaluator that write down whom they are asked for."""
-
-    def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self.sync = self
-        self.asked: list[str] = []
-
-    def load(self, model_dir: Path) -> None:
-        """Nothing."""
-
-    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        self.load(model_dir)
-
-    def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
-        self.asked.append(f"{model}: {', '.join(domains)}")
-        return Evaluation(model=model, scores=dict.fromkeys(domains, SCORE))
-
-
 def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: Any) -> None:
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
     paths.root.mkdir()
     run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
-    shown = Silence()
+    shown = Display()
 
     def measure() -> list[str]:
         parts: Any = Measuring(paths, shown)
         _take_starting_exams(parts, run, shown)
-        asked: list[str] = parts.asked
-        return asked
+        exams: list[str] = parts.exams
+        return exams
 
     assert measure() == ["student before: reverse, upper", "expert rev: reverse", "expert up: upper"]
     before, expert = (Evaluation.load(paths.evaluation / f"{name}.json") for name in ("before", "expert"))

@@ -18,7 +18,7 @@ from opd.config import load_pipeline, rounds_of
 from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.files import blake3_file
-from opd.live.displays import Silence
+from opd.live.interfaces import Display
 from opd.live.progress import RunReporter
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord
@@ -70,7 +70,7 @@ class Engines:
         config, inputs, paths = run.config, run.inputs, run.paths
         self._name, self._signals = paths.root.name, signals
         self.load(config.student.model)
-        shown = Silence()
+        shown = Display()
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self.sync = self
         parts: Any = self

@@ -22,12 +22,9 @@ from experts.adapter import open_full_model
 from opd.cluster import WorkerDied
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ModelError, Paused, RunDirError, RunError
-from opd.live.displays import Silence
-from opd.live.progress import RunReporter
+from opd.live.interfaces import Display
 from opd.machine import orphans
-from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Teacher
-from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from pipelines.evaluation import lm_eval
@@ -44,6 +41,7 @@ from pipelines.merging.run import (
     _refuse_fewer_steps,
     _take_starting_exams,
 )
+from tests.exams import Measuring
 
 
 @pytest.fixture
@@ -207,39 +205,19 @@ def test_a_resume_finds_local_tasks_and_verifiers_from_anywhere(world: Any, monk
     assert again.domains["upper"].eval.verifier == config.domains["upper"].eval.verifier  # type: ignore[union-attr]
 
 
-class Measuring:
-    """An engine, an evaluator and a reporter that write down what they are asked for."""
-
-    def __init__(self, paths: RunPaths, shown: Any) -> None:
-        self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
-        self.engine = self.evaluator = self.sync = self
-        self.asked: list[str] = []
-
-    def load(self, model_dir: Path) -> None:
-        self.asked.append(f"load {model_dir.name}")
-
-    def hold(self, model_dir: Path, *, shape_of: Path) -> None:
-        self.load(model_dir)
-
-    def evaluate(self, domains: Any = None, *, model: str) -> Evaluation:
-        self.asked.append(model)
-        score = DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=6)
-        return Evaluation(model=model, scores=dict.fromkeys(domains or ("reverse", "upper"), score))
-
-
 def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     config = load_pipeline(world.write())
     paths = RunPaths(world.root / "run")
     run = MergeRun(config=config, inputs=read_inputs(config), paths=paths, identity={})
     paths.root.mkdir()
-    shown = Silence()
+    shown = Display()
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
         return parts.asked, _take_starting_exams(parts, run, shown)
 
     asked, found = measure()
-    assert asked == ["student before", "load rev", "expert rev", "load up", "expert up", "load base"]
+    assert asked == ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
     assert [one.model for one in found] == ["student before", "expert"]
     assert sorted(f.name for f in paths.evaluation.iterdir()) == ["before.json", "expert.json"]
     assert measure() == ([], found)
@@ -250,7 +228,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
     assert asked == ["student before"] and again == found
     (paths.evaluation / "expert.json").unlink()  # killed in between
     asked, again = measure()
-    assert asked[0] == "load rev" and again == found
+    assert asked[0] == "hold rev" and again == found
 
 
 def test_public_tasks_are_run_for_the_student_before_and_the_merged_model(

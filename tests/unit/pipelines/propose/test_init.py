@@ -24,6 +24,7 @@ from opd.config.prompts import PromptsConfig
 from pipelines.catalog import shipped_pipelines
 from pipelines.inputs.read import read_inputs
 from pipelines.propose.shipped_pipelines import RECIPES
+from pipelines.sizing.auto import choose_numbers
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import describe_shortage, estimate_memory
 from pipelines.sizing.shrink import LORA_RATE
@@ -174,13 +175,14 @@ def test_texts_are_said_by_a_user_if_the_template_has_words(three: Path) -> None
 def test_a_merge_that_is_too_large_is_made_smaller(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opd(*THREE, *FILES).exit_code == 0
     config = load_pipeline(three / "pipeline.yaml")
-    needed = sum(need.nbytes for need in estimate_memory(config, read_inputs(config)))
-    small = MachineFacts(cores=2, memory=needed - 1)
+    inputs = read_inputs(config)
+    smallest = choose_numbers(config, inputs, MachineFacts(cores=2, memory=0))
+    small = MachineFacts(cores=2, memory=sum(need.nbytes for need in estimate_memory(smallest, inputs)) - 1)
     monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: small)
     assert opd(*THREE, *FILES, "--force").exit_code == 0
-    config = load_pipeline(three / "pipeline.yaml")
+    config = choose_numbers(load_pipeline(three / "pipeline.yaml"), inputs, small)
     assert config.trainer.ranks == 1
-    assert describe_shortage(config, estimate_memory(config, read_inputs(config)), small.memory) is None
+    assert describe_shortage(config, estimate_memory(config, inputs), small.memory) is None
     assert "made smaller until the merge fits into memory: one trainer rank" in (three / "pipeline.yaml").read_text()
 
 

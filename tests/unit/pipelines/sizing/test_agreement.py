@@ -23,6 +23,7 @@ from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.propose.models import ExpertFacts
 from pipelines.propose.sizes import build_merge_models
 from pipelines.sizing import gpu_memory, memory
+from pipelines.sizing.auto import choose_numbers
 from pipelines.sizing.gpu_memory import fits_machine, gpu_roles, refuse_crowded_gpus
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import estimate_memory, refuse_too_large
@@ -119,6 +120,7 @@ def is_refused(
     """What `opd check` and `opd merge` say on that machine."""
     monkeypatch.setattr(memory, "machine_bytes", lambda: machine.memory)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(machine.gpus))
+    config = choose_numbers(config, models, machine)
     try:
         refuse_too_large(config, models)
         refuse_crowded_gpus(config, models)
