@@ -126,7 +126,12 @@ def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform
         assert [s.token_ids for s in one.generate([request])] == [(5,)]
     one.generate([request])  # an evaluation comes without a push before it
     write = ["empty", "write", "sleep 1"]
-    morning = ["wake weights", "load", "wake kv_cache", "score"]  # the trainer has the cache's memory while it sends weights
+    morning = [
+        "wake weights",
+        "load",
+        "wake kv_cache",
+        "score",
+    ]  # the trainer has the cache's memory while it sends weights
     evaluation = ["wake weights and kv_cache", *write]
     assert one._llm.said == ["load", "score", *write, *morning, *write, *evaluation]
 
