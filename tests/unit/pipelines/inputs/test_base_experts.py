@@ -11,6 +11,8 @@ from opd.config import load_pipeline
 from opd.errors import ConfigError
 from pipelines.inputs.early_checks import refuse_wrong_models
 from pipelines.inputs.read import read_inputs
+from pipelines.serve import serve_teachers
+from teachers.flight.access import parse_endpoint
 
 
 @pytest.fixture
@@ -52,3 +54,9 @@ def test_an_adapter_of_another_base_is_refused(on_base: Any, make_adapter: Any) 
         ConfigError, match=r"^experts\.rev\n  found:  an adapter of .*/rev, whose weights or config are not"
     ):
         read_inputs(config)
+
+
+def test_teachers_on_the_students_base_are_not_served(on_base: Any) -> None:
+    config, nowhere = load_pipeline(on_base.write()), parse_endpoint("127.0.0.1:0", None, None, None)
+    with pytest.raises(ConfigError, match=r"^teachers\.engine\n  found:  trainer\n"):
+        serve_teachers(config, nowhere, pytest.fail, pytest.fail)
