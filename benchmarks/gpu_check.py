@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.check import PARTS, RECORD, Check, Part, finish, within
+from benchmarks.gpu.check import PARTS, RECORD, USUAL, Check, Part, finish, within
 from benchmarks.gpu.render import page
 from benchmarks.machine import installed
 
@@ -43,8 +43,8 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("gpu-check"), help="folder for gpu.json and gpu.md")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for trying the check out")
     add("--quick", action="store_true", help="tiny sizes: does everything run?")
-    add("--minutes", type=float, default=25.0, help="for everything; what does not fit is left out and named")
-    add("--parts", nargs="+", choices=[p.name for p in PARTS], default=[p.name for p in PARTS], help="which to run")
+    add("--minutes", type=float, default=9.0, help="for everything; what does not fit is left out and named")
+    add("--parts", nargs="+", choices=[p.name for p in PARTS], default=USUAL, help="which to run")
     add("--part", choices=[p.name for p in PARTS], help=argparse.SUPPRESS)
     add("--ends", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(words)

@@ -69,6 +69,6 @@ def trim() -> None:
 
 def score(worker: Any, groups: Sequence[Any]) -> Iterator[Any]:
     """The parts that a `TeacherWorker` sends of a step, as they are scored."""
-    worker.begin(groups, 0)
-    while (part := worker.next_part()) is not None:
+    worker.begin_rows(groups, 0)
+    while (part := worker.next_part()[1]) is not None:
         yield part

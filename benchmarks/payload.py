@@ -1,12 +1,15 @@
 """Bytes per response token on the wire, for every payload that a teacher can send.
 
     python benchmarks/payload.py
+    python benchmarks/payload.py --driver
 
 Rows go through `TargetRow` and `write_parts`, as in a run; what is counted are all Arrow streams of one worker and step
 with prompts, ids, log-probs, spans, names, offsets, padding and Arrow's headers. Nothing is compressed, so the
 values do not matter. The last column is the shortest response from which a token costs its payload and at most 16 bytes.
 `--scorer` also lets a `TeacherWorker` with tiny randomly initialised Llamas score the same rows, and checks that its
-stream is as long as the fabricated one. No figure depends on the machine.
+stream is as long as the fabricated one. `--driver` counts something else, with a real target log: the bytes of a step that go through
+the driver, which gets summaries of parts and writes the rollouts, beside those of the parts, which the workers write. No figure
+depends on the machine.
 """
 
 from __future__ import annotations
@@ -231,6 +234,57 @@ def _scored(teachers: dict[str, Teacher], rows: int, prompt: int) -> Measure:
     return measure
 
 
+def count_driver_bytes(rows: int, prompt: int, response: int, payload: Payload) -> tuple[int, int]:
+    """Bytes of a step that the driver receives and writes, and bytes of the step's parts. The scoring is left out."""
+    from opd.records.types import Prompt, RolloutBatch
+    from opd.stream.log import MANIFEST, ROLLOUTS, ArrowTargetLog
+    from opd.stream.part_summaries import make_summary, parse_summary
+    from opd.stream.schema import cut_parts, write_stream
+    from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
+
+    by_domain = make_rollouts(rows, prompt, response)
+    rollouts = [r for part in by_domain.values() for r in part]
+    answers = {domain: answer(payload, response, domain) for domain in by_domain}
+    kind = (payload.dtype, payload.name)
+    teachers = {d: {f"{d}-expert": ExpectedRow(weight=1.0, head=a.head_key())} for d, a in answers.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        log = ArrowTargetLog(Path(folder), None, SMALL_VOCAB, print)  # type: ignore[arg-type] # nothing is replayed
+        directory = log.begin(12)
+        assert directory is not None
+
+        def score_rows() -> Iterator[StreamPart]:
+            batches = ([fabricate(r, answers[r.domain])] for r in rollouts)
+            names = [f"{domain}-expert" for domain in by_domain]
+            for part, record in cut_parts(batches, worker=0, broken={}, teachers=names):
+                raw = memoryview(write_stream(part, *kind, record))
+                text = make_summary(part, record, kind, raw.nbytes, directory.write_part(record, raw)).to_json()
+                yield StreamPart(handle=None, summary=parse_summary(text), driver_bytes=len(text))
+
+        request = TeacherRequest(rollouts=rollouts, teachers=teachers, kind=kind, max_quarantined=0)
+        targets = TargetStream(score_rows(), request, heads={})
+        prompts = [Prompt(id=r.sample_id, domain=r.domain, token_ids=r.prompt_ids) for r in rollouts]
+        log.record(12, 11, prompts, RolloutBatch(rollouts=tuple(rollouts), quarantined=()), targets)
+        while targets.take_part() is not None:
+            pass
+        targets.wait_for_sinks()
+        written = sum((Path(folder) / "step-000012" / name).stat().st_size for name in (ROLLOUTS, MANIFEST))
+    return targets.driver_bytes + written, targets.nbytes
+
+
+def show_driver(rows: int, prompt: int, responses: Sequence[int], widths: Sequence[int]) -> list[dict[str, Any]]:
+    """Print and return the driver's share for hidden states in bfloat16."""
+    lines = []
+    for width in widths:
+        for response in responses:
+            seen, total = count_driver_bytes(rows, prompt, response, Payload("hidden_states", width, "bfloat16"))
+            print(
+                f"bfloat16 states, d={width:,}, {rows} rows of {prompt:,} + {response:,} tokens: driver {seen:,} of "
+                f"{total:,} bytes, {seen / total:.3%}"
+            )
+            lines.append({"width": width, "response": response, "driver_bytes": seen, "part_bytes": total})
+    return lines
+
+
 def _shortest(first: int | None) -> str:
     return f"over R={LONGEST}" if first is None else f"R={first}"
 
@@ -268,7 +322,17 @@ def main() -> None:
     parser.add_argument("--k", nargs="+", type=int, default=[64, 128], help="K of top_k")
     parser.add_argument("--scorer", action="store_true", help="score with tiny Llamas too (needs torch, transformers)")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument(
+        "--driver", action="store_true", help="count the bytes that go through the driver, and no others"
+    )
     args = parser.parse_args()
+    if args.driver:
+        lines = show_driver(args.rows, args.prompt, args.response, args.width)
+        if args.json:
+            args.json.write_text(
+                json.dumps({"rows": args.rows, "prompt": args.prompt, "driver": lines}, indent=2) + "\n"
+            )
+        return
     measure = fabricated(args.rows, args.prompt)
     chosen = list(payloads(args.width, args.k))
     measured = [measure(payload, response) for payload in chosen for response in args.response]

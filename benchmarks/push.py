@@ -1,4 +1,4 @@
-"""New weights on their way to rollout engines, through shared memory and over the network: seconds, bytes, memory.
+"""New weights on their way to rollout engines, through shared memory, over the network and directly by gloo: seconds, bytes, memory.
 
     python -m benchmarks.push --json push.json
     python -m benchmarks.push --quick
@@ -35,7 +35,7 @@ SIZES = {
     "quick": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512},
 }
 """30 million parameters with an output head of its own, and a tiny model."""
-WAYS = ("shared_memory", "network")
+WAYS = ("shared_memory", "network", "direct")
 MIB = 2**20
 SAMPLE_S = 0.002
 """Pause between two looks at a process's memory."""
@@ -112,13 +112,29 @@ def pipeline(model_dir: Path, dtype: str, address: str) -> Any:
     )
 
 
+def make_sync(way: str, trainer: Any, engine: Any, **settings: Any) -> Any:
+    """A way to push whose proof allows what bfloat16 needs."""
+    from opd.sync import SYNCS, SyncSpec
+
+    probe = [list(range(3, 40)), list(range(50, 90))]
+    known: dict[str, Any] = {"tolerance": 0.15, "nbytes": 0, "tell": print}
+    return SYNCS[way](SyncSpec(trainer=trainer, engine=engine, probe=probe, **known | settings))
+
+
+def push_once(trainer: Any, engine: Any, way: str, version: int) -> tuple[float, float]:
+    """Push once. Returns its seconds without the proof, and the gap that the proof finds, nats."""
+    sync = make_sync(way, trainer, engine)
+    began = time.perf_counter()
+    sync.send_weights(version)
+    return time.perf_counter() - began, sync.measure_gap()
+
+
 class Bench:
     """Both ends, and every way between them."""
 
     def __init__(self, config: Any, vocab_size: int, bucket: int, other: Path) -> None:
         """`other`: weights that the engine holds before each push."""
         from opd.rollouts.vllm import VLLMRolloutEngine
-        from opd.sync import SYNCS, SyncSpec
         from opd.train.deepspeed import DeepSpeedTrainer
         from pipelines.specs import rollout_spec, trainer_spec
 
@@ -129,10 +145,7 @@ class Bench:
         engine.wait_ready()
         self._engine, self._other = engine, other
         self._workers = {"rank": trainer._ranks[0], "engine": engine._workers[0]}
-        probe = [list(range(3, 40)), list(range(50, 90))]
-        ends: dict[str, Any] = {"trainer": trainer, "engine": engine, "probe": probe}
-        known: dict[str, Any] = {"tolerance": 0.15, "nbytes": 0, "bucket": bucket, "tell": print}
-        self._syncs = {way: SYNCS[way](SyncSpec(**ends, **known)) for way in WAYS}
+        self._syncs = {way: make_sync(way, trainer, engine, bucket=bucket) for way in WAYS}
 
     def push(self, way: str, version: int) -> Push:
         """Push once to an engine with other weights, and prove it. Raises: SystemExit if the engine does not hold the trainer's then."""
@@ -202,7 +215,7 @@ def measure(size: str, dtype: str, bucket: int, rounds: int) -> dict[str, Any]:
                 pushes: dict[str, list[Push]] = {way: [] for way in WAYS}
                 for number in range(-1, rounds):  # the first one warms up
                     for way in WAYS:
-                        done = bench.push(way, 2 * number + WAYS.index(way) + 3)
+                        done = bench.push(way, len(WAYS) * (number + 1) + WAYS.index(way) + 1)
                         if number >= 0:
                             pushes[way].append(done)
                             print(f"round {number}, {way}: {done.seconds:.3f} s", file=sys.stderr)

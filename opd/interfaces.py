@@ -30,14 +30,17 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     import numpy as np
     from torch import Tensor
 
+    from opd.cluster import Pending, Worker
     from opd.losses.objective import Slope, StudentChunk
     from opd.models.buckets import WeightStream
     from opd.models.heads import HeadFile, HeadSource
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
     from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
+    from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
 
 class PromptSource(Protocol):
@@ -78,6 +81,12 @@ class RolloutEngine(Protocol):
     def receive(self, send: Callable[[], WeightStream]) -> None:
         """Load the weights of the stream that `send` returns, like `load`. For a worker that died and restarts, `send` is called
         again, and returns the same weights."""
+        ...
+
+    def receive_directly(self, source: DirectSource) -> str:
+        """Load the weights of a push that goes straight from the trainer's ranks into the engines' processes, like `load`. If it breaks
+        off, all engines take the stream of the same source; returns the reason then, else an empty text. A worker that died and restarts
+        takes the stream, too. Raises: RunError if there is no direct way."""
         ...
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -127,9 +136,9 @@ class TeacherPool(Protocol):
     """Teacher's name -> layout in which its rows share a forward pass, for teachers that the pool computes itself; filled once the
     pool is ready."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain. Returns at once; rows come through the stream as they are
-        scored."""
+        scored. Processes of the pool that reach `directory` write their parts there; the stream's summaries say so."""
         ...
 
     def heads(self) -> Mapping[str, HeadSource]:
@@ -140,10 +149,18 @@ class TeacherPool(Protocol):
 class TargetLog(Protocol):
     def replay(
         self, step: int, policy_version: int, prompts: Sequence[Prompt]
-    ) -> tuple[RolloutBatch, TargetStream] | None:
+    ) -> tuple[RolloutBatch, TargetStream | None] | None:
         """Return what `record` stored of this step, if it is whole and belongs to the same policy version and prompts.
 
-        Otherwise the log deletes the step and all later ones, and this returns None.
+        The stream is None if the log keeps rollouts alone. Otherwise the log deletes the step and all later ones, and this returns
+        None.
+        """
+        ...
+
+    def begin(self, step: int) -> PartsDirectory | None:
+        """Make the directory into which scoring workers write the step's parts; None if no parts are stored. `record` follows.
+
+        Raises: StorageError.
         """
         ...
 
@@ -152,6 +169,10 @@ class TargetLog(Protocol):
     ) -> None:
         """Store a step's parts as they are taken from `targets`. They are in the log, all or none, once `targets.wait_for_sinks`
         returns. Taking parts and waiting raise: StorageError."""
+        ...
+
+    def lacks_room(self, steps: int) -> bool:
+        """Return True if the log may not hold so many further steps before `prune` frees room."""
         ...
 
     def prune(self, step: int) -> None:
@@ -271,6 +292,11 @@ class Trainer(Protocol):
         last one was taken, no other method may be called."""
         ...
 
+    def direct_source(self, nbytes: int, *, keeps: bool) -> DirectSource:
+        """Return the source of a direct push of the tensors of `export_changed`, in buckets of about `nbytes` bytes. With `keeps` its
+        stream has the same weights until the next push, whatever the trainer does meanwhile."""
+        ...
+
     def export_adapter(self, path: Path) -> None:
         """Write the adapters that LoRA trained as a PEFT directory."""
         ...
@@ -288,6 +314,43 @@ class Trainer(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
+        ...
+
+
+class DirectSource(Protocol):
+    """The trainer's ranks in one direct push: see `opd.transfer`. Calls of a pending answer come back with the reason of a failure, or with an
+    empty text."""
+
+    def is_joined(self, engines: Sequence[Worker[Any]]) -> bool:
+        """Return True if these very engines, and no others, are in the channel of the last push."""
+        ...
+
+    def open_channel(
+        self, engines: Sequence[Worker[Any]], memory_ids: Sequence[Sequence[str]]
+    ) -> tuple[MeetingPoint, list[list[Route]]]:
+        """Open a new channel to these engines. `memory_ids` has the `find_memory_id` of each engine's processes. Returns the meeting point,
+        and [engine][process] the routes. Raises: RunError if two processes share a GPU, as `plan_routes` does."""
+        ...
+
+    def join(self) -> list[Pending[str]]:
+        """Have the ranks join the channel; the engines join at the same time."""
+        ...
+
+    def plan(self) -> tuple[Path, DirectPush]:
+        """Plan the push, without gathering a weight. Returns the directory of the student's own weights, which has those that do not come,
+        and the plan."""
+        ...
+
+    def send(self) -> list[Pending[str]]:
+        """Have the ranks send the weights; the engines take them at the same time."""
+        ...
+
+    def give_up(self) -> None:
+        """Have everybody who waits in the channel give up. The next push opens a new channel."""
+        ...
+
+    def stream(self) -> WeightStream:
+        """Stream the weights of this push through the object store."""
         ...
 
 

@@ -130,14 +130,25 @@ def run(parts: Components, plan: Plan, stop: Callable[[], bool] = lambda: False)
         leaving = stop() or step == plan.last_step or record.ends_run
         with clock("checkpoint"):
             # The record comes first: a run that is killed in between resumes from an older checkpoint, and drops later records.
-            if leaving or step % plan.checkpoint_every == 0:
+            # Room for two steps, because the next one is logged while a checkpoint of this one is written.
+            saved = _take_committed(parts, wait=parts.log.lacks_room(1)) if parts.log.lacks_room(2) else None
+            if leaving or step % plan.checkpoint_every == 0 or parts.log.lacks_room(2):
                 parts.checkpoints.save(step, version, parts.schedule.carried(step))
-            saved = parts.checkpoints.committed(wait=leaving)
-            if saved:
-                parts.log.prune(saved.step)
+            saved = _take_committed(parts, wait=leaving or parts.log.lacks_room(1)) or saved
         if leaving:
             break
     return step
+
+
+def _take_committed(parts: Components, wait: bool) -> SavedCheckpoint | None:
+    """Return the newest checkpoint that was committed since the last call, if any, after dropping the steps that it holds from the log.
+
+    With `wait`, wait for one that is being written.
+    """
+    saved = parts.checkpoints.committed(wait=wait)
+    if saved:
+        parts.log.prune(saved.step)
+    return saved
 
 
 def _begins_ahead(parts: Components, plan: Plan, step: int) -> bool:
@@ -159,7 +170,7 @@ class _ScoredStep:
     stale: frozenset[str]
     """Samples with tokens that older weights wrote than those that the step trains."""
     replayed: bool
-    """True if batch and targets come from the target log."""
+    """True if the batch comes from the target log."""
 
 
 def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseClock) -> _ScoredStep:
@@ -175,9 +186,11 @@ def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseCloc
         stale = find_stale_samples(batch.rollouts, version)
     if logged:
         parts.schedule.sleep_engines()
-        return _ScoredStep(batch=batch, targets=logged[1], stale=stale, replayed=True)
+        with clock("score"):
+            targets = logged[1] or parts.teachers.score(batch.rollouts)
+        return _ScoredStep(batch=batch, targets=targets, stale=stale, replayed=True)
     with clock("score"):
-        targets = parts.teachers.score(batch.rollouts)
+        targets = parts.teachers.score(batch.rollouts, parts.log.begin(step))
         parts.log.record(step, version, prompts, batch, targets)
     return _ScoredStep(batch=batch, targets=targets, stale=stale, replayed=False)
 

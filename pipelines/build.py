@@ -41,6 +41,7 @@ from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
+from pipelines.sizing.target_log import choose_log_limit
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
@@ -106,7 +107,15 @@ def build_merge(
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _build_credit(config, inputs, display)
-    log = ArrowTargetLog(paths.targets, pool, inputs.student.vocab_size, display.say, config.cluster.phase_timeout_s)
+    log = ArrowTargetLog(
+        paths.targets,
+        pool,
+        inputs.student.vocab_size,
+        display.say,
+        config.cluster.phase_timeout_s,
+        keeps_targets=config.target_log.keep == "targets",
+        max_bytes=choose_log_limit(config, inputs),
+    )
     return Components(
         prompts=prompts,
         schedule=_build_schedule(config, prompts, engine, log),
@@ -188,7 +197,7 @@ def _build_sync(
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=display.say,
     )
-    return SYNCS[config.sync.kind](spec)
+    return SYNCS[config.push_kind](spec)
 
 
 def start_rollouts(

@@ -6,8 +6,11 @@ from opd.config import PipelineConfig
 
 
 def roles_at_once(config: PipelineConfig) -> int:
-    """Roles that compute at the same time on this machine's cores. `schedule.overlap` is not counted: on the same cores it is off
-    unless a pipeline asks for it."""
+    """Return the number of roles that compute at the same time on this machine's cores, or with `training` while the trainer
+    does.
+
+    `schedule.overlap` is not counted: on the same cores it is off unless a pipeline asks for it.
+    """
     cluster = config.cluster
     teachers = config.teachers.scoring_workers and not (cluster.teacher_gpus or config.teachers.elsewhere)
     writes_ahead = config.schedule.mode == "one_step_off" and (teachers or not cluster.trainer_gpus)

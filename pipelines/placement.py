@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
 
 from opd import cluster
-from opd.cluster import LOCAL, Node, Seat, WorkerGroup
-from opd.cluster.placement import NODE, format_resources, matches_selector
+from opd.cluster import LOCAL, Node, Seat, SeatedWorker, WorkerGroup
+from opd.cluster.placement import NODE, format_resources, join_names, join_nodes, matches_selector
 from opd.config import PipelineConfig
-from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.devices import WorkerGpus, rollout_devices, teacher_devices, trainer_devices
 from opd.config.placement import RolePlacement
 from opd.config.teachers import VLLMTeachers
 from opd.errors import ConfigError
 from opd.rollouts import engines
+from opd.settings.user_objects import is_import_name
 from opd.train.ranks import rank_name
+from pipelines.gpu_sharing import DealtWorker, SharingRole, deal_workers
 from teachers import pool
 
 ROLLOUT, TEACHERS, TRAINER = (f"cluster.placement.{role}" for role in ("rollout", "teachers", "trainer"))
@@ -24,41 +28,127 @@ ALL_ROLES = (ROLLOUT, TEACHERS, TRAINER)
 def local_worker_names(config: PipelineConfig) -> frozenset[str]:
     """Return the names of the workers that have to be on the machine of `opd merge`: new weights go through its shared memory
     from trainer rank 0 to the rollout engines. A push over the network would need none of them there."""
-    if config.sync.kind != "shared_memory":
+    if config.push_kind != "shared_memory":
         return frozenset()
     return frozenset({rank_name("trainer", 0), *map(engines.worker_name, range(config.rollout.workers))})
 
 
-def groups_of(config: PipelineConfig, keys: Collection[str] = ALL_ROLES) -> list[WorkerGroup]:
-    """Return the workers of these roles and what each asks for."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlacedRole:
+    """The workers of one role, and what each asks for."""
+
+    name: str
+    key: str
+    """Key of the pipeline that says where they go, for errors."""
+    placement: RolePlacement
+    names: tuple[str, ...]
+    gpus: WorkerGpus
+    processes: int = 1
+    """Processes of each worker that compute; they inherit its environment and share its CPUs."""
+    apart: bool = True
+    """The same as in `SharingRole`."""
+    one_node: bool = False
+    """The same as in `WorkerGroup`."""
+
+    def seat_worker(self, index: int, bundles: tuple[int, ...] = (0,)) -> SeatedWorker:
+        """Return worker number `index` as its seat has it; `bundles`: the seat's bundles with the GPUs of the worker."""
+        cpus = self.placement.cpus
+        gpus = self.gpus.share if self.gpus.is_shared else float(self.gpus.count)
+        return SeatedWorker(
+            name=self.names[index],
+            asks={"CPU": float(cpus or 1), **({"GPU": gpus} if gpus else {}), **self.placement.resources},
+            bundles=bundles,
+            threads=None if cpus is None else max(1, cpus // self.processes),
+        )
+
+
+def groups_of(
+    config: PipelineConfig, keys: Collection[str] = ALL_ROLES, scorers: Sequence[str] | None = None
+) -> list[WorkerGroup]:
+    """Return the workers of these roles and what each asks for: first those that share GPUs, then those that exchange most.
+
+    `scorers`: names of the scoring workers; default: those of a merge.
+    """
+    roles = [role for role in _list_roles(config, scorers) if role.key in keys and role.names]
+    sharing = [role for role in roles if role.gpus.is_shared]
+    # A user's engine starts workers that we do not know, on the GPUs of this one: what they take of them stays free.
+    unknown = config.cluster.rollout_gpus if is_import_name(config.rollout.engine) else 0
+    groups = [_group_sharing(sharing, leaves_room=0 < unknown < 1)] if sharing else []
+    return [*groups, *(_group_role(role) for role in roles if role not in sharing)]
+
+
+def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterator[_PlacedRole]:
+    """Yield the roles of a merge, first those whose workers exchange weights and gradients: they choose their nodes first."""
     placement, ranks = config.cluster.placement, range(config.trainer.ranks)
-    by_role = [
-        (
-            ROLLOUT,
-            placement.rollout,
-            rollout_devices(config.cluster, config.rollout),
-            [engines.worker_name(i) for i in range(config.rollout.workers)],
-            config.rollout.tensor_parallel_size,
-        ),
-        (
-            TEACHERS,
-            placement.teachers,
-            teacher_devices(config.cluster, config.teachers),
-            [pool.worker_name(i) for i in range(config.teachers.scoring_workers)],
-            config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1,
-        ),
-        (TRAINER, placement.trainer, config.cluster.trainer_gpus, [rank_name("trainer", rank) for rank in ranks], 1),
+    for name in ("trainer", *(("critic",) if config.objective.has_critic else ())):
+        yield _PlacedRole(
+            name=name,
+            key=TRAINER,
+            placement=placement.trainer,
+            names=tuple(rank_name(name, rank) for rank in ranks),
+            gpus=trainer_devices(config.cluster),
+            one_node=True,
+        )
+    if config.rollout.engine == "vllm":
+        yield _PlacedRole(
+            name="rollout",
+            key=ROLLOUT,
+            placement=placement.rollout,
+            names=tuple(engines.worker_name(index) for index in range(config.rollout.workers)),
+            gpus=rollout_devices(config.cluster, config.rollout),
+            processes=config.rollout.tensor_parallel_size,
+        )
+    yield _PlacedRole(
+        name="teachers",
+        key=TEACHERS,
+        placement=placement.teachers,
+        names=tuple(scorers or (pool.worker_name(index) for index in range(config.teachers.scoring_workers))),
+        gpus=teacher_devices(config.cluster, config.teachers),
+        processes=config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1,
+        apart=False,
+    )
+
+
+def _group_role(role: _PlacedRole) -> WorkerGroup:
+    """Return the group of a role whose workers share no GPU: each has a seat of its own."""
+    workers = map(role.seat_worker, range(len(role.names)))
+    seats = (Seat(workers=(one,), bundles=(one.asks,), labels=role.placement.label_selector) for one in workers)
+    return WorkerGroup(
+        key=role.key, strategy=role.placement.strategy.upper(), seats=tuple(seats), one_node=role.one_node
+    )
+
+
+def _group_sharing(roles: Sequence[_PlacedRole], *, leaves_room: bool) -> WorkerGroup:
+    """Return the group of the roles that share GPUs, with a bundle for each GPU. `opd.config.devices` has refused roles that want
+    different nodes. `leaves_room`: a bundle has of its GPU only what its workers ask for, else all of it."""
+    gpus = deal_workers(
+        [SharingRole(name=role.name, workers=len(role.names), gpus=role.gpus, apart=role.apart) for role in roles]
+    )
+    size, first = lcm(*(role.gpus.count for role in roles)), roles[0]
+    blocks = [gpus[start : start + size] for start in range(0, len(gpus), size)]
+    by_name = {role.name: role for role in roles}
+    return WorkerGroup(
+        key=first.key,
+        strategy=first.placement.strategy.upper(),
+        seats=tuple(_seat_block(block, by_name, leaves_room=leaves_room) for block in blocks),
+        one_node=any(role.one_node for role in roles),
+    )
+
+
+def _seat_block(gpus: Sequence[Sequence[DealtWorker]], roles: Mapping[str, _PlacedRole], *, leaves_room: bool) -> Seat:
+    """Return the seat of some GPUs and the workers on them, which have to be on one node if one of them is on several of the GPUs."""
+    bundles_of: dict[DealtWorker, list[int]] = {}
+    for bundle, gpu in enumerate(gpus):
+        for dealt in gpu:
+            bundles_of.setdefault(dealt, []).append(bundle)
+    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(own)) for dealt, own in bundles_of.items()]
+    bundles = [
+        _sum_asks([worker.asks for worker in workers if worker.bundles[0] == bundle])
+        | {"GPU": sum(dealt.share for dealt in gpu) if leaves_room else 1.0}
+        for bundle, gpu in enumerate(gpus)
     ]
-    if config.objective.has_critic:
-        critics = [rank_name("critic", rank) for rank in ranks]
-        by_role.append((TRAINER, placement.trainer, config.cluster.trainer_gpus, critics, 1))
-    if config.rollout.engine != "vllm":
-        by_role = by_role[1:]  # a user's engine has workers that we do not know
-    return [
-        _group_seats(key, role, gpus, names, processes)
-        for key, role, gpus, names, processes in by_role
-        if key in keys and names
-    ]
+    labels = next(iter(roles.values())).placement.label_selector
+    return Seat(workers=tuple(workers), bundles=tuple(bundles), labels=labels)
 
 
 def refuse_unplaceable(config: PipelineConfig) -> None:
@@ -71,32 +161,72 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
 
 
 def reserve_places(
-    config: PipelineConfig, keys: Collection[str] = ALL_ROLES, local_workers: Collection[str] = ()
-) -> dict[str, str]:
+    config: PipelineConfig,
+    keys: Collection[str] = ALL_ROLES,
+    local_workers: Collection[str] = (),
+    scorers: Sequence[str] | None = None,
+) -> dict[str, Node]:
     """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> address of its node;
     nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
+    groups, timeout_s = groups_of(config, keys, scorers), config.cluster.start_timeout_s
     if config.cluster.address == LOCAL:
+        sharing = [group for group in groups if group.shares_gpus]
+        if sharing:
+            cluster.reserve_seats(sharing, timeout_s=timeout_s)
         return {}
-    this_node = cluster.list_nodes()[0]
-    groups = [replace(g, seats=_pin_seats(g.seats, local_workers, this_node)) for g in groups_of(config, keys)]
-    return cluster.reserve_seats(groups, timeout_s=config.cluster.start_timeout_s)
+    nodes = cluster.list_nodes()
+    groups = [replace(group, seats=_pin_seats(group.seats, local_workers, nodes[0])) for group in groups]
+    node_ids = cluster.reserve_seats(_order_groups(groups, nodes), timeout_s=timeout_s)
+    by_id = {node.id: node for node in cluster.list_nodes()}
+    return {worker: by_id[node] for worker, node in node_ids.items() if node in by_id}
 
 
-def place_rollouts(config: PipelineConfig) -> None:
+def _order_groups(groups: Sequence[WorkerGroup], nodes: Sequence[Node]) -> list[WorkerGroup]:
+    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `groups_of` has them."""
+
+    def count_choices(group: WorkerGroup) -> int:
+        return max(sum(seat.fits_node(node) for node in nodes) for seat in group.seats)
+
+    return sorted(groups, key=count_choices)
+
+
+def describe_divided_trainer(config: PipelineConfig, nodes: Mapping[str, Node]) -> str | None:
+    """Return a sentence for the user if the trainer's ranks are on several nodes; None if one has them all. `nodes`: worker -> its node."""
+    names = [rank_name("trainer", rank) for rank in range(config.trainer.ranks)]
+    ranks = [nodes[name] for name in names if name in nodes]
+    counts = Counter(node.id for node in ranks)
+    if len(counts) < 2:
+        return None
+    where = ", ".join(f"{counts[node.id]} on {node.address}" for node in {node.id: node for node in ranks}.values())
+    return (
+        f"the trainer's {len(ranks)} ranks are on several nodes ({where}), because none had room for all of them: weights and "
+        "gradients cross the network in every micro-batch"
+    )
+
+
+def place_rollouts(config: PipelineConfig, scorer: str | None = None) -> None:
     """Have places for the rollout workers of a command that trains nothing. They are on this machine, because a model may lie in
-    its temporary directory. Raises: ConfigError, RunError."""
-    _place_role(config, ROLLOUT, [engines.worker_name(i) for i in range(config.rollout.workers)])
+    its temporary directory. `scorer`: name of a worker with the GPUs of a scoring worker, for which there is room beside them.
+    Raises: ConfigError, RunError."""
+    local_workers = [engines.worker_name(i) for i in range(config.rollout.workers)]
+    roles = (rollout_devices(config.cluster, config.rollout), teacher_devices(config.cluster, config.teachers))
+    if scorer is not None and all(gpus.is_shared for gpus in roles):
+        _place_roles(config, {ROLLOUT, TEACHERS}, local_workers, (scorer,))
+    else:
+        _place_roles(config, {ROLLOUT}, local_workers)
 
 
 def place_teachers(config: PipelineConfig) -> None:
     """Have places for the scoring workers of a command that only serves them. Raises: ConfigError, RunError."""
-    _place_role(config, TEACHERS, ())
+    _place_roles(config, {TEACHERS}, ())
 
 
-def _place_role(config: PipelineConfig, key: str, local_workers: Collection[str]) -> None:
+def _place_roles(
+    config: PipelineConfig, keys: set[str], local_workers: Collection[str], scorers: Sequence[str] | None = None
+) -> None:
     if config.cluster.address != LOCAL:
-        refuse_impossible_placement(groups_of(config, {key}), local_workers, cluster.list_nodes())
-        reserve_places(config, {key}, local_workers)
+        refuse_impossible_placement(groups_of(config, keys, scorers), local_workers, cluster.list_nodes())
+    reserve_places(config, keys, local_workers, scorers)
 
 
 def refuse_impossible_placement(
@@ -109,35 +239,24 @@ def refuse_impossible_placement(
     this_node = nodes[0]
     assert this_node.is_local, "a driver is on a node of its cluster"
     for group in groups:
-        _refuse_far(group, [seat for seat in group.seats if seat.worker in local_workers], this_node)
+        _refuse_far(group, [seat for seat in group.seats if set(seat.names) & set(local_workers)], this_node)
         pinned = replace(group, seats=_pin_seats(group.seats, local_workers, this_node))
         for seat in pinned.seats:
             if not any(seat.fits_node(node) for node in nodes):
-                raise _make_placement_error(
-                    group, f"{seat.worker} asks for {_describe_request(seat, this_node)}", "a node that has it", nodes
-                )
+                raise _make_placement_error(group, _describe_request(seat, this_node), "a node that has it", nodes)
         _refuse_together(pinned, nodes)
     _refuse_too_many(groups, local_workers, nodes)
 
 
-def _group_seats(key: str, placement: RolePlacement, gpus: float, names: Sequence[str], processes: int) -> WorkerGroup:
-    """Return the seats of one role's workers. `processes`: those of each worker that compute; they inherit its environment and
-    share its CPUs."""
-    asks = {"CPU": float(placement.cpus or 1), **({"GPU": gpus} if gpus else {}), **placement.resources}
-    threads = None if placement.cpus is None else max(1, placement.cpus // processes)
-    seats = tuple(Seat(worker=name, asks=asks, labels=placement.label_selector, threads=threads) for name in names)
-    return WorkerGroup(key=key, strategy=placement.strategy.upper(), seats=seats)
-
-
 def _pin_seats(seats: Sequence[Seat], local_workers: Collection[str], this_node: Node) -> tuple[Seat, ...]:
-    return tuple(replace(s, labels={**s.labels, NODE: this_node.id}) if s.worker in local_workers else s for s in seats)
+    return tuple(
+        replace(s, labels={**s.labels, NODE: this_node.id}) if set(s.names) & set(local_workers) else s for s in seats
+    )
 
 
 def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node) -> None:
     """Refuse a group whose placement excludes this machine, if some of its workers have to be here. Raises: ConfigError."""
-    reason = (
-        f"{', '.join(seat.worker for seat in local_seats)} on this machine: new weights go through its shared memory"
-    )
+    reason = f"{_join_names(local_seats)} on this machine: new weights go through its shared memory"
     for seat in local_seats:
         missed = {
             key: selector
@@ -161,31 +280,31 @@ def _refuse_together(group: WorkerGroup, nodes: Sequence[Node]) -> None:
     """Refuse a group whose strict strategy no nodes can satisfy. Raises: ConfigError."""
     fitting = [node for node in nodes if any(seat.fits_node(node) for seat in group.seats)]
     if group.strategy == "STRICT_SPREAD" and len(group.seats) > len(fitting):
-        requirement = f"{len(group.seats)} nodes for {_group_names(group)}, and {len(fitting)} have what each asks for"
+        requirement = (
+            f"{len(group.seats)} nodes for {_join_names(group.seats)}, and {len(fitting)} have what each asks for"
+        )
         raise _make_placement_error(group, "strict_spread", requirement, nodes)
     if group.strategy == "STRICT_PACK":
-        combined_seat = Seat(
-            worker="", asks=_sum_seats(group.seats), labels={k: v for s in group.seats for k, v in s.labels.items()}
-        )
-        if not any(combined_seat.fits_node(node) for node in nodes):
+        combined = group.combine_seats()
+        if not any(combined.fits_node(node) for node in nodes):
             raise _make_placement_error(
-                group, "strict_pack", f"one node with {combined_seat} for {_group_names(group)}", nodes
+                group, "strict_pack", f"one node with {combined} for {_join_names(group.seats)}", nodes
             )
 
 
 def _refuse_too_many(groups: Sequence[WorkerGroup], local_workers: Collection[str], nodes: Sequence[Node]) -> None:
     """Refuse workers that together ask for more than this machine, or all machines, have. Raises: ConfigError."""
     every = [seat for group in groups for seat in group.seats]
-    local_seats = [seat for seat in every if seat.worker in local_workers]
+    local_seats = [seat for seat in every if set(seat.names) & set(local_workers)]
     for seats, candidates, scope in ((local_seats, nodes[:1], "this machine"), (every, nodes, "all nodes")):
-        for name, amount in _sum_seats(seats).items():
+        for name, amount in _sum_asks([seat.asks for seat in seats]).items():
             has = sum(node.has.get(name, 0) for node in candidates)
             # 1e-9: fractions of a GPU that add up to whole ones are a little more in floating point.
             if amount > has + 1e-9:
                 raise ConfigError.at(
                     "cluster",
-                    found=f"{amount:g} {name} for {', '.join(s.worker for s in seats if name in s.asks)}",
-                    wanted=f"at most the {has:g} {name} of {scope}: {'; '.join(map(str, candidates))}",
+                    found=f"{amount:g} {name} for {_join_names([seat for seat in seats if name in seat.asks])}",
+                    wanted=f"at most the {has:g} {name} of {scope}: {join_nodes(candidates)}",
                     fix="start more nodes, ask for fewer workers (rollout.workers, teachers.workers, trainer.ranks), or for "
                     "less for each (cluster.placement, cluster.*_gpus)",
                 )
@@ -194,20 +313,22 @@ def _refuse_too_many(groups: Sequence[WorkerGroup], local_workers: Collection[st
 def _make_placement_error(group: WorkerGroup, problem: str, requirement: str, nodes: Sequence[Node]) -> ConfigError:
     return ConfigError.at(
         group.key,
-        found=f"{problem}; the nodes: {'; '.join(map(str, nodes))}",
+        found=f"{problem}; the nodes: {join_nodes(nodes)}",
         wanted=requirement,
         fix="start such a node (`ray start --address ... --labels KEY=VALUE --resources JSON`), or ask for less",
     )
 
 
 def _describe_request(seat: Seat, this_node: Node) -> str:
-    return f"{seat}, on this machine ({this_node.address})" if NODE in seat.labels else str(seat)
+    here = f", on this machine ({this_node.address})" if NODE in seat.labels else ""
+    return seat.describe_request() + here
 
 
-def _group_names(group: WorkerGroup) -> str:
-    return ", ".join(seat.worker for seat in group.seats)
+def _join_names(seats: Sequence[Seat]) -> str:
+    return join_names([name for seat in seats for name in seat.names])
 
 
-def _sum_seats(seats: Sequence[Seat]) -> dict[str, float]:
-    names = {name for seat in seats for name in seat.asks}
-    return {name: sum(seat.asks.get(name, 0) for seat in seats) for name in sorted(names)}
+def _sum_asks(asks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return resource -> amount of all of them together."""
+    names = sorted({name for each in asks for name in each})
+    return {name: sum(each.get(name, 0) for each in asks) for name in names}

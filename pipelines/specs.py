@@ -153,7 +153,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
 
 
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
-    """Options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
+    """Return the options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
     trainer = rank_options(config, vocab_size)
     shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {"name": "critic"}
     if baseline.max_grad_norm is not None:

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from opd import cluster
 from opd.models.heads import HeadSource
 from opd.payloads.none import Unscored
 from opd.records.types import LayoutProof, Rollout
+from opd.stream.part_files import PartsDirectory
 from opd.stream.schema import TargetRow, write_parts
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest, make_part
 
 NOBODY = "nobody"
 """Value of the column `teacher` of these rows."""
 PAYLOAD = "none"
+SENDER = "rollouts"
+"""Who sends the rows, as errors name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +47,7 @@ class TeacherlessPool:
     def wait_ready(self) -> None:
         """Return at once."""
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Make one row of each rollout, in the order of the trainer's micro-batches: sorted by domain."""
         expected = {NOBODY: ExpectedRow(weight=1.0, head="")}
         request = TeacherRequest(
@@ -54,7 +55,7 @@ class TeacherlessPool:
             teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), expected),
             kind=(self._spec.dtype, PAYLOAD),
             max_quarantined=self._spec.max_quarantined,
-            sender="rollouts",
+            sender=SENDER,
         )
         return TargetStream(self._iterate_parts(rollouts), request, heads={})
 
@@ -62,8 +63,8 @@ class TeacherlessPool:
         """Return no heads: no row names one."""
         return {}
 
-    def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[Any]:
+    def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[StreamPart]:
         ordered = sorted(rollouts, key=lambda rollout: rollout.domain)
         rows = ([TargetRow(rollout=rollout, teacher=NOBODY, answer=Unscored())] for rollout in ordered)
         for part in write_parts(rows, self._spec.dtype, PAYLOAD, worker=0, broken={}, teachers=[NOBODY]):
-            yield cluster.put_object(np.frombuffer(part, dtype=np.uint8))
+            yield make_part(np.frombuffer(part, dtype=np.uint8), SENDER)

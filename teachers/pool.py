@@ -13,23 +13,29 @@ from opd import cluster
 from opd.cluster import Pending, Worker
 from opd.errors import RunError
 from opd.models.heads import HeadSource
+from opd.models.packing import SHARED
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Rollout, Teacher, WeightedTeacher
 from opd.rollouts.processes import engine_env
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
-from teachers.scorers import ScorerOptions
-from teachers.weights import base_key, weight_key
-from teachers.worker import TeacherRows, TeacherWorker
+from opd.stream.part_files import PartsDirectory
+from opd.stream.part_summaries import parse_summary
+from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
+from teachers.scorers import ScorerOptions, batch_tokens
+from teachers.scorers.rows import split_batches
+from teachers.shares import TeacherRows, assign_rows
+from teachers.weight_keys import weight_key
+from teachers.worker import TeacherWorker
 
 Routes = Mapping[str, Sequence[WeightedTeacher]]
 """Domain -> the teachers that score it."""
 Heads = dict[str, HeadSource]
 """Content hash -> head."""
-PendingParts = deque[Pending[np.ndarray | None]]
-"""Parts that a worker was asked for and that were not taken yet, oldest first; a result of None means no more parts."""
+PendingParts = deque[tuple[Pending[bytes | None], Any]]
+"""Parts that a worker was asked for and that were not taken yet, oldest first: the summary, which is None after the last part, and a handle
+to the part itself."""
 PARTS_AHEAD = 2
 """Parts that a worker is asked for before the first of them is taken, so that it never waits for the driver. Together
-with `teachers.queue` this limits how many bytes have been scored but not yet trained."""
+with `teachers.queue` this limits how many bytes have been scored but not yet trained; one part more is being encoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +47,7 @@ class PoolSpec:
     scorer: ScorerOptions
     """Options from which every worker makes its scorer."""
     workers: int = 1
-    """Number of scoring workers; in a step, all rows of a teacher go to the same worker."""
+    """Number of scoring workers, which share the rows of a step."""
     gpus: float = 0
     """GPUs of each worker; with engine `vllm`, GPUs of each process of the worker's engine. 0: the CPU."""
     roles: int = 1
@@ -78,6 +84,8 @@ class Pool:
         """`weight_key` -> one of the teachers with these weights, and their output head as a source without a handle."""
         self.layouts: dict[str, LayoutProof] = {}
         """Teacher's name -> how its rows share a forward pass; proven in `wait_ready`."""
+        self._share_prompts: set[str] = set()
+        """`weight_key` of each teacher that computes the tokens with which several rows begin only once."""
         self._sends_heads = answer_class(spec.scorer.payload).SENDS_HEADS
         self._heads: Heads = {}
         """The heads that rows of the newest stream refer to."""
@@ -96,26 +104,31 @@ class Pool:
             proof = worker.submit(TeacherWorker.prove_layout, teacher).wait_for_result(timeout_s=self._start_timeout_s)
             if proof is not None:
                 self.layouts[teacher.name] = proof
+                if proof.layout == SHARED:
+                    self._share_prompts.add(weight_key(teacher))
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; the workers begin at once.
+
+        Those that reach `directory` write their parts there.
 
         Taking parts from the stream raises: RunError if a worker dies twice or misses the deadline.
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers)
+        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers, self._cut_batches)
         restarted: list[str] = []
-        pending = [self._begin_share(index, share) for index, share in enumerate(shares)]
-        return self._build_stream(rollouts, self._iterate_parts(shares, pending, restarted), restarted)
+        pending = [self._begin_share(index, share, directory) for index, share in enumerate(shares)]
+        source = self._iterate_parts(shares, pending, directory, restarted)
+        return self._build_stream(rollouts, source, restarted)
 
     def _build_stream(
         self,
         rollouts: Sequence[Rollout],
-        source: Iterator[Any],
+        source: Iterator[StreamPart],
         restarted: list[str],
     ) -> TargetStream:
-        """Build the stream of a step, which checks its rows; `source` yields handles to its parts.
+        """Build the stream of a step, which checks its rows; `source` yields its parts.
 
         `restarted` collects the names of workers that were restarted.
         """
@@ -171,9 +184,13 @@ class Pool:
             worker.kill()
 
     def _iterate_parts(
-        self, shares: Sequence[Sequence[TeacherRows]], pending: list[PendingParts], restarted: list[str]
-    ) -> Iterator[Any]:
-        """Yield handles to the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
+        self,
+        shares: Sequence[Sequence[TeacherRows]],
+        pending: list[PendingParts],
+        directory: PartsDirectory | None,
+        restarted: list[str],
+    ) -> Iterator[StreamPart]:
+        """Yield the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
 
         A worker that dies is restarted once and scores its whole share again. As many of its parts as had arrived before
         its death are then skipped.
@@ -186,30 +203,33 @@ class Pool:
                 (index for index, answers in enumerate(pending) if answers), key=lambda index: num_parts[index]
             )
             try:
-                index = busy[cluster.wait_first([pending[i][0] for i in busy], timeout_s=self._timeout_s)]
+                index = busy[cluster.wait_first([pending[i][0][0] for i in busy], timeout_s=self._timeout_s)]
+                text = pending[index][0][0].wait_for_result(timeout_s=self._timeout_s)
             except cluster.WorkerDied as error:
                 index = self.restart_worker(error, restarted)
-                pending[index] = self._begin_share(index, shares[index])
+                pending[index] = self._begin_share(index, shares[index], directory, num_parts[index])
                 num_parts[index], num_skipped[index] = 0, num_parts[index]
                 continue
-            part = pending[index].popleft()
-            if cluster.fetch_object(part.handle) is None:
+            _, handle = pending[index].popleft()
+            if text is None:
                 pending[index].clear()
                 continue
             pending[index].append(self._next_part(index))
             num_parts[index] += 1
             if num_parts[index] > num_skipped[index]:
-                yield part.handle
+                yield StreamPart(handle=handle, summary=parse_summary(text), driver_bytes=len(text))
 
-    def _begin_share(self, index: int, share: Sequence[TeacherRows]) -> PendingParts:
-        """Let worker `index` score these groups, and ask it for its first parts."""
+    def _begin_share(
+        self, index: int, share: Sequence[TeacherRows], directory: PartsDirectory | None, written: int = 0
+    ) -> PendingParts:
+        """Let worker `index` score these groups, and ask it for its first parts. `written`: parts that came in the step already."""
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_rows, share, index)
+        self._workers[index].submit(TeacherWorker.begin_rows, share, index, directory, written)
         return deque(self._next_part(index) for _ in range(PARTS_AHEAD))
 
-    def _next_part(self, index: int) -> Pending[np.ndarray | None]:
+    def _next_part(self, index: int) -> tuple[Pending[bytes | None], Any]:
         """Ask a worker for its next part; returns at once."""
-        return self._workers[index].submit(TeacherWorker.next_part)
+        return self._workers[index].submit_pair(TeacherWorker.next_part)
 
     def restart_worker(self, error: cluster.WorkerDied, restarted: list[str]) -> int:
         """Restart the worker that died, add its name to `restarted` (the names of the step so far), and return its index.
@@ -235,6 +255,11 @@ class Pool:
         return cluster.spawn_worker(
             TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
         )
+
+    def _cut_batches(self, group: TeacherRows) -> list[list[Rollout]]:
+        """Cut a group's rows into batches as the scorer of a worker does."""
+        teacher, _, rows = group
+        return list(split_batches(rows, batch_tokens(self._engine), share=weight_key(teacher) in self._share_prompts))
 
     def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
         """Yield one group of rows for each pair of a domain and one of its teachers.
@@ -275,37 +300,3 @@ def expected_rows(
         }
         for domain in sorted(domains)
     }
-
-
-def assign_rows(groups: Sequence[TeacherRows], workers: int) -> list[list[TeacherRows]]:
-    """Return each worker's share of the groups; all groups of a teacher are in the same share.
-
-    The teacher with the most tokens is assigned first, each teacher to the worker with the fewest tokens so far. In a
-    share, groups of the same teacher stand side by side, and so do teachers with the same base, so that each is loaded
-    once. Apart from that the groups keep their order, which is the order of the trainer's micro-batches.
-    """
-    by_teacher: dict[str, list[TeacherRows]] = defaultdict(list)
-    for group in groups:
-        by_teacher[weight_key(group[0])].append(group)
-    sizes = {
-        key: sum(len(r.prompt_ids) + len(r.response_ids) for _, _, rows in teacher_groups for r in rows)
-        for key, teacher_groups in by_teacher.items()
-    }
-    owners = _balance_loads(sizes, workers)
-    by_base: dict[str, list[str]] = defaultdict(list)
-    for key, teacher_groups in by_teacher.items():
-        by_base[base_key(teacher_groups[0][0])].append(key)
-    order = [key for keys in by_base.values() for key in keys]
-    return [[group for key in order if owners[key] == i for group in by_teacher[key]] for i in range(workers)]
-
-
-def _balance_loads(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
-    """Return `weight_key` of a teacher -> index of its worker. `sizes`: tokens to score for each teacher.
-
-    The largest teacher is assigned first, each teacher to the worker with the smallest load so far.
-    """
-    loads, owners = [0] * workers, {}
-    for key in sorted(sizes, key=lambda k: (-sizes[k], k)):
-        owners[key] = loads.index(min(loads))
-        loads[owners[key]] += sizes[key]
-    return owners

@@ -14,7 +14,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from opd.models.files import weight_files
 from opd.records.types import Teacher
+from teachers.weight_keys import base_key, weight_key
 
 State = dict[str, Tensor]
 """Name -> tensor: the weights of a model or an adapter, as torch's `load_state_dict` takes them."""
@@ -69,6 +69,15 @@ class WeightCache:
                 self._prefetching[key] = self._thread.submit(self._read_ahead, directory)
             else:
                 self._thread.submit(_warm_page_cache, directory)
+
+    def find_base(self, teacher: Teacher) -> tuple[Future[State], int] | None:
+        """Return the tensors of the (base) model, which may still be read, and their bytes; None if nobody reads them."""
+        key = base_key(teacher)
+        reading = self._prefetching.get(key)
+        if reading is None and key in self._states:
+            reading = Future[State]()
+            reading.set_result(self._states[key])
+        return None if reading is None else (reading, self._sizes[key])
 
     def has(self, teacher: Teacher) -> bool:
         """Return True if every part of the teacher is in memory or being read ahead.
@@ -131,18 +140,6 @@ class WeightCache:
             # Reading one value of each page brings the page into memory.
             flat[:: max(1, PAGE_BYTES // flat.element_size())].sum()
         return state
-
-
-def weight_key(teacher: Teacher) -> str:
-    """Return the key of a teacher's weights: experts with equal keys are one teacher."""
-    return teacher.digest or f"{teacher.model_dir}:{teacher.adapter_dir}"
-
-
-def base_key(teacher: Teacher) -> str:
-    """Return the key of a teacher's model without its adapter: experts with equal keys share it."""
-    return weight_key(
-        replace(teacher, adapter_dir=None, digest=teacher.base_digest) if teacher.adapter_dir else teacher
-    )
 
 
 def _weight_parts(teacher: Teacher) -> dict[str, Path]:

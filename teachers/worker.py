@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
 from opd.models.heads import HeadSource, head_array
-from opd.records.types import LayoutProof, Rollout, Teacher
-from opd.stream.schema import TargetRow, write_parts
+from opd.records.types import LayoutProof, Teacher
+from opd.stream.part_files import PartsDirectory
+from opd.stream.part_summaries import make_summary
+from opd.stream.schema import PartRecord, TargetRow, cut_parts, write_stream
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
+from teachers.shares import TeacherRows
 
-TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
-"""A teacher, its weight in the domain of these rows, and the rows."""
+EncodedPart = tuple[bytes, np.ndarray]
+"""The summary of a part as JSON, and the part as one Arrow stream, uint8 [bytes]."""
 
 
 class TeacherWorker:
     """Scores groups of rows, one teacher after the other, and meanwhile reads the next teacher ahead.
 
-    It scores only when it is asked for a part, so the caller decides how far ahead of the trainer it may be.
+    It scores only when it is asked for a part, so the caller decides how far ahead of the trainer it may be. A thread encodes a part,
+    hashes it and writes it into the target log while the rows of the next one are scored.
     """
 
     def __init__(self, engine: str, options: ScorerOptions) -> None:
         self._options = options
         self._scorer = make_scorer(engine, options)
-        self._parts: Iterator[np.ndarray] = iter(())
+        self._parts: Iterator[EncodedPart] = iter(())
+        self._encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encode")
 
     def describe_head(self, teacher: Teacher) -> HeadSource:
         """Return the teacher's head as a source without a handle.
@@ -47,24 +54,42 @@ class TeacherWorker:
         """Return the head's matrix, [V, D], as the array that goes into the object store."""
         return head_array(self._scorer.head(teacher))
 
-    def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
+    def begin_rows(
+        self, groups: Sequence[TeacherRows], worker: int, directory: PartsDirectory | None = None, written: int = 0
+    ) -> None:
         """Prepare to score these groups, the share of the next step; `next_part` then scores them.
 
-        `worker` is the number that marks this worker's parts in the stream.
+        `worker` is the number that marks this worker's parts in the stream. Those from number `written` on are written into
+        `directory` if this process reaches it; a worker before this one wrote the others.
         """
-        self._parts = self._make_parts(groups, worker)
+        self._parts = self._make_parts(groups, worker, directory, written)
 
-    def next_part(self) -> np.ndarray | None:
-        """Return one Arrow stream (bytes as uint8) with the rows that follow, scored now; None after the last part."""
-        return next(self._parts, None)
+    def next_part(self) -> EncodedPart | tuple[None, None]:
+        """Return the next part, scored now; None twice after the last one."""
+        return next(self._parts, (None, None))
 
-    def _make_parts(self, groups: Sequence[TeacherRows], worker: int) -> Iterator[np.ndarray]:
+    def _make_parts(
+        self, groups: Sequence[TeacherRows], worker: int, directory: PartsDirectory | None, written: int
+    ) -> Iterator[EncodedPart]:
         broken: dict[str, str] = {}
         names = [teacher.name for teacher, _, _ in groups]
-        rows = self._score_rows(groups, broken)
-        options = self._options
-        for part in write_parts(rows, options.dtype, options.payload, worker=worker, broken=broken, teachers=names):
-            yield np.frombuffer(part, dtype=np.uint8)
+        encoding: deque[Future[EncodedPart]] = deque()
+        for rows, record in cut_parts(self._score_rows(groups, broken), worker=worker, broken=broken, teachers=names):
+            target = directory if record.number >= written else None
+            encoding.append(self._encoder.submit(self._encode_part, rows, record, target))
+            if len(encoding) > 1:
+                yield encoding.popleft().result()
+        for future in encoding:
+            yield future.result()
+
+    def _encode_part(
+        self, rows: Sequence[TargetRow], record: PartRecord, directory: PartsDirectory | None
+    ) -> EncodedPart:
+        dtype, payload = self._options.dtype, self._options.payload
+        # An array, because workers read arrays from Ray's object store without a copy.
+        raw = np.frombuffer(write_stream(rows, dtype, payload, record), dtype=np.uint8)
+        file = directory.write_part(record, raw.data) if directory else ""
+        return make_summary(rows, record, (dtype, payload), raw.nbytes, file).to_json(), raw
 
     def _score_rows(self, groups: Sequence[TeacherRows], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         next_teachers = [group[0] for group in groups[1:]] + [None]

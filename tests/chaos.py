@@ -233,7 +233,7 @@ def being(merge: Merge, moment: str, step: int) -> int | None:
         return in_method(merge, "trainer", "export") or in_method(merge, "engine", "load")
     if moment == "scoring":
         return None if merge.logged(step) else in_method(merge, "teacher", "next_part")
-    return in_method(merge, "trainer", "accumulate")
+    return in_method(merge, "trainer", "accumulate_micro_batch")
 
 
 @contextlib.contextmanager

@@ -12,7 +12,9 @@ from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout, Span
-from opd.stream.schema import TargetRow
+from opd.stream.part_summaries import PartSummary, RowSummary
+from opd.stream.schema import PartRecord, TargetRow
+from opd.stream.targets import StreamPart
 
 
 def spans_of(mask: Sequence[bool], policy_version: int = 0) -> tuple[Span, ...]:
@@ -68,3 +70,10 @@ def columns_of_row(row: TargetRow) -> dict[str, Any]:
     kept = {f.name: getattr(row.rollout, f.name) for f in dataclasses.fields(row.rollout)}
     answer = {f.name: getattr(row.answer, f.name) for f in dataclasses.fields(row.answer)}  # type: ignore[arg-type]
     return kept | {"teacher": row.teacher, "weight": row.weight} | answer
+
+
+def make_stream_part(handle: Any, sample_ids: Sequence[str] = (), *, nbytes: int = 10) -> StreamPart:
+    """A part with a row for each of these samples, for code that reads no more of it."""
+    rows = tuple(RowSummary(sample_id=i, teacher="t", weight=1.0, head="", width=None, rollout="") for i in sample_ids)
+    summary = PartSummary(record=PartRecord(), dtype="float32", payload="hidden_states", rows=rows, nbytes=nbytes)
+    return StreamPart(handle=handle, summary=summary, driver_bytes=0)

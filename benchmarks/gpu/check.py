@@ -34,7 +34,16 @@ class Part:
 
 CORE = ("torch", "transformers", "pydantic", "pyarrow", "blake3", "safetensors")
 PARTS = (
-    Part("trainer", "Trainer: one rank of DeepSpeed ZeRO-3", (*CORE, "deepspeed", "accelerate"), 4),
+    Part("loss", "Loss: exact reverse KL from hidden states", CORE, 5),
+    Part("engines", "Rollout engine: weight push, CUDA graphs, sleep mode", (*CORE, "pytest", "vllm"), 2),
+    Part("push", "Weight push: files, object store, directly", (*CORE, "vllm", "ray", "deepspeed", "accelerate"), 4),
+    Part(
+        "merge",
+        "A merge on one GPU with sleep: seconds by phase",
+        (*CORE, "pytest", "vllm", "ray", "deepspeed", "accelerate", "typer"),
+        4,
+    ),
+    Part("trainer", "Trainer: one rank of DeepSpeed ZeRO-3", (*CORE, "deepspeed", "accelerate"), 3),
     Part("scorer", "Scorer: hidden states by transformers", (*CORE, "accelerate"), 2),
     Part(
         "packing",
@@ -42,13 +51,13 @@ PARTS = (
         (*CORE, "pytest", "opd.models.layouts", "tests.models.families"),
         3,
     ),
-    Part("engines", "Rollout engine: weight push, CUDA graphs, sleep mode", (*CORE, "pytest", "vllm"), 3),
     Part(
         "architectures", "Architecture table", (*CORE, "pytest", "vllm", "ray", "deepspeed", "tests.models.__main__"), 8
     ),
-    Part("loss", "Loss: exact reverse KL from hidden states", CORE, 8),
 )
-"""In the order in which they run; what one does not use is left to the next."""
+"""In the order in which they run, what matters most first; what one does not use is left to the next."""
+USUAL = tuple(part.name for part in PARTS if part.name not in ("packing", "architectures"))
+"""Parts that run if none are named: those that fit into nine minutes."""
 
 
 @dataclass(frozen=True)

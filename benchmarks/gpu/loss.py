@@ -1,6 +1,7 @@
-"""The loss on a GPU: is its gradient right, how long does it take, how much memory beyond its inputs?
+"""The loss on a GPU: how long does it take, how much memory beyond its inputs, how many kernels, is its gradient right?
 
-The variants are those of `benchmarks/loss.py`, all in one process: CUDA events time, torch's allocator counts.
+The variants are those of `benchmarks/loss.py`, all in one process: CUDA events time, torch's allocator counts bytes, its profiler
+kernels. First comes the shape of a 7B student, beside all logits at once and Liger.
 """
 
 from __future__ import annotations
@@ -34,28 +35,38 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # where `python bench
 
 from loss import VARIANTS, Case, Inputs, Unavailable, grad_error, make_inputs
 
-CHUNK = 512
+CHUNK = 1024
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 VOCAB, WIDTH, TOKENS = (32768, 151936), (1024, 2048, 4096), (2048, 8192)
 DTYPES = ("bfloat16", "float32")
+LARGEST_FIRST = ("materialised", "ours_compiled", "ours", "liger", "liger_compiled", "trl")
+"""Variants in the order in which the largest shape is measured."""
 TIMED = 5
 SMALL = (96, 512, 64)
 """T, V, D of the case whose gradients are held against float64."""
 
 
 def measure(check: Check) -> None:
-    """Gradients first, then times: shapes in which all variants are compared, then our chunk lengths."""
+    """The largest shape with all variants, then with our chunk lengths; gradients; the other shapes."""
+    largest, *others = _shapes(check.quick)
+    for variant in LARGEST_FIRST:
+        _time(check, "time and memory", _case(variant, largest))
+    for variant, chunk in itertools.product(("ours_compiled", "ours"), CHUNKS):
+        _time(check, "our chunk length", _case(variant, largest, chunk))
     for dtype, (name, config) in itertools.product(DTYPES, _objectives().items()):
-        check.add("gradients against float64", objective=name, dtype=dtype, **_gradient_errors(config, dtype, check))
-    largest = (VOCAB[-1], WIDTH[-1], TOKENS[-1])
-    sweep = [(512, 64, 256)] if check.quick else [largest]
-    for shape, chunk in itertools.product(sweep, CHUNKS):
-        _time(check, "our chunk length", Case("ours", *shape, dtype="bfloat16", chunk=chunk))
-    compiled = [variant for variant in VARIANTS if variant.endswith("_compiled")]
+        if check.in_time(f"gradients of {name}, {dtype}", 0 if check.quick else 10):
+            errors = _gradient_errors(config, dtype, check)
+            check.add("gradients against float64", objective=name, dtype=dtype, **errors)
     # What compiles takes half a minute for a new shape: first what does not, at every shape.
+    compiled = [variant for variant in VARIANTS if variant.endswith("_compiled")]
     for variants in ([v for v in VARIANTS if v not in compiled], *([v] for v in compiled)):
-        for (shape, dtype), variant in itertools.product(_shapes(check.quick), variants):
-            _time(check, "time and memory", Case(variant, *shape, dtype=dtype, chunk=CHUNK))
+        for shape, variant in itertools.product(others, variants):
+            _time(check, "time and memory", _case(variant, shape))
+
+
+def _case(variant: str, shape: tuple[tuple[int, int, int], str], chunk: int = CHUNK) -> Case:
+    sizes, dtype = shape
+    return Case(variant, *sizes, dtype=dtype, chunk=chunk)
 
 
 def _shapes(quick: bool) -> Iterator[tuple[tuple[int, int, int], str]]:
@@ -75,8 +86,8 @@ def _time(check: Check, table: str, case: Case) -> None:
         "variant": case.variant, "V": case.vocab, "D": case.width, "T": case.tokens,
         "dtype": case.dtype, "chunk": case.chunk,
     }  # fmt: skip
-    if case.variant == "liger_compiled":
-        torch._dynamo.reset()  # after eight shapes torch would go on without compiling
+    if case.variant.endswith("_compiled") and table == "time and memory":
+        torch._dynamo.reset()  # a run has one vocabulary; after eight shapes torch would go on without compiling
     try:
         row |= _figures(case, check)
     except Unavailable as error:
@@ -106,7 +117,19 @@ def _figures(case: Case, check: Check) -> dict[str, Any]:
             "warm_up_ms": 1000 * warm_up.seconds,
             "value": value,
             "gradient_error": grad_error(inputs),
+            "kernels": _count_kernels(case, inputs, check),
         }
+
+
+def _count_kernels(case: Case, inputs: Inputs, check: Check) -> int | None:
+    """Kernels and copies of one pass, by torch's profiler; None on a CPU."""
+    if check.device != "cuda":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        _pass(case, inputs)
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
 
 def _pass(case: Case, inputs: Inputs) -> float:
@@ -128,6 +151,7 @@ def _objectives() -> dict[str, Any]:
         "sampled": SampledConfig(kind="sampled"),
         "top_k": TopKConfig(kind="top_k", k=16),
         "reverse_kl, compiled": ReverseKLConfig(kind="reverse_kl", compile=True),
+        "reverse_kl, eager": ReverseKLConfig(kind="reverse_kl", compile=False),
     }
 
 
@@ -160,7 +184,7 @@ def _gradients(config: Any, inputs: Inputs, device: str, dtype: torch.dtype) -> 
         torch.float64 if dtype == torch.float64 else torch.float32
     )
     block = _block(config, teacher_hidden, teacher_head, token_N)
-    compiled = config.compile and dtype != torch.float64
+    compiled = config.compile if dtype != torch.float64 else False
     loss = Loss(objective=config.build(), chunk=40, vocab_size=len(head), compiled=compiled)
     tokens = Tokens(token_N, weight_N, torch.zeros_like(weight_N))
     value, _ = LossHead(head, loss)(hidden, tokens, [block])

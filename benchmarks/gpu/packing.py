@@ -20,6 +20,8 @@ from opd.models.layouts import (
     list_candidate_layouts,
     measure_layout_differences,
 )
+from opd.models.varlen import VARLEN, has_varlen_kernel, register_attention
+from opd.models.weights import choose_attention
 from tests.models.families import FAMILIES, Family, build_config
 
 QUICK = ("Llama", "Qwen3-Next", "LFM2")
@@ -34,13 +36,17 @@ def measure(check: Check) -> None:
         check.leave_out("flash_attention_2", "the package flash-attn is not installed")
     else:
         kernels.append("flash_attention_2")
+    if has_varlen_kernel(torch.device(check.device), torch.bfloat16):
+        kernels.append(register_attention())
+    else:
+        check.leave_out(VARLEN, "torch's attention by lengths does not run here")
     if not (is_here("fla") and is_here("causal_conv1d")):
         absent = [name for name in ("fla", "causal_conv1d", "mamba_ssm") if not is_here(name)]
         check.leave_out("fused kernels of recurrent layers", f"not installed: {', '.join(absent)}; torch's own run")
     for name in QUICK if check.quick else FAMILIES:
         for dtype in ("float32", "bfloat16"):
             for kernel in kernels:
-                if kernel != "flash_attention_2" or dtype == "bfloat16":  # it knows no float32
+                if kernel == "sdpa" or dtype == "bfloat16":  # the others know no float32
                     _family(check, name, dtype, kernel)
 
 
@@ -61,13 +67,15 @@ def _layouts(family: Family, dtype: torch.dtype, kernel: str, device: str) -> di
 
     torch.manual_seed(0)
     config = build_config(family)
+    if kernel == VARLEN and choose_attention(config, torch.device(device), dtype) != VARLEN:
+        return {"chosen": "not tried: a layer has a window or a kernel of its own"}
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=kernel).to(device).eval()
 
     def body(laid_out: Packed) -> Tensor:
         return model.base_model(**to_device(laid_out, device).inputs()).last_hidden_state.flatten(0, 1)
 
     found: dict[str, Any] = {}
-    for layout in list_candidate_layouts(share=False):
+    for layout in list_candidate_layouts(share=False, varlen=kernel == VARLEN):
         try:
             alone, neighbour = measure_layout_differences(body, layout, config.vocab_size)
             found |= {layout: alone, f"{layout}, other neighbours": neighbour}

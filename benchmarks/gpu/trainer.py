@@ -13,7 +13,17 @@ import torch
 
 from benchmarks.gpu.check import Check
 from benchmarks.gpu.work import MODELS as SIZES
-from benchmarks.gpu.work import Shape, Span, build_model, make_rollouts, measured, num_tokens, scorer_options
+from benchmarks.gpu.work import (
+    Shape,
+    Span,
+    build_model,
+    count_parameters,
+    make_rollouts,
+    measured,
+    num_tokens,
+    scorer_options,
+    share_of_peak,
+)
 from opd.config import PipelineConfig
 from opd.models.heads import HeadSource
 from opd.records.types import Rollout, Teacher
@@ -30,15 +40,16 @@ NOTHING: frozenset[str] = frozenset()
 
 
 def measure(check: Check) -> None:
-    """Float32 against plain torch, a resume bit for bit, what many micro-batches cost, then a model of usual size."""
+    """Speed of a model of usual size, then float32 against plain torch, a resume bit for bit, what many micro-batches cost."""
     with tempfile.TemporaryDirectory() as folder:
-        _against_torch(check, Path(folder))
+        _speed(check, Path(folder), "tiny" if check.quick else "medium")
+        if check.in_time("against plain torch", 0 if check.quick else 10):
+            _against_torch(check, Path(folder))
         size = "tiny" if check.quick else "small"
         for dtype in ("float32", "bfloat16"):
-            _resume(check, Path(folder), size, dtype)
-            _accumulation(check, Path(folder), size, dtype)
-        if check.in_time("speed", 0 if check.quick else 60):
-            _speed(check, Path(folder), "tiny" if check.quick else "medium")
+            if check.in_time(f"resume and accumulation, {dtype}", 0 if check.quick else 20):
+                _resume(check, Path(folder), size, dtype)
+                _accumulation(check, Path(folder), size, dtype)
 
 
 class Task:
@@ -276,6 +287,8 @@ def _tell_speed(check: Check, name: str, task: Task, results: list[RankResult], 
         tokens=num_tokens(task.rollouts),
         step_s=seconds,
         tokens_per_s=num_tokens(task.rollouts) / seconds,
+        # Forward and backward; a recomputed forward pass is no useful work.
+        share_of_peak=share_of_peak(6 * count_parameters(task.size, head=True) * num_tokens(task.rollouts) / seconds),
         peak_bytes=max((s.peak_bytes - task.held_before for s in spans if s.peak_bytes is not None), default=None),
         first_loss=results[0].loss,
         last_loss=results[-1].loss,

@@ -37,6 +37,26 @@ def build_model(path: Path, size: str, *, dtype: torch.dtype, seed: int, device:
     return path
 
 
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
+"""Part of a GPU's name -> its dense bfloat16 products a second, by its maker's data sheet (SXM where there are several)."""
+
+
+def count_parameters(size: str, *, head: bool) -> int:
+    """Return the parameters in the layers of a model of `MODELS`, and those of its head."""
+    shape = MODELS[size]
+    width, heads = shape["hidden_size"], shape["num_attention_heads"]
+    attention = 2 * width * width * (1 + shape["num_key_value_heads"] / heads)
+    layer = attention + 3 * width * shape["intermediate_size"]
+    return int(shape["num_hidden_layers"] * layer + head * shape["vocab_size"] * width)
+
+
+def share_of_peak(flops_per_s: float) -> float | None:
+    """Return the share of the GPU's bfloat16 peak; None on a CPU, or for a GPU whose peak is not known."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((value for part, value in PEAK_FLOPS.items() if part in name), None)
+    return flops_per_s / peak if peak else None
+
+
 @dataclass(frozen=True)
 class Shape:
     """The size of one step's responses."""

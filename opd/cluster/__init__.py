@@ -18,7 +18,7 @@ from opd.cluster.background import BackgroundCall
 from opd.cluster.environment import FEW_ARENAS, KEEPS_SOME_MEMORY, worker_env
 from opd.cluster.errors import LostValue, WorkerDied
 from opd.cluster.objects import RemoteCall, StoredValue, copy_on, fetch_object, put_object
-from opd.cluster.placement import Node, Seat, WorkerGroup, list_nodes, reserve_seats
+from opd.cluster.placement import Node, Seat, SeatedWorker, WorkerGroup, list_nodes, reserve_seats
 from opd.cluster.session import LOCAL, ray_session
 from opd.cluster.waiting import wait_first, wait_for_all
 from opd.cluster.workers import Pending, Worker, spawn_worker
@@ -33,6 +33,7 @@ __all__ = [
     "Pending",
     "RemoteCall",
     "Seat",
+    "SeatedWorker",
     "StoredValue",
     "Worker",
     "WorkerDied",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+VISIBLE_GPUS = "OPD_VISIBLE_GPUS"
+"""Variable with the GPUs of a worker that shares several, in the form of CUDA_VISIBLE_DEVICES, which Ray sets to only one of them."""
 FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 """malloc would have an arena of memory for each thread. Ray and gloo have three dozen threads in a worker, and each arena would take
 a large page or more, nearly all of it empty."""

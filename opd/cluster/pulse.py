@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from opd.cluster.environment import VISIBLE_GPUS
 from opd.machine.compiler import keep_compiled_code_private
 
 LOOK_S = 2.0
@@ -26,6 +27,8 @@ class PulsingWorker:
 
     def __init__(self, key: bytes, *args: Any) -> None:
         keep_compiled_code_private()
+        if VISIBLE_GPUS in os.environ:
+            os.environ["CUDA_VISIBLE_DEVICES"] = os.environ[VISIBLE_GPUS]
         threading.Thread(target=_write_pulse, args=(key,), daemon=True, name="pulse").start()
         super().__init__(*args)
 

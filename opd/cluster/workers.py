@@ -17,6 +17,8 @@ from opd.cluster.watching import WorkerWatch
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 class Worker(Generic[T]):
@@ -42,6 +44,19 @@ class Worker(Generic[T]):
         WorkerDied if Ray is gone.
         """
         return self._submit(method.__name__, *args, **kwargs)
+
+    def submit_pair(
+        self, method: Callable[Concatenate[T, P], tuple[A, B]], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[Pending[A], Any]:
+        """Call a method that returns a pair, and return at once: the first value to come, and a handle to the second.
+
+        They come at the same time, but the second, which may be large, comes to this process only if its handle is fetched. Raises:
+        WorkerDied if Ray is gone.
+        """
+        refuse_dead_ray()
+        with convert_ray_errors():
+            first, second = getattr(self._actor, method.__name__).options(num_returns=2).remote(*args, **kwargs)
+        return Pending(self, method.__name__, first), second
 
     def on_demand(
         self, timeout_s: float, method: Callable[Concatenate[T, P], R], *args: P.args, **kwargs: P.kwargs

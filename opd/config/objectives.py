@@ -51,8 +51,8 @@ class ObjectiveConfig(Strict):
     kind: str
     chunk: Annotated[int, Field(ge=1), OrAuto(128)] = Field(AUTO, validate_default=True)
     """Response tokens whose logits exist at one time. `auto`: 128 on a CPU, on a GPU from type and memory."""
-    compile: bool = False
-    """Compile the elementwise part; needs a C++ compiler, else it runs eagerly."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the elementwise part; needs a C++ compiler and on a GPU Triton, else it runs eagerly. `auto`: on a GPU only."""
     normalize: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
-from opd.config.devices import find_devices_problem
+from opd.config.devices import PushKind, choose_push_kind, find_devices_problem, find_push_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
@@ -25,6 +25,7 @@ from opd.config.sections import (
     RolloutConfig,
     ScheduleConfig,
     SyncConfig,
+    TargetLogConfig,
     TrainerConfig,
 )
 from opd.config.teachers import (
@@ -88,6 +89,8 @@ class PipelineConfig(Strict):
     guard: GuardConfig | None = None
     """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    target_log: TargetLogConfig = TargetLogConfig()
+    """What is on disk of the steps since the last checkpoint, for a resume."""
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()
@@ -102,6 +105,11 @@ class PipelineConfig(Strict):
     def domain_weights(self) -> dict[str, float]:
         """Each domain's `weight`, 1 for `auto`."""
         return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
+
+    @property
+    def push_kind(self) -> PushKind:
+        """The way of new weights that `sync.kind` asks for, with `auto` decided."""
+        return choose_push_kind(self.sync, self.cluster, self.rollout)
 
     @model_validator(mode="after")
     def _check_experts_and_teachers(self) -> PipelineConfig:
@@ -237,7 +245,9 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _check_devices(self) -> PipelineConfig:
-        problem = find_devices_problem(self.cluster, self.trainer, self.rollout, self.teachers, self.schedule)
+        problem = find_devices_problem(
+            self.cluster, self.trainer, self.rollout, self.teachers, self.schedule
+        ) or find_push_problem(self.sync, self.cluster)
         if problem is not None:
             raise problem
         return self

@@ -182,8 +182,9 @@ class ScheduleConfig(Strict):
 
 
 class SyncConfig(Strict):
-    kind: Literal["shared_memory", "network"] = "shared_memory"
-    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any."""
+    kind: Literal["auto", "shared_memory", "network", "direct"] = "auto"
+    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any; `direct` from GPU to
+    GPU, to any. `auto`: `direct` if trainer and engines are on GPUs, else `shared_memory`."""
     tolerance: float | None = Field(None, gt=0)
     """The run stops at a larger mean gap of trainer and engine log-probs, nats. Default: 0.02 in float32, else 0.15;
     after a push at least three times the gap at the start."""
@@ -200,6 +201,15 @@ class CheckpointConfig(Strict):
     """Steps divisible by this keep their checkpoints for good; 0: none."""
 
 
+class TargetLogConfig(Strict):
+    keep: Literal["targets", "rollouts"] = "targets"
+    """What stays on disk of each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
+    resume scores again. See docs/resume.md#the-size-of-the-target-log."""
+    max_size: ByteSize | None = Field(None, gt=0)
+    """The next checkpoint comes early where the log would exceed this; one step is always logged. Default: the bytes of a
+    checkpoint, or 64GiB if that is more."""
+
+
 class LoggingConfig(Strict):
     tensorboard: bool = True
     """Write TensorBoard events to `tensorboard/`."""
@@ -213,11 +223,12 @@ class ClusterConfig(Strict):
     address: str = "local"
     """`local`: start Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`."""
+    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`. Below 1: a share of GPUs on which other roles are too;
+    rank i, engine i and scorer i are on GPU i."""
     teacher_gpus: float = Field(0, ge=0)
-    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several."""
+    """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several. Below 1: a share."""
     trainer_gpus: float = Field(0, ge=0)
-    """GPUs for each trainer rank."""
+    """GPUs for each rank of the trainer, and of the critic. Below 1: a share; no two ranks of one model are on a GPU."""
     placement: PlacementConfig = PlacementConfig()
     """Nodes for each role's workers, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)

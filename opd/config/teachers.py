@@ -99,7 +99,7 @@ class Teachers(Strict):
 
 class _WithWorkers(Teachers):
     workers: int = Field(1, ge=1)
-    """Scoring workers; a teacher's rows of a step go to one of them."""
+    """Scoring workers, which share the rows of a step."""
 
     @property
     def scoring_workers(self) -> int:

@@ -5,9 +5,14 @@ value, and p_v f'_v with f'_v = df/dp_v for every vocabulary id v. From these th
 
     dL/dz_v = w p_v (f'_v - sum_u p_u f'_u),     z = rule(h W^T)
 
-Only [chunk, V] logits exist at a time. The float32 numbers made from them exist for a few rows at a time, which fit a CPU's cache.
-The gradient by the logits overwrites the logits. The gradients are ready when the forward pass ends, so the backward pass needs no
-head, and under ZeRO-3 the student's head is gathered only once. What comes from teachers has no gradient.
+Only [chunk, V] logits exist at a time. The gradient by the logits overwrites the logits. The gradients are ready when the forward
+pass ends, so the backward pass needs no head, and under ZeRO-3 the student's head is gathered only once. What comes from teachers
+has no gradient.
+
+Two devices want two things. A CPU wants pieces that fit its cache: the float32 numbers made from logits exist for a few rows at a
+time, and the head's gradient is made a tile at a time. A GPU wants few kernels, because starting one costs as long as a small one
+takes: a chunk is one piece there, its elementwise part is compiled to one kernel or a few, which keep the float32 numbers in
+registers, and one product adds the chunk's part of the head's gradient. `_runs_on_gpu` chooses.
 
 Shapes: N response tokens, C tokens of a chunk, D student width, E a teacher's width, V vocabulary rows, K of a top-k.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +40,8 @@ from opd.models.logit_rule import IDENTITY, LogitRule
 SLICE_VALUES = 1 << 18
 """Numbers in a [rows, V] slice, on which a CPU does the elementwise part at a time; a GPU takes the whole chunk."""
 TILE_VALUES = 1 << 20
-"""Numbers of the head's gradient that one matrix product makes at a time: a product for all of it would need its size again."""
+"""Numbers of the head's gradient that one matrix product makes at a time on a CPU: a product for all of it would need its size
+again."""
 
 
 Columns = tuple[Tensor, ...]
@@ -112,8 +118,8 @@ class Loss:
     """The student's logit rule."""
     policy: PolicyGradient | None = None
     """Policy gradient for tokens with an advantage; None without a reward."""
-    compiled: bool = False
-    """Fuse the elementwise part with torch.compile, which needs a C++ compiler at the first call."""
+    compiled: bool | Literal["auto"] = False
+    """Fuse the elementwise part with torch.compile, which needs a C++ compiler at the first call. `auto`: on a GPU only."""
     temperature: float = 1.0
     """Temperature at which the tokens were sampled. It applies only to log-probs that are compared with `Tokens.behaviour_N`, to
     measure how far the policy moved since then. Objectives are about the student at temperature 1."""
@@ -168,7 +174,7 @@ class LossHead(nn.Module):
                 raw_C_V = h_C_D @ head_v_D.T
                 if show_logits is not None:
                     show_logits(span, loss.rule.apply(raw_C_V))
-                block_chunk, values_of = _prepare_elementwise(loss, block, part)
+                block_chunk, values_of = _prepare_elementwise(loss, block, part, on_gpu=_runs_on_gpu(raw_C_V))
                 for rows in _iterate_row_slices(raw_C_V, loss.chunk):
                     token_rows = slice(span.start + rows.start, span.start + rows.stop)
                     # The gradient by the student's raw products overwrites the products themselves.
@@ -177,7 +183,7 @@ class LossHead(nn.Module):
                     )
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:
-                            column[token_rows] = value.to(acc)
+                            column[token_rows] = value
                 del block_chunk  # frees the teacher's logits, because the products below need memory
                 gradients.add(span, raw_C_V, h_C_D, head_v_D)
                 del raw_C_V  # frees it before the next chunk's products are made
@@ -199,11 +205,13 @@ class LossHead(nn.Module):
         return [block.with_heads(all_heads) for block in teachers]
 
 
-def _prepare_elementwise(loss: Loss, block: Block, part: slice) -> tuple[BlockChunk, Any]:
+def _prepare_elementwise(loss: Loss, block: Block, part: slice, *, on_gpu: bool) -> tuple[BlockChunk, Any]:
     """Return a chunk of a block, and the function that computes its values and gradients: `_compute_chunk_loss` or a compiled one."""
     block_chunk = block.select_chunk(part, loss.vocab_size)
-    compiled = loss.compiled and block_chunk.compiles and can_compile("objective.compile", "the loss runs")
-    return block_chunk, _run_compiled if compiled else _compute_chunk_loss
+    wanted = on_gpu if loss.compiled == "auto" else loss.compiled
+    if not (wanted and block_chunk.compiles and can_compile("objective.compile", "the loss runs", on_gpu=on_gpu)):
+        return block_chunk, _compute_chunk_loss
+    return block_chunk, _run_compiled if on_gpu else _run_compiled_padded
 
 
 def _sum_totals(stats: Sequence[Tensor], tokens: Tokens) -> Tensor:
@@ -281,9 +289,14 @@ class _PrecomputedGradients(torch.autograd.Function):
         return hidden_N_D, head_V_D, None, None
 
 
+def _runs_on_gpu(values: Tensor) -> bool:
+    """Return True if kernels have to be few, False if numbers have to fit a CPU's cache."""
+    return values.is_cuda
+
+
 def _slice_rows(raw_C_V: Tensor, chunk: int) -> int:
     """Return how many rows the elementwise part takes at a time: few enough for a CPU's cache, or the whole chunk on a GPU."""
-    return chunk if raw_C_V.is_cuda else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
+    return chunk if _runs_on_gpu(raw_C_V) else min(chunk, max(1, SLICE_VALUES // raw_C_V.shape[1]))
 
 
 def _iterate_row_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
@@ -293,49 +306,70 @@ def _iterate_row_slices(raw_C_V: Tensor, chunk: int) -> Iterator[slice]:
 
 
 def _add_head_gradient(grad_V_D: Tensor, grad_C_V: Tensor, h_C_D: Tensor) -> None:
-    """Add grad_C_V^T h_C_D to grad_V_D, a few rows at a time; rows beyond grad_C_V's width are padding."""
-    step = max(1, TILE_VALUES // h_C_D.shape[1])
-    for start in range(0, grad_C_V.shape[1], step):
-        tile = slice(start, min(start + step, grad_C_V.shape[1]))
-        # `addmm_` wants one type for all three tensors; `+=` can add a bfloat16 product to a float32 sum.
+    """Add grad_C_V^T h_C_D to grad_V_D; rows beyond grad_C_V's width are padding."""
+    num_rows = grad_C_V.shape[1]
+    step = num_rows if _runs_on_gpu(grad_C_V) else max(1, TILE_VALUES // h_C_D.shape[1])
+    for start in range(0, num_rows, step):
+        rows = slice(start, min(start + step, num_rows))
+        sum_v_D, grad_v_C = grad_V_D[rows], grad_C_V[:, rows].T
         if grad_C_V.dtype == grad_V_D.dtype:
-            grad_V_D[tile].addmm_(grad_C_V[:, tile].T, h_C_D)
+            sum_v_D.addmm_(grad_v_C, h_C_D)
+        elif _runs_on_gpu(grad_C_V):
+            # Only CUDA's product can add what it makes of bfloat16 to a float32 sum. With the sum as `out` too, nothing is copied.
+            torch.addmm(sum_v_D, grad_v_C, h_C_D, out_dtype=grad_V_D.dtype, out=sum_v_D)
         else:
-            grad_V_D[tile] += grad_C_V[:, tile].T @ h_C_D
+            sum_v_D += grad_v_C @ h_C_D
 
 
 def _round_in_place(grad_V_D: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert the gradient to the head's type within its own memory: a copy would be the largest tensor of the whole step."""
     if grad_V_D.dtype == dtype:
         return grad_V_D
-    assert dtype.itemsize < grad_V_D.dtype.itemsize
-    rounded_V_D = grad_V_D.view(-1).view(dtype)[: grad_V_D.numel()].view(grad_V_D.shape)
-    step = max(1, TILE_VALUES // grad_V_D.shape[1])
-    for start in range(0, len(grad_V_D), step):
-        # The new values are smaller, so writing never reaches values that are still to be read.
-        rounded_V_D[start : start + step] = grad_V_D[start : start + step].to(dtype)
-    return rounded_V_D
+    assert 2 * dtype.itemsize <= grad_V_D.dtype.itemsize
+    values, rounded = grad_V_D.view(-1), grad_V_D.view(-1).view(dtype)
+    rounded[:1] = values[:1].to(dtype)
+    start = 1
+    while start < len(values):
+        # The new values have half the size. So these end where the old ones begin, and no old value is overwritten unread.
+        stop = min(2 * start, len(values))
+        rounded[start:stop] = values[start:stop]
+        start = stop
+    return rounded[: len(values)].view(grad_V_D.shape)
 
 
 def _run_compiled(
     loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
 ) -> tuple[tuple[Tensor | None, ...], Tensor]:
-    """Run the compiled `_compute_chunk_loss`.
+    """Run the compiled `_compute_chunk_loss` on a GPU, where one code for any number of rows is as fast as one for each."""
+    # torch compiles views that begin with their memory and views that do not apart, so all are made to begin with it.
+    own = tuple(column.clone() for column in columns)
+    result: tuple[tuple[Tensor | None, ...], Tensor] = _compile_elementwise(any_rows=True)(
+        loss, raw_C_V, block_chunk, own
+    )
+    return result
+
+
+def _run_compiled_padded(
+    loss: Loss, raw_C_V: Tensor, block_chunk: BlockChunk, columns: Columns
+) -> tuple[tuple[Tensor | None, ...], Tensor]:
+    """Run the compiled `_compute_chunk_loss` on a CPU.
 
     A last slice with fewer rows is padded, so that every (chunk, V, dtype) has one shape and is compiled once.
     """
     num = len(raw_C_V)
     num_padding = _slice_rows(raw_C_V, loss.chunk) - num
     padded = tuple(pad_rows(column, num_padding) for column in columns)
-    values, grad_C_V = _compiled_elementwise()(
+    values, grad_C_V = _compile_elementwise(any_rows=False)(
         loss, pad_rows(raw_C_V, num_padding), block_chunk.pad_rows(num_padding), padded
     )
     return tuple(None if v is None else v[:num] for v in values), grad_C_V[:num]
 
 
 @functools.cache
-def _compiled_elementwise() -> Any:
-    return torch.compile(_compute_chunk_loss, dynamic=False)
+def _compile_elementwise(*, any_rows: bool) -> Any:
+    """Return the compiled `_compute_chunk_loss`. `any_rows`: when a second number of rows comes, compile it once more for any number;
+    else compile it for each."""
+    return torch.compile(_compute_chunk_loss, dynamic=None if any_rows else False)
 
 
 def _compute_chunk_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import importlib.util
 import os
 import re
 import shutil
@@ -26,16 +27,20 @@ def find_compiler() -> str | None:
 
 
 @functools.cache
-def can_compile(key: str, action: str) -> bool:
-    """Return True if there is a C++ compiler. If there is none, the setting `key` has no effect, and the user is warned once.
+def can_compile(key: str, action: str, *, on_gpu: bool = False) -> bool:
+    """Return True if there is a C++ compiler, and for a GPU Triton. If not, the setting `key` has no effect, and the user is warned once.
 
     `action`: the warning's subject and verb before "eagerly", such as "layers run".
     """
     keep_compiled_code_private()
-    has_compiler = find_compiler() is not None
-    if not has_compiler:
-        warnings.warn(f"{key}: no C++ compiler (g++), {action} eagerly", stacklevel=2)
-    return has_compiler
+    lacks = None
+    if find_compiler() is None:
+        lacks = "C++ compiler (g++)"
+    elif on_gpu and importlib.util.find_spec("triton") is None:
+        lacks = "package triton"
+    if lacks is not None:
+        warnings.warn(f"{key}: no {lacks}, {action} eagerly", stacklevel=2)
+    return lacks is None
 
 
 def keep_compiled_code_private() -> None:

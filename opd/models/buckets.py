@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,22 @@ class BucketSlot:
     shape: tuple[int, ...]
     start: int
     """Index of the tensor's first byte in `Bucket.data`."""
+
+    @property
+    def end(self) -> int:
+        """Index of the byte behind the tensor and its padding."""
+        return self.start + _pad(math.prod(self.shape) * self._type.itemsize)
+
+    def view(self, data: Tensor) -> Tensor:
+        """Return the tensor as a view of the bucket's bytes `data`, uint8 [bytes] on any device."""
+        nbytes = math.prod(self.shape) * self._type.itemsize
+        return data[self.start : self.start + nbytes].view(self._type).view(self.shape)
+
+    @property
+    def _type(self) -> Any:
+        import torch
+
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +87,11 @@ class BucketWriter:
         """Copy the values of these tensors into the bucket, behind those that are there."""
         import torch
 
-        raw = torch.from_numpy(self._data)
-        for name, tensor in tensors.items():
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            self._slots.append(BucketSlot(name, dtype, shape, self._end))
-            if tensor.numel():
-                part = raw[self._end : self._end + tensor.numel() * tensor.dtype.itemsize]
-                part.view(tensor.dtype).view(shape).copy_(tensor)
-            self._end += count_padded_bytes(tensor)
+        data = torch.from_numpy(self._data)
+        for slot in make_slots(tensors, self._end):
+            slot.view(data).copy_(tensors[slot.name])
+            self._slots.append(slot)
+            self._end = slot.end
 
     def finish_bucket(self) -> Bucket:
         """Return the bucket; all of its bytes must be filled."""
@@ -85,9 +99,24 @@ class BucketWriter:
         return Bucket(tuple(self._slots), self._data)
 
 
+def make_slots(tensors: Mapping[str, Tensor], start: int = 0) -> tuple[BucketSlot, ...]:
+    """Return the slots of tensors that follow each other in a bucket from byte `start` on. They may be on the meta device."""
+    slots: list[BucketSlot] = []
+    for name, tensor in tensors.items():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        slots.append(BucketSlot(name, dtype, tuple(tensor.shape), start))
+        start = slots[-1].end
+    return tuple(slots)
+
+
 def count_padded_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor takes in a bucket, with its padding. The tensor may be on the meta device."""
-    return -(-tensor.numel() * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return _pad(tensor.numel() * tensor.dtype.itemsize)
+
+
+def _pad(nbytes: int) -> int:
+    """Round bytes up to the next multiple of `ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,10 @@ OWN_HEAD = "own"
 """Stands in place of a content hash for the student's own output head, which the trainer has."""
 
 
+FileStamp = tuple[tuple[str, int, int, int], ...]
+"""Path, inode, bytes and time of the last change [ns] of each file of a model."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """An output head, and the scale and cap that its architecture puts on the logits."""
@@ -43,6 +47,12 @@ class HeadFile:
     """Names that the tensor may have; the first of them that the files have is read."""
     dtype: str
     """torch's name of the type to which the head is converted."""
+
+    def stamp(self) -> FileStamp:
+        """Return what tells the model's files from changed ones, without reading them."""
+        paths = weight_files(self.model_dir) if self.model_dir.is_dir() else []
+        facts = [(path, path.stat()) for path in paths]
+        return tuple((str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in facts)
 
     def read(self) -> Tensor | None:
         """Read the head [V, D]; None if this machine has no such file. It is memory-mapped if the files have it in `dtype`."""
@@ -69,11 +79,20 @@ class HeadSource:
     handle: HeadHandle | None = None
     """Handle to the matrix. None as long as the teacher's pool has not added one; a pool adds one before it hands the source on."""
 
-    def read(self) -> Tensor:
-        """Read the head [V, D] to the CPU: from the teacher's files if this machine has them unchanged, else through the handle."""
+    def read(self, hashed: dict[str, FileStamp] | None = None) -> Tensor:
+        """Read the head [V, D] to the CPU: from the teacher's files if this machine has them unchanged, else through the handle.
+
+        `hashed`: key -> the files that had this head when this process hashed it. A head is hashed again only if they have changed
+        since; new entries are added.
+        """
+        stamp = self.file.stamp() if self.file is not None else ()
         head_V_D = self.file.read() if self.file is not None else None
-        if head_V_D is not None and head_key(head_V_D, self.rule) == self.key:
-            return head_V_D
+        if head_V_D is not None:
+            known = hashed is not None and hashed.get(self.key) == stamp
+            if known or head_key(head_V_D, self.rule) == self.key:
+                if hashed is not None:
+                    hashed[self.key] = stamp
+                return head_V_D
         assert self.handle is not None, "the pool gives every head a handle"
         return head_tensor(self.handle.fetch())
 

@@ -3,6 +3,7 @@
     shared           like packed, but sequences that begin alike are a tree: their prompt once, then the responses to it. A mask
                      of four dimensions lets each token see its own way to the root. Used for several responses to a prompt
     packed           sequences side by side in rows of one width; position ids begin again at 0 with each sequence
+    packed_varlen    all sequences in one row, which only a kernel of attention tells apart, by their lengths: no mask. On GPUs
     packed_indexed   all sequences in one row; sequence indices and cumulative lengths also tell them apart
     padded           one sequence in each row, padding on its right, and an attention mask
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -32,6 +33,8 @@ from opd.errors import RunError
 from opd.models.packing import SHARED, build_trees, pack_into_rows
 from opd.records.types import LayoutProof, Rollout
 
+PACKED_VARLEN = "packed_varlen"
+"""Name of the layout for `opd.models.varlen`."""
 PROBE_LENGTHS = (37, 29, 43)
 """Tokens of the sequences of the trial: longer than a short convolution, short enough to share a row."""
 ALONE_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
@@ -174,6 +177,16 @@ def lay_out_packed_indexed(sequences: Sequence[Sequence[int]]) -> Packed:
     )
 
 
+def lay_out_packed_varlen(sequences: Sequence[Sequence[int]]) -> Packed:
+    """Lay out as `lay_out_packed_indexed`, with an attention mask that hides nothing.
+
+    Without one transformers would make a mask of [T, T] from the position ids. With this one it makes none, and takes the row for
+    one sequence, as it would be for attention that does not go by the lengths.
+    """
+    laid_out = lay_out_packed_indexed(sequences)
+    return replace(laid_out, mask_B_T=torch.ones_like(laid_out.input_ids_B_T))
+
+
 def lay_out_padded(sequences: Sequence[Sequence[int]]) -> Packed:
     """Lay out one sequence a row, padded on its right to the longest."""
     lengths_B = torch.tensor([len(s) for s in sequences])
@@ -189,6 +202,7 @@ def lay_out_padded(sequences: Sequence[Sequence[int]]) -> Packed:
 
 LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
     SHARED: lay_out_trees,
+    PACKED_VARLEN: lay_out_packed_varlen,
     "packed": lay_out_packed,
     "packed_indexed": lay_out_packed_indexed,
     "padded": lay_out_padded,
@@ -196,9 +210,11 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
 """Name of a layout -> function that makes it, in the order in which layouts are tried: the fastest first."""
 
 
-def list_candidate_layouts(share: bool) -> tuple[str, ...]:
-    """Return the names of the layouts to try, in order. `share`: include trees, because a step has several responses to a prompt."""
-    return tuple(name for name in LAYOUTS if share or name != SHARED)
+def list_candidate_layouts(share: bool, varlen: bool = False) -> tuple[str, ...]:
+    """Return the names of the layouts to try, in order. `share`: include trees, because a step has several responses to a prompt.
+    `varlen`: include `PACKED_VARLEN`, because the model is on a GPU."""
+    wanted = {SHARED: share, PACKED_VARLEN: varlen}
+    return tuple(name for name in LAYOUTS if wanted.get(name, True))
 
 
 def lay_out_single(sequence: Sequence[int]) -> Packed:
@@ -226,14 +242,23 @@ Body = Callable[[Packed], Tensor]
 """A model's forward pass without its output head: returns [B*T, D] the last hidden states."""
 
 
-def layout_error(body: Body, layout: str, vocab_size: int, dtype: torch.dtype, *, masks_decide: bool = True) -> float:
+def layout_error(
+    body: Body,
+    layout: str,
+    vocab_size: int,
+    dtype: torch.dtype,
+    *,
+    masks_decide: bool = True,
+    lengths_decide: bool = True,
+) -> float:
     """Measure the error of a layout for a model; a layout with an error of at most 1 passes.
 
     Two differences of hidden states are measured: a sequence among others against the same alone, and among some neighbours
     against among others. Each is divided by its bound, and the larger quotient is the error. It is NaN if the model's states
-    are not finite, and infinite for trees if `masks_decide` is False: see `opd.models.weights.obeys_masks`.
+    are not finite. It is infinite for trees if `masks_decide` is False (see `opd.models.weights.obeys_masks`), and for
+    `PACKED_VARLEN` if `lengths_decide` is False (see `opd.models.weights.takes_lengths`).
     """
-    if layout == SHARED and not masks_decide:
+    if (layout == SHARED and not masks_decide) or (layout == PACKED_VARLEN and not lengths_decide):
         return math.inf
     alone, neighbour = measure_layout_differences(body, layout, vocab_size)
     # torch's `max` is NaN if one of the two is NaN; Python's `max` may lose the NaN.
@@ -291,14 +316,17 @@ def _hidden_states(body: Body, laid_out: Packed, sequences: Sequence[Sequence[in
     return [flat_N_D[[laid_out.flat_index(i, position) for position in range(len(s))]] for i, s in enumerate(sequences)]
 
 
-def prove_layout(error: Callable[[str], float], label: str, *, share: bool = False) -> LayoutProof:
-    """Return the first layout with an error of at most 1. `error` measures a layout's `layout_error`; trees need `share`.
+def prove_layout(
+    error: Callable[[str], float], label: str, *, share: bool = False, varlen: bool = False
+) -> LayoutProof:
+    """Return the first layout with an error of at most 1. `error` measures a layout's `layout_error`; `share` and `varlen` as for
+    `list_candidate_layouts`.
 
     If a model's states are not finite, nothing can be proven. It gets the padded layout, in which causal sequences cannot see each
     other; code that uses the states later judges them row by row. Raises: RunError if no layout is right.
     """
     tried: dict[str, float] = {}
-    for layout in list_candidate_layouts(share):
+    for layout in list_candidate_layouts(share, varlen):
         tried[layout] = error(layout)
         if math.isnan(tried[layout]):
             return LayoutProof(layout="padded", tried=tried)

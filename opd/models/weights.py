@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.errors import ModelError
+from opd.models.varlen import VARLEN, has_varlen_kernel, register_attention
 
 State = dict[str, Tensor]
 
@@ -32,8 +33,9 @@ def whole_shape(param: Any) -> torch.Size:
     return shape
 
 
-def choose_attention(config: Any) -> str:
-    """Return the fastest attention that transformers has for an architecture without further packages, `sdpa` or `eager`.
+def choose_attention(config: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
+    """Return the fastest attention that transformers has for an architecture without further packages: `sdpa`, `eager`, or `VARLEN`
+    where its kernel runs on `device` in the type `dtype`.
 
     What the model's files name does not count. Gemma 2 bounds attention scores, which torch's kernel cannot do: with `sdpa`
     transformers would silently leave the bound out.
@@ -41,7 +43,11 @@ def choose_attention(config: Any) -> str:
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None):
         return "eager"
     model_class = find_causal_lm_class(config)
-    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
+    if model_class is not None and not model_class._supports_sdpa:
+        return "eager"
+    if device is None or dtype is None or not _attends_fully(config) or not has_varlen_kernel(device, dtype):
+        return "sdpa"
+    return register_attention()
 
 
 def obeys_masks(lm: Any) -> bool:
@@ -50,15 +56,23 @@ def obeys_masks(lm: Any) -> bool:
     Windows, chunks and recurrent states depend on columns or on distance, whatever such a mask says.
     """
     config = lm.config.get_text_config(decoder=True)
+    # `eager` obeys a mask where `sdpa` does, so support of `sdpa` is asked for in both cases. `VARLEN` with a mask is `sdpa`.
+    kernel_takes_masks = config._attn_implementation in ("sdpa", "eager", VARLEN) and lm._supports_sdpa
+    return _attends_fully(config) and kernel_takes_masks and lm.is_backend_compatible() and not lm._is_stateful
+
+
+def takes_lengths(lm: Any) -> bool:
+    """Return True if the model's attention can tell the sequences of a row apart by their lengths, without a mask."""
+    return bool(lm.config.get_text_config(decoder=True)._attn_implementation == VARLEN)
+
+
+def _attends_fully(config: Any) -> bool:
+    """Return True if no layer has a window or a chunk."""
+    config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
-        has_full_attention = set(kinds) == {"full_attention"}
-    else:
-        windows = ("sliding_window", "attention_chunk_size", "window_size")
-        has_full_attention = not any(getattr(config, key, None) for key in windows)
-    # `eager` obeys a mask where `sdpa` does, so support of `sdpa` is asked for in both cases.
-    kernel_takes_masks = config._attn_implementation in ("sdpa", "eager") and lm._supports_sdpa
-    return has_full_attention and kernel_takes_masks and lm.is_backend_compatible() and not lm._is_stateful
+        return set(kinds) == {"full_attention"}
+    return not any(getattr(config, key, None) for key in ("sliding_window", "attention_chunk_size", "window_size"))
 
 
 def load_config(model_dir: Path) -> Any:

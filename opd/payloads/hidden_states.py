@@ -279,11 +279,18 @@ class Logits(BlockChunk):
 class MixtureMeasure(BlockChunk):
     """A mixture's log-measure at C tokens."""
 
+    compiles: ClassVar[bool] = True
+
     measure_C_V: Tensor
     """sum_k w_k log q_k, not normalised."""
 
     def select_rows(self, rows: slice) -> MixtureMeasure:
         return MixtureMeasure(self.measure_C_V[rows])
+
+    def pad_rows(self, rows: int) -> MixtureMeasure:
+        from opd.losses.logits import pad_rows
+
+        return MixtureMeasure(pad_rows(self.measure_C_V, rows))
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
         return _whole_distribution(self.measure_C_V.to(dtype), token_C, is_mixture=True)

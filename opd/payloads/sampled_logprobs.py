@@ -99,6 +99,8 @@ def mixed_logprobs(scored: Sequence[ScoredRow]) -> list[float]:
 class SampledBlock(Block, BlockChunk):
     """Consecutive trained tokens with the teachers' weighted log-prob of each. The same class serves as block and as chunk."""
 
+    compiles: ClassVar[bool] = True
+
     logprob_N: Tensor
     """`mixed_logprobs` of the samples."""
     baseline_N: Tensor | None = None
@@ -112,6 +114,12 @@ class SampledBlock(Block, BlockChunk):
 
     def select_rows(self, rows: slice) -> SampledBlock:
         return SampledBlock(self.logprob_N[rows], None if self.baseline_N is None else self.baseline_N[rows])
+
+    def pad_rows(self, rows: int) -> SampledBlock:
+        from opd.losses.logits import pad_rows
+
+        baseline_N = None if self.baseline_N is None else pad_rows(self.baseline_N, rows)
+        return SampledBlock(pad_rows(self.logprob_N, rows), baseline_N)
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> SampledChunk:
         baseline_C = None if self.baseline_N is None else self.baseline_N.to(dtype)

@@ -129,6 +129,8 @@ def _logprob_difference(top_logprobs: Position, token: int, logprob: float) -> f
 class TopKBlock(Block, BlockChunk):
     """Consecutive trained tokens with the teacher's K likeliest tokens at each. The same class serves as block and as chunk."""
 
+    compiles: ClassVar[bool] = True
+
     ids_N_K: Tensor
     logprob_N_K: Tensor
 
@@ -140,6 +142,11 @@ class TopKBlock(Block, BlockChunk):
 
     def select_rows(self, rows: slice) -> TopKBlock:
         return TopKBlock(self.ids_N_K[rows], self.logprob_N_K[rows])
+
+    def pad_rows(self, rows: int) -> TopKBlock:
+        from opd.losses.logits import pad_rows
+
+        return TopKBlock(pad_rows(self.ids_N_K, rows), pad_rows(self.logprob_N_K, rows))
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> TopKChunk:
         return TopKChunk(self.ids_N_K, self.logprob_N_K.to(dtype))

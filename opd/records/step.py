@@ -169,7 +169,7 @@ class StepRecord:
     accuracy: Mapping[str, float] = field(default_factory=dict)
     """Domain -> accuracy in an exam after this step; empty if there was none."""
     replayed: bool = False
-    """True if the step's rows came from the target log."""
+    """True if the step's rollouts came from the target log."""
     checkpoint: SavedCheckpoint | None = None
     """The checkpoint that was committed after the step before."""
     alarms: tuple[AlarmRecord, ...] = ()

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.errors import RunError
+from opd.interfaces import DirectSource
 from opd.machine import orphans
 from opd.models.buckets import WeightStream
 from opd.rollouts.weight_broadcast import pass_buckets
@@ -61,14 +63,70 @@ class Engines:
         self._restore = restore
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
+        self._hold_stream(send)
+        pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
+        # This call notices the workers that died meanwhile: they are restarted, and get a stream of their own.
+        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+
+    def _hold_stream(self, send: Callable[[], WeightStream]) -> None:
+        """Have workers that are restarted from now on take the stream that `send` returns."""
+
         def restore(worker: Worker[VLLMWorker]) -> None:
             pass_buckets([worker], send(), timeout_s=self._start_timeout_s)
             worker.submit(VLLMWorker.finish_stream).wait_for_result(timeout_s=self._timeout_s)
 
         self._restore = restore
-        pass_buckets(self._workers, send(), timeout_s=self._timeout_s)
-        # This call notices the workers that died meanwhile: they are restarted, and get a stream of their own.
-        self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+
+    def receive_directly(self, source: DirectSource) -> str:
+        self._hold_stream(source.stream)
+        problem = self._take_directly(source)
+        if problem:
+            # Rare, so it may be slow: everybody gets everything through the object store, a restarted worker too.
+            self.receive(source.stream)
+        else:
+            self._call(lambda worker, _: worker.submit(VLLMWorker.finish_stream))
+        return problem
+
+    def _take_directly(self, source: DirectSource) -> str:
+        """Have all engines take a push out of the channel, which is opened if it is not open to these very engines. Returns the reason why
+        not every engine has all weights; empty if every one has. Raises: RunError if no channel can be opened although all engines live;
+        what `opd.cluster.wait_first` raises, except for the death of an engine."""
+        if not source.is_joined(self._workers):
+            memory_ids = self._call(lambda worker, _: worker.submit(VLLMWorker.memory_ids))
+            meeting, routes = source.open_channel(self._workers, memory_ids)
+            joining = [
+                worker.submit(VLLMWorker.join_channel, meeting, own)
+                for worker, own in zip(self._workers, routes, strict=True)
+            ]
+            problem, died = self._wait_for_transfer([*joining, *source.join()], source)
+            if problem and not died:
+                raise RunError(
+                    f"trainer and rollout engines find no direct way to each other: {problem}; set sync.kind to network"
+                )
+            if problem:
+                return problem
+        model_dir, push = source.plan()
+        taking = [worker.submit(VLLMWorker.receive_directly, model_dir, push) for worker in self._workers]
+        return self._wait_for_transfer([*taking, *source.send()], source)[0]
+
+    def _wait_for_transfer(self, calls: Sequence[Pending[str]], source: DirectSource) -> tuple[str, bool]:
+        """Wait for all calls of engines and ranks, which wait for each other. As soon as one fails, or an engine dies, the others are told
+        to give up. Returns the reason of the first failure, empty if there is none, and True if an engine died. Raises: what
+        `opd.cluster.wait_first` raises, except for the death of an engine."""
+        open_calls, first_problem, died = list(calls), "", False
+        while open_calls:
+            try:
+                index = cluster.wait_first(open_calls, timeout_s=self._timeout_s)
+                problem = open_calls.pop(index).wait_for_result(timeout_s=self._timeout_s)
+            except cluster.WorkerDied as error:
+                if error.worker not in self._workers:
+                    raise
+                problem, died = str(error), True
+                open_calls = [call for call in open_calls if call.worker is not error.worker]
+            if problem and not first_problem:
+                first_problem = problem
+                source.give_up()
+        return first_problem, died
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))

@@ -35,6 +35,7 @@ from opd.rollouts.processes import bind_processes, drop_service_port, explain_fa
 from opd.rollouts.served_families import HF_FORMAT
 from opd.rollouts.weight_loading import StreamedSwap, reset_prefix_cache, swap_weights
 from opd.rollouts.worker_extension import EXTENSION
+from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
 SLEEPING = ("weights", "kv_cache")
 """vLLM's names of the two parts of an engine's memory, in the order in which they wake up."""
@@ -208,6 +209,10 @@ class VLLMWorker:
         """Prepare for weights that come in buckets until `finish_stream`: all that a model of this directory's shape has, or, unless
         `whole` is true, some of them; then the others are the directory's. The directory is read only if the engine does not fit, or does
         not hold the others. Raises: RunError if a model of this family cannot take its weights in this way."""
+        if self._stream is not None:
+            # The stream before broke off. vLLM cannot forget what it took of a layer, so that is finished, and then replaced.
+            self._stream.finish_swap()
+            self._stream = None
         shape = read_model_shape(model_dir)
         if whole and shape["model_type"] in RESTARTED:
             raise RunError(f"{shape['model_type']} takes new weights from files alone: set sync.kind to shared_memory")
@@ -233,6 +238,25 @@ class VLLMWorker:
         if stream.base is None:
             cut_vocabulary(self._llm, self._options.vocab_size)
         self._base = stream.base
+
+    def memory_ids(self) -> list[str]:
+        """Return the id of each process's GPU: see `opd.transfer.handles.find_memory_id`."""
+        ids: list[str] = self._llm.collective_rpc("opd_memory_id")
+        return ids
+
+    def join_channel(self, meeting: MeetingPoint, routes: Sequence[Route]) -> str:
+        """Have the engine's processes join a channel, each by its route. Returns the reason if that fails; else an empty text."""
+        return self._first_problem("opd_join_channel", meeting, routes)
+
+    def receive_directly(self, model_dir: Path, push: DirectPush) -> str:
+        """Take the weights of a push out of the channel; `finish_stream` has to follow. `model_dir`: as in `begin_stream`. Returns the
+        reason why not all came; else an empty text. Raises: as `begin_stream`."""
+        self.begin_stream(model_dir, whole=push.plan.whole)
+        return self._first_problem("opd_take_directly", push)
+
+    def _first_problem(self, method: str, *arguments: Any) -> str:
+        """Call a method in all processes of the engine, and return the first text that is not empty, or an empty one."""
+        return next(filter(None, self._llm.collective_rpc(method, args=arguments)), "")
 
     def _load_all(self, model_dir: Path) -> None:
         """Load all weights of a directory: into the running engine if that fits, else into a new one."""

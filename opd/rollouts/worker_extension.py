@@ -11,13 +11,17 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.models.buckets import Bucket
 from opd.rollouts.cpu_patches import drop_expert_kernels, repack_output_head, rotate_every_head
 from opd.rollouts.processes import unlink_shared_memory
+from opd.transfer.routes import DirectPush, MeetingPoint, Route
+
+if TYPE_CHECKING:
+    from opd.rollouts.direct import EngineChannel
 
 EXTENSION = "opd.rollouts.worker_extension.WorkerExtension"
 """The name under which vLLM imports the class below."""
@@ -27,6 +31,9 @@ PR_SET_PDEATHSIG = 1
 class WorkerExtension:
     """Methods that are added to vLLM's worker class; each process of an engine has one such worker. vLLM refuses a method whose name its
     own class has."""
+
+    _opd_channel: EngineChannel | None = None
+    """The channel of direct pushes; None if this process has joined none."""
 
     def opd_bind(self, owner: int | None) -> None:
         """Leave no shared memory behind, and end when the process `owner`, which started this one, ends. None: leave that to vLLM.
@@ -105,6 +112,44 @@ class WorkerExtension:
         layer is complete."""
         with self._opd_reloading():
             self._opd_model().load_weights(bucket.tensors())
+
+    def opd_memory_id(self) -> str:
+        """Return the id of this process's GPU: see `opd.transfer.handles.find_memory_id`."""
+        from opd.transfer.handles import find_memory_id
+
+        return find_memory_id(self._opd_this().device)
+
+    def opd_join_channel(self, meeting: MeetingPoint, routes: Sequence[Route]) -> str:
+        """Join the channel of direct pushes by the route of this process. Returns the reason if that fails; else an empty text."""
+        from opd.rollouts.direct import EngineChannel
+        from opd.transfer.channel import TransferBroken
+
+        this = self._opd_this()
+        if self._opd_channel is not None:
+            self._opd_channel.close()
+            self._opd_channel = None
+        try:
+            self._opd_channel = EngineChannel(meeting, routes[this.rank], this.device)
+        except TransferBroken as error:
+            return str(error)
+        return ""
+
+    def opd_take_directly(self, push: DirectPush) -> str:
+        """Take the weights of a push out of the channel, between `opd_begin_stream` and `opd_finish_stream`. Returns the reason why not
+        all came; else an empty text."""
+        from opd.transfer.channel import TransferBroken
+
+        if self._opd_channel is None:  # the engine was started anew after it had joined
+            return "the engine is in no channel"
+        try:
+            for tensors in self._opd_channel.take_buckets(push):
+                with self._opd_reloading():
+                    self._opd_model().load_weights(tensors)
+        except TransferBroken as error:
+            self._opd_channel.close()
+            self._opd_channel = None
+            return str(error)
+        return ""
 
     def opd_finish_stream(self) -> None:
         """Finish the stream of weights, all of which have come."""

@@ -55,6 +55,7 @@ NO_KEY = {
     "fp16": "write trainer.dtype: bfloat16; float16 is not trained in",
     "top_p": "remove the key: responses have to be samples of the student's own distribution",
     "top_k": "remove the key: responses have to be samples of the student's own distribution",
+    "colocate": "remove the key: cluster.rollout_gpus, teacher_gpus and trainer_gpus below 1 put the roles on the same GPUs",
     "device": "remove the key: cluster.trainer_gpus, rollout_gpus and teacher_gpus say who has a GPU",
     "zero_stage": "remove the key: ranks always shard weights, gradients and optimiser, which is stage 3",
     "score_early": "remove the key: teachers score a step once it is written; it saved no time where it was measured",

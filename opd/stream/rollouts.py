@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, get_args
 
+import numpy as np
 import pyarrow as pa
+from blake3 import blake3
 
 from opd.errors import RunError
 from opd.records.token_ids import find_unknown_id
@@ -145,6 +148,21 @@ def _find_segment_contradiction(rollout: Rollout) -> str:
     if rollout.sample_id in (rollout.parent, rollout.next):
         return "a segment that is its own parent or its own next one"
     return ""
+
+
+_NUMBERS = {"prompt_ids": np.int64, "response_ids": np.int64, "behaviour_logprobs": np.float32}
+"""Fields with many numbers -> type in which `digest_rollout` compares them. Log-probs travel as float32."""
+_OTHER_FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in _NUMBERS)
+
+
+def digest_rollout(rollout: Rollout) -> str:
+    """Return a hash, 32 hexadecimal digits, that is equal for a rollout and for the same one after it was encoded and decoded."""
+    digest = blake3(repr([getattr(rollout, name) for name in _OTHER_FIELDS]).encode())
+    for name, kind in _NUMBERS.items():
+        numbers = np.array(getattr(rollout, name), kind)
+        digest.update(repr(len(numbers)).encode())
+        digest.update(numbers.tobytes())
+    return digest.hexdigest(length=16)
 
 
 def encode_rollouts(rollouts: Sequence[Rollout]) -> pa.RecordBatch:

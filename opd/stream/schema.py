@@ -14,7 +14,7 @@ that many rows share are an entry of a dictionary, and a scorer's small batches 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -123,16 +123,10 @@ def write_stream(
     return sink.getvalue()
 
 
-def write_parts(
-    batches: Iterable[Sequence[TargetRow]],
-    dtype: str,
-    payload: str,
-    *,
-    worker: int,
-    broken: dict[str, str],
-    teachers: Iterable[str],
-) -> Iterator[pa.Buffer]:
-    """Yield a worker's step as parts, each as soon as it is full. The last part, which may have no row, ends the step.
+def cut_parts(
+    batches: Iterable[Sequence[TargetRow]], *, worker: int, broken: dict[str, str], teachers: Iterable[str]
+) -> Iterator[tuple[list[TargetRow], PartRecord]]:
+    """Yield rows and record of each part of a worker's step, as soon as it is full. The last part, which may have no row, ends the step.
 
     `batches`: rows as the scorer yields them. `broken`: the scorer puts samples in that it cannot score, and each part takes
     them out. `teachers`: names of all teachers of the step, whose rows the last part counts.
@@ -145,11 +139,24 @@ def write_parts(
         for row in batch:
             counts[row.teacher] += 1
         if len(rows) >= PART_ROWS or sum(row.answer.nbytes for row in rows) >= PART_BYTES:
-            yield write_stream(rows, dtype, payload, PartRecord(worker=worker, number=number, broken=broken))
+            yield rows, PartRecord(worker=worker, number=number, broken=dict(broken))
             broken.clear()
             rows, number = [], number + 1
-    end = PartRecord(worker=worker, number=number, broken=broken, teachers=counts)
-    yield write_stream(rows, dtype, payload, end)
+    yield rows, PartRecord(worker=worker, number=number, broken=dict(broken), teachers=counts)
+
+
+def write_parts(
+    batches: Iterable[Sequence[TargetRow]],
+    dtype: str,
+    payload: str,
+    *,
+    worker: int,
+    broken: dict[str, str],
+    teachers: Iterable[str],
+) -> Iterator[pa.Buffer]:
+    """Yield the parts of `cut_parts`, encoded."""
+    for rows, record in cut_parts(batches, worker=worker, broken=broken, teachers=teachers):
+        yield write_stream(rows, dtype, payload, record)
 
 
 def _encode_rows(rows: Sequence[TargetRow], schema: pa.Schema) -> pa.RecordBatch:
@@ -186,10 +193,15 @@ class Stream:
     part: PartRecord = PartRecord()
 
 
-def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None = None) -> Stream:
+def read_stream(
+    source: pa.Buffer | bytes | memoryview,
+    vocab_size: int | None = None,
+    wanted: Callable[[str], bool] = lambda sample_id: True,
+) -> Stream:
     """Decode and check one part. Hidden states stay views into `source`.
 
-    `vocab_size`: ids that a teacher names have to be below it; None if the tokenizer is not known.
+    `vocab_size`: ids that a teacher names have to be below it; None if the tokenizer is not known. `wanted` says of a sample id
+    whether its rows are decoded.
     Raises: StreamError if the version differs, the stream was cut, a row's lengths disagree, or an id is out of range.
     """
     try:
@@ -201,7 +213,7 @@ def read_stream(source: pa.Buffer | bytes | memoryview, vocab_size: int | None =
             if missing:
                 raise StreamError(f"target stream: column {missing} has missing values")
             _check_ids(batch, answers.TOKEN_IDS, vocab_size)
-            rows = tuple(_decode_rows(batch, answers))
+            rows = tuple(_decode_rows(batch, answers, wanted))
     except rollouts.RolloutError as error:
         raise StreamError(f"target stream: {error}") from None
     except (pa.ArrowException, ValueError, OSError) as error:  # ValueError: text that is not UTF-8
@@ -277,23 +289,31 @@ def _check_ids(batch: pa.RecordBatch, answered: Sequence[str], vocab_size: int |
             )
 
 
-def _decode_rows(batch: pa.RecordBatch, answers: type[Answer]) -> Iterator[TargetRow]:
-    """Yield the batch's rows. Raises: RolloutError for a rollout that contradicts itself."""
+def _decode_rows(batch: pa.RecordBatch, answers: type[Answer], wanted: Callable[[str], bool]) -> Iterator[TargetRow]:
+    """Yield the batch's rows of the samples that are wanted. Raises: RolloutError for a rollout that contradicts itself."""
+    numbers = [i for i, sample_id in enumerate(batch.column("sample_id").to_pylist()) if wanted(sample_id)]
     columns = {name: batch.column(name) for name in batch.schema.names}
     shared = columns.pop(SHARED)
-    entries, numbers = shared.dictionary.to_pylist(), shared.indices.to_pylist()
-    lists = {
-        name: _binary_views(c) if pa.types.is_large_binary(c.type) else c.to_pylist() for name, c in columns.items()
-    }
+    entries, entry_of = shared.dictionary.to_pylist(), shared.indices.to_pylist()
+    lists = {name: _list_values(column, numbers) for name, column in columns.items()}
     answered = [name for name, _ in (*answers.GROUP, *answers.ROW)]
-    for i, number in enumerate(numbers):
-        values = entries[number] | {name: column[i] for name, column in lists.items()}
+    for place, i in enumerate(numbers):
+        values = entries[entry_of[i]] | {name: column[place] for name, column in lists.items()}
         yield TargetRow(
             rollout=rollouts.build_rollout(values),
             teacher=values["teacher"],
             weight=values["weight"],
             answer=answers(**{name: values[name] for name in answered}),
         )
+
+
+def _list_values(column: pa.Array, numbers: Sequence[int]) -> list[Any]:
+    """Return the values of some rows; those of hidden states are views into the column's buffers."""
+    if pa.types.is_large_binary(column.type):
+        views = _binary_views(column)
+        return [views[i] for i in numbers]
+    values: list[Any] = column.take(pa.array(numbers, pa.int64())).to_pylist()
+    return values
 
 
 def _binary_views(binary: pa.LargeBinaryArray) -> list[memoryview]:

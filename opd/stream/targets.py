@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,15 +13,52 @@ import numpy as np
 from opd import cluster
 from opd.errors import RunError
 from opd.records.types import Rollout
-from opd.stream.schema import PartRecord, StreamError, TargetRow, read_stream
+from opd.stream.part_files import read_part
+from opd.stream.part_summaries import PartSummary, RowSummary, make_summary
+from opd.stream.rollouts import digest_rollout
+from opd.stream.schema import PartRecord, StreamError, read_stream
 
 if TYPE_CHECKING:  # it needs torch
     from opd.models.heads import HeadSource
 
 
-Sink = Callable[[PartRecord | None, np.ndarray | None], Callable[[], object] | None]
-"""Function that is called with record and bytes of each part as it comes, and after the last part with None for both. It may return a
-function that waits until the sink is done."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPart:
+    """Some scored rows of a step. The driver knows their summary; the trainer reads the rows themselves through the handle."""
+
+    handle: Any
+    """Handle of Ray's object store to the bytes, uint8 [bytes], of an Arrow stream of `opd.stream.schema`; or the path of a file of the
+    target log that has them. `opd.stream.part_files.read_part` reads both."""
+    summary: PartSummary
+    driver_bytes: int
+    """Bytes of the part and its summary that came through the driver."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.summary.nbytes
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Sample id of each row."""
+        return tuple(row.sample_id for row in self.summary.rows)
+
+
+def make_part(raw: np.ndarray, sender: str) -> StreamPart:
+    """Check the bytes of a part that came to the driver itself, and put them into the object store. Raises: StreamError.
+
+    Ids are not checked against the vocabulary here: the ranks do that when they read the rows.
+    """
+    try:
+        stream = read_stream(raw.data)
+    except StreamError as error:
+        raise StreamError(f"{sender}: {error}") from None
+    summary = make_summary(stream.rows, stream.part, (stream.dtype, stream.payload), raw.nbytes)
+    return StreamPart(handle=cluster.put_object(raw), summary=summary, driver_bytes=raw.nbytes)
+
+
+Sink = Callable[[StreamPart | None], Callable[[], object] | None]
+"""Function that is called with each part as it comes, and after the last part with None. It may return a function that waits until the
+sink is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,17 +85,6 @@ class TeacherRequest:
     """Who sends the rows, as errors name it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPart:
-    """Some scored rows of a step. The driver has checked them and does not keep them; the trainer reads them through the handle."""
-
-    handle: Any
-    """Handle of Ray's object store to the bytes, uint8 [bytes], of an Arrow stream of `opd.stream.schema`."""
-    nbytes: int
-    samples: tuple[str, ...]
-    """Sample id of each row."""
-
-
 class TargetStream:
     """The scored rows of one step. The trainer takes parts until there are no more.
 
@@ -69,13 +94,13 @@ class TargetStream:
 
     def __init__(
         self,
-        source: Iterator[Any],
+        source: Iterator[StreamPart],
         request: TeacherRequest,
         *,
         heads: Mapping[str, HeadSource],
         restarted: Sequence[str] = (),
     ) -> None:
-        """Keep the request. `source` yields handles to parts as they are scored, and may add names to `restarted` meanwhile."""
+        """Keep the request. `source` yields parts as they are scored, and may add names to `restarted` meanwhile."""
         self.request = request
         self.heads = heads
         """Content hash -> source of the output head, for every head that the rows name. A rank reads those that it needs."""
@@ -89,9 +114,12 @@ class TargetStream:
         """Seconds from the request to the last part; 0 before the last part."""
         self.num_parts = 0
         self.nbytes = 0
+        self.driver_bytes = 0
+        """Bytes of parts and summaries that came through this process, the driver."""
         self._began = time.monotonic()
         self._source = source
         self._sent_rollouts = {r.sample_id: r for r in request.rollouts}
+        self._digests = {r.sample_id: digest_rollout(r) for r in request.rollouts}
         self._missing = {(r.sample_id, name) for r in request.rollouts for name in request.teachers[r.domain]}
         self._rows_to_take = Counter(sample_id for sample_id, _ in self._missing)
         self._collected: deque[StreamPart] = deque()
@@ -115,6 +143,11 @@ class TargetStream:
         waits, self._sink_waits = self._sink_waits, []
         for wait in waits:
             wait()
+
+    def read_part(self, part: StreamPart) -> np.ndarray:
+        """Return the bytes of a part, uint8, in this process. Raises: WorkerDied if Ray or the part is gone."""
+        self.driver_bytes += part.nbytes
+        return read_part(part.handle)
 
     def wait_for_parts(self) -> None:
         """Wait for all parts; `take_part` returns them afterwards. Raises: what `take_part` raises."""
@@ -151,55 +184,49 @@ class TargetStream:
     def _next_part(self) -> StreamPart | None:
         if self.arrived:
             return None
-        handle = next(self._source, None)
-        if handle is None:
+        part = next(self._source, None)
+        if part is None:
             # The check comes before the sinks hear of the end, because the target log then commits the step.
             self._check_complete()
             self.busy_s = time.monotonic() - self._began
-            self._show_to_sinks(None, None)
+            self._show_to_sinks(None)
             self.arrived = True
             return None
-        raw = cluster.fetch_object(handle)
-        try:
-            # Ids are not checked against the vocabulary here: the ranks do that when they read the rows.
-            stream = read_stream(memoryview(raw))
-        except StreamError as error:
-            raise StreamError(f"{self.request.sender}: {error}") from None
-        if (stream.dtype, stream.payload) != self.request.kind:
+        summary = part.summary
+        if (summary.dtype, summary.payload) != self.request.kind:
             raise StreamError(
-                f"{self.request.sender}: {stream.payload} in {stream.dtype} came, wanted {' in '.join(self.request.kind[::-1])}"
+                f"{self.request.sender}: {summary.payload} in {summary.dtype} came, wanted {' in '.join(self.request.kind[::-1])}"
             )
-        for row in stream.rows:
+        for row in summary.rows:
             self._check_row(row)
-        self._keep_part(stream.part, stream.rows)
-        self._show_to_sinks(stream.part, raw)
+        self._note_part(summary.record, summary.rows)
+        self._show_to_sinks(part)
         self.num_parts += 1
-        self.nbytes += raw.nbytes
-        return StreamPart(handle=handle, nbytes=raw.nbytes, samples=tuple(row.rollout.sample_id for row in stream.rows))
+        self.nbytes += part.nbytes
+        self.driver_bytes += part.driver_bytes
+        return part
 
-    def _show_to_sinks(self, record: PartRecord | None, raw: np.ndarray | None) -> None:
-        self._sink_waits += [wait for sink in self._sinks if (wait := sink(record, raw)) is not None]
+    def _show_to_sinks(self, part: StreamPart | None) -> None:
+        self._sink_waits += [wait for sink in self._sinks if (wait := sink(part)) is not None]
 
-    def _check_row(self, row: TargetRow) -> None:
+    def _check_row(self, row: RowSummary) -> None:
         """Check that the row was requested, comes once, and is about the very tokens that were sent. Raises: StreamError."""
-        sample_id = row.rollout.sample_id
-        label = f"{self.request.sender}: row {sample_id} of teacher {row.teacher}"
-        rollout = self._sent_rollouts.get(sample_id)
-        if rollout is None or (sample_id, row.teacher) not in self._missing:
+        label = f"{self.request.sender}: row {row.sample_id} of teacher {row.teacher}"
+        rollout = self._sent_rollouts.get(row.sample_id)
+        if rollout is None or (row.sample_id, row.teacher) not in self._missing:
             raise StreamError(f"{label}: not asked for, or twice")
         expected = self.request.teachers[rollout.domain][row.teacher]
         # The weight travelled as float32.
-        if row.weight != float(np.float32(expected.weight)) or row.answer.head_key() != expected.head:
+        if row.weight != float(np.float32(expected.weight)) or row.head != expected.head:
             raise StreamError(f"{label}: another weight or head")
-        if not _equal_as_sent(row.rollout, rollout):
+        if row.rollout != self._digests[row.sample_id]:
             raise StreamError(f"{label}: not the rollout that was sent")
-        width = row.answer.width(rollout.num_trained)
-        self._width = width if self._width is None else self._width
-        if width not in (None, self._width):
-            raise StreamError(f"{label}: an answer of width {width}, others have {self._width}")
-        self._missing.remove((sample_id, row.teacher))
+        self._width = row.width if self._width is None else self._width
+        if row.width not in (None, self._width):
+            raise StreamError(f"{label}: an answer of width {row.width}, others have {self._width}")
+        self._missing.remove((row.sample_id, row.teacher))
 
-    def _keep_part(self, record: PartRecord, rows: Sequence[TargetRow]) -> None:
+    def _note_part(self, record: PartRecord, rows: Sequence[RowSummary]) -> None:
         records = self._records.setdefault(record.worker, [])
         # A worker's parts come in order, and none after the one that ended its step.
         if record.number != len(records) or (records and records[-1].teachers is not None):
@@ -244,12 +271,3 @@ def refuse_many_broken(broken: Mapping[str, str], num_rollouts: int, max_share: 
             f"{len(broken)} of {num_rollouts} responses could not be scored, first {sample_id}: {reason}; "
             f"teachers.max_quarantined is {max_share}"
         )
-
-
-_OTHER_FIELDS = attrgetter(*(field.name for field in fields(Rollout) if field.name != "behaviour_logprobs"))
-
-
-def _equal_as_sent(came: Rollout, sent: Rollout) -> bool:
-    """Return True if all fields are equal. Log-probs are compared as float32, because they travel in that type."""
-    sent_logprobs, came_logprobs = (np.array(rollout.behaviour_logprobs, np.float32) for rollout in (sent, came))
-    return _OTHER_FIELDS(came) == _OTHER_FIELDS(sent) and np.array_equal(sent_logprobs, came_logprobs)

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from opd.files import raise_storage_errors, replace_dir
+from opd.files import blake3_file, raise_storage_errors, replace_dir
 from opd.records.episodes import EpisodeStats
 from opd.records.types import Prompt, QuarantinedPrompt, RolloutBatch
 from opd.stream.rollouts import RolloutError, read_file, write_file
@@ -159,9 +159,14 @@ def describe_file(raw: memoryview) -> dict[str, Any]:
 
 def read_verified(path: Path, facts: Mapping[str, Any]) -> np.ndarray:
     """Read a file, and compare it with `facts`, its entry in the manifest. Raises: ValueError if it differs; OSError."""
-    data = path.read_bytes()
-    if len(data) != facts["bytes"]:
-        raise ValueError(f"{path.name}: {len(data)} bytes, wanted {facts['bytes']}")
-    if describe_file(memoryview(data)) != dict(facts):
+    verify_file(path, facts)
+    return np.frombuffer(path.read_bytes(), dtype=np.uint8)
+
+
+def verify_file(path: Path, facts: Mapping[str, Any]) -> None:
+    """Compare a file with `facts`, its entry in the manifest, without keeping its bytes. Raises: ValueError if it differs; OSError."""
+    nbytes = path.stat().st_size
+    if nbytes != facts["bytes"]:
+        raise ValueError(f"{path.name}: {nbytes} bytes, wanted {facts['bytes']}")
+    if {"blake3": blake3_file(path), "bytes": nbytes} != dict(facts):
         raise ValueError(f"{path.name}: its bytes were changed")
-    return np.frombuffer(data, dtype=np.uint8)

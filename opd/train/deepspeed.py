@@ -24,6 +24,7 @@ from opd.stream.targets import TargetStream
 from opd.traces.selection import watched_samples
 from opd.train.batch import DIVERGENCE, POLICY, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
+from opd.train.direct_source import RanksSource
 from opd.train.feed import Feed
 from opd.train.policy import make_policy_component
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
@@ -58,6 +59,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         super().__init__(TrainerRank, spec.rank, spec, "trainer")
         self._spec = spec
         self._objective = spec.rank.objective
+        self._direct = RanksSource(self._ranks, spec.rank.model_dir.absolute(), self._timeout_s)
 
     def train_step(
         self,
@@ -232,6 +234,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
                 gathering = self._submit_to_all(TrainerRank.gather_bucket)
             yield handle
 
+    def direct_source(self, nbytes: int, *, keeps: bool) -> RanksSource:
+        self._direct.begin(nbytes, keeps=keeps, stream=partial(self.stream_changed, nbytes))
+        return self._direct
+
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)
 
@@ -243,9 +249,7 @@ def compute_baselines(targets: TargetStream) -> dict[str, float]:
     have none. Raises: what `TargetStream.take_part` raises.
     """
     targets.wait_for_parts()
-    rows = (
-        row for part in targets.collected for row in read_stream(pa.py_buffer(cluster.fetch_object(part.handle))).rows
-    )
+    rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(targets.read_part(part))).rows)
     return leave_one_out_baselines(
         gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined)
     )

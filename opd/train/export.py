@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opd.errors import StorageError
 from opd.files import raise_storage_errors
-from opd.models.buckets import Bucket, BucketWriter, count_padded_bytes
+from opd.models.buckets import Bucket, BucketSlot, BucketWriter, count_padded_bytes, make_slots
 from opd.models.files import ModelFiles
 from opd.models.weights import FileGroup, State, iterate_persistent_buffers, make_file_groups, whole_shape
 from opd.train.lora import PlainWeight
@@ -124,16 +124,9 @@ class WeightSender:
     """Gathers the tensors of `FileTensors` in buckets. All ranks gather the same bucket at the same time; one of them gets it."""
 
     def __init__(self, tensors: FileTensors, nbytes: int) -> None:
-        """Plan the buckets. All have the same limit: `nbytes`, or the size of the largest tensor if that is more.
-
-        Machines pass buckets on to each other, and the others would wait for the one that has a bucket larger than theirs.
-        """
+        """Plan the buckets: see `plan_parts`."""
         self._tensors = tensors
-        planned = [
-            {name: count_padded_bytes(tensor) for name, tensor in group.items()} for group in tensors.planned_tensors()
-        ]
-        room = max((nbytes, *(size for sizes in planned for size in sizes.values())))
-        self._pending_parts = deque(_split_groups(tensors.groups, planned, room))
+        self._pending_parts = deque(plan_parts(tensors, nbytes))
         self._ready_buckets: deque[Bucket | None] = deque()
         """Buckets that were gathered together with an earlier one, in the order in which they are returned next."""
         self.count = sum(len(part.buckets) for part in self._pending_parts)
@@ -145,56 +138,73 @@ class WeightSender:
             self._ready_buckets.extend(self._gather_part(self._pending_parts.popleft(), sends))
         return self._ready_buckets.popleft()
 
-    def _gather_part(self, part: _GatheredPart, sends: bool) -> list[Bucket | None]:
-        writers = [BucketWriter(sum(sizes.values())) for sizes in part.buckets] if sends else []
+    def _gather_part(self, part: GatheredPart, sends: bool) -> list[Bucket | None]:
+        writers = [BucketWriter(slots[-1].end) for slots in part.buckets] if sends else []
         for group in part.groups:
             with self._tensors.gather_group(group):
                 if sends:
                     values = self._tensors.group_tensors(group)
-                    for writer, sizes in zip(writers, part.buckets, strict=True):
-                        writer.add({name: tensor for name, tensor in values.items() if name in sizes})
+                    for writer, slots in zip(writers, part.buckets, strict=True):
+                        writer.add({slot.name: values[slot.name] for slot in slots if slot.name in values})
         return [writer.finish_bucket() for writer in writers] if sends else [None] * len(part.buckets)
 
 
 @dataclass(slots=True)
-class _GatheredPart:
+class GatheredPart:
     """Weights that are gathered before the next are: groups that share one bucket, or one group that needs several buckets, such as
     the experts of a layer."""
 
     groups: list[FileGroup]
-    buckets: list[dict[str, int]]
-    """Bytes of each tensor in a bucket, by name."""
+    buckets: list[tuple[BucketSlot, ...]]
+
+
+def plan_parts(tensors: FileTensors, nbytes: int) -> list[GatheredPart]:
+    """Plan the buckets without gathering anything. All have the same limit: `nbytes`, or the size of the largest tensor if that is more.
+
+    Machines pass buckets on to each other, and the others would wait for the one that has a bucket larger than theirs.
+    """
+    planned = list(tensors.planned_tensors())
+    sizes = [{name: count_padded_bytes(tensor) for name, tensor in group.items()} for group in planned]
+    room = max((nbytes, *(size for group in sizes for size in group.values())))
+    tensor_by_name = {name: tensor for group in planned for name, tensor in group.items()}
+    return [
+        GatheredPart(groups, [make_slots({name: tensor_by_name[name] for name in names}) for names in buckets])
+        for groups, buckets in _split_groups(tensors.groups, sizes, room)
+    ]
 
 
 def _split_groups(
     groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int
-) -> Iterator[_GatheredPart]:
-    """Put groups into buckets in order, as many into each as it has room for.
+) -> Iterator[tuple[list[FileGroup], list[list[str]]]]:
+    """Put groups into buckets in order, as many into each as it has room for. Yield groups that are gathered before the next are, with the
+    names of the tensors in their bucket; a group that needs several buckets comes alone.
 
     `planned` has, for each group, name -> bytes of its tensors. `room`: bytes of a bucket; no tensor is larger.
     """
-    held, bytes_held = _GatheredPart([], [{}]), 0
+    held: list[FileGroup] = []
+    names: list[str] = []
+    bytes_held = 0
     for group, sizes in zip(groups, planned, strict=True):
         size = sum(sizes.values())
-        if held.groups and bytes_held + size > room:
-            yield held
-            held, bytes_held = _GatheredPart([], [{}]), 0
+        if held and bytes_held + size > room:
+            yield held, [names]
+            held, names, bytes_held = [], [], 0
         if size > room:
-            yield _GatheredPart([group], list(_split_group(sizes, room)))
+            yield [group], list(_split_group(sizes, room))
         else:
-            held.groups.append(group)
-            held.buckets[0].update(sizes)
+            held.append(group)
+            names.extend(sizes)
             bytes_held += size
-    if held.groups:
-        yield held
+    if held:
+        yield held, [names]
 
 
-def _split_group(sizes: Mapping[str, int], room: int) -> Iterator[dict[str, int]]:
-    """Yield buckets (name -> bytes) for the tensors of a group that needs several, as many tensors in each as it has room for."""
+def _split_group(sizes: Mapping[str, int], room: int) -> Iterator[list[str]]:
+    """Yield the names of the tensors of each bucket of a group that needs several, as many tensors in each as it has room for."""
     held: dict[str, int] = {}
     for name, size in sizes.items():
         if held and sum(held.values()) + size > room:
-            yield held
+            yield list(held)
             held = {}
         held[name] = size
-    yield held
+    yield list(held)

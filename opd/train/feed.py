@@ -1,4 +1,5 @@
-"""Delivery of a step's scored rows from the driver to the trainer ranks, micro-batch by micro-batch; each rank gets only its own.
+"""Delivery of a step's scored rows to the trainer ranks, micro-batch by micro-batch. The driver hands each rank the handles of the parts
+that have rows of its own; the rank reads these rows from shared memory or a file, and decodes no others.
 
 The parts that the driver took and that are not trained yet may have a limited number of bytes."""
 
@@ -8,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from opd.stream.rank_parts import split_part
 from opd.stream.targets import StreamPart, TargetStream
 
 
@@ -38,7 +38,8 @@ class Feed:
         """Most bytes of parts that were taken and not yet trained."""
 
     def send_rows(self, index: int, finish_oldest: Callable[[], bool]) -> list[list[Any]]:
-        """Wait until the rows of round `index` are there. Returns, for each rank, handles to its rows that came since the last call.
+        """Wait until the rows of round `index` are there. Returns, for each rank, handles to the parts with its rows that came since the
+        last call.
 
         For the last round, this waits for all rows. While the queue is full, it calls `finish_oldest`, which waits for the
         oldest round to end and calls `mark_trained`, or returns False if no round is running. In the latter case parts are
@@ -60,8 +61,8 @@ class Feed:
         new, self._unsent_parts = self._unsent_parts, []
         handles: list[list[Any]] = [[] for _ in range(self._num_ranks)]
         for part in new:
-            for rank, handle in split_part(part, self._rank_of.__getitem__).items():
-                handles[rank].append(handle)
+            for rank in sorted({self._rank_of[i] for i in part.samples}):
+                handles[rank].append(part.handle)
         self._running_rounds += 1
         return handles
 

@@ -42,7 +42,7 @@ def load_share(
     empty = Naming(AutoConfig.from_pretrained(model_dir, trust_remote_code=False), dtype).model
     config, cut = empty.config, _Cut(dtype, deepspeed or {}, one_by_one=bucket is not None)
     rows = config.get_text_config(decoder=True).vocab_size
-    attends = "eager" if eager_attention else choose_attention(config)
+    attends = "eager" if eager_attention else choose_attention(config, cut.device, dtype)
     with _tensor_readers(model_dir) as tensors, _read_one_at_a_time(), _cut_when_it_comes(cut, rows):
         lm = type(empty).from_pretrained(
             None, config=config, state_dict=tensors, dtype=dtype, attn_implementation=attends

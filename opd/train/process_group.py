@@ -7,15 +7,10 @@ import socket
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 
 from opd.machine.address import GLOO_DEVICE
-
-
-def open_listener(address: str) -> socket.socket:
-    """Open a socket that listens on a free port of this address and no other. Raises: OSError."""
-    return socket.create_server((address, 0), family=_address_family(address))
+from opd.machine.network import find_network_device
 
 
 def join_ranks(
@@ -52,24 +47,3 @@ def set_gloo_device(address: str) -> None:
     device = os.environ.get(GLOO_DEVICE) or find_network_device(address)
     if device:
         os.environ[GLOO_DEVICE] = device
-
-
-def find_network_device(address: str) -> str:
-    """Return the name of the network device through which this machine reaches `address`; empty if there is none.
-
-    If the machine itself has the address, that is the device with the address, such as loopback.
-    """
-    with socket.socket(_address_family(address), socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # nothing is sent: for UDP this only chooses a route, and with it our address
-        except OSError:
-            return ""
-        own = probe.getsockname()[0]
-    devices = psutil.net_if_addrs()
-    return next(
-        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == own for entry in has)), ""
-    )
-
-
-def _address_family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -20,16 +20,18 @@ from opd.errors import RunError
 from opd.losses.policy_gradient import PolicyGradient
 from opd.machine.devices import to_device
 from opd.models.buckets import Bucket
-from opd.models.heads import OWN_HEAD, Head, HeadSource
+from opd.models.heads import OWN_HEAD, FileStamp, Head, HeadSource
 from opd.models.layouts import Packed
 from opd.models.lora import tensor_name
 from opd.payloads.none import Unscored
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
+from opd.stream.part_files import read_part
 from opd.stream.schema import TargetRow, read_stream
 from opd.train.base_scoring import BaseScorer, BaseScoring
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
+from opd.train.direct import RankChannel
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
@@ -39,6 +41,7 @@ from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
+from opd.transfer.routes import MeetingPoint, PushPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,8 @@ class TrainerRank(ZeroEngine):
     def __init__(self, options: RankOptions, rank: int) -> None:
         super().__init__(options, rank, partial(_load_student, options))
         self._heads: OrderedDict[str, Head] = OrderedDict()
+        self._hashed_heads: dict[str, FileStamp] = {}
+        """For `HeadSource.read`: a head that finds no place in `trainer.head_memory` is read every step, but hashed once."""
         self._companions: dict[str, Companion] = {}
         self._sequence_group: SequenceGroup | None = None
         """The ranks that share rows with this one; None if every rank has rows of its own."""
@@ -139,6 +144,7 @@ class TrainerRank(ZeroEngine):
 
     def start(self, address: str, port: int) -> None:
         super().start(address, port)
+        self._channel = RankChannel(self._rank, self._device)
         for spec in self._options.companions:
             self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
         options = self._options
@@ -169,17 +175,17 @@ class TrainerRank(ZeroEngine):
 
     @property
     def _shard(self) -> Shard | None:
-        return self._sequence_group and self._sequence_group.shard
+        return self._sequence_group.shard if self._sequence_group else None
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
         self._step = _StepInput(work, heads, self._options.vocab_size)
 
-    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray) -> None:
+    def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray | Path) -> None:
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
 
-        `parts` are Arrow streams with the rows of this rank that came since the last call. Each is an argument of its own,
-        because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
+        `parts` came since the last call, and have rows of this rank among others: Arrow streams, or files of the target log that hold
+        them. Each is an argument of its own, because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
         teachers could not score: they are not trained, whatever the other teachers sent. If there are such samples, and
         components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
         """
@@ -369,6 +375,33 @@ class TrainerRank(ZeroEngine):
         assert bucket is not None
         return bucket
 
+    def memory_id(self) -> str:
+        """Return the id of this rank's GPU: see `opd.transfer.handles.find_memory_id`."""
+        return self._channel.memory_id
+
+    def listen(self, address: str) -> int:
+        """Listen at `address` for the processes of a channel, on rank 0 alone. Returns the port."""
+        return self._channel.listen(address)
+
+    def join_channel(self, meeting: MeetingPoint, processes: tuple[int, ...]) -> str:
+        """Join the channel to the engines: see `RankChannel.join`."""
+        return self._channel.join(meeting, processes)
+
+    def plan_direct(self, nbytes: int) -> tuple[PushPlan, dict[int, tuple[bytes, ...]]]:
+        """Plan a direct push of the weights that training changes: see `RankChannel.plan`."""
+        return self._channel.plan(self._file_tensors(only_changed=True), nbytes)
+
+    def send_directly(self, number: int, *, keeps: bool) -> str:
+        """Send the weights of `plan_direct`: see `RankChannel.send`."""
+        problem = self._channel.send(number, keeps=keeps)
+        if self._options.lends_memory:
+            torch.cuda.empty_cache()
+        return problem
+
+    def kept_bucket(self, index: int) -> Bucket:
+        """Return a bucket that `send_directly` kept, on rank 0 alone."""
+        return self._channel.kept_bucket(index)
+
     def _fetch_head(self, source: HeadSource) -> Head:
         """Return the head on this device, in the type in which it was sent; a head that is not in the cache is read.
 
@@ -377,7 +410,7 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read().to(self._device), source.rule)
+            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -419,12 +452,13 @@ class _StepInput:
         self.dtype = torch.float32
         """Type of the hidden states in the parts that came; all parts have the same."""
 
-    def keep_rows(self, parts: Sequence[np.ndarray]) -> None:
-        """Decode these parts, and keep each row until its micro-batch is trained."""
+    def keep_rows(self, parts: Sequence[np.ndarray | Path]) -> None:
+        """Decode this rank's rows of these parts, and keep each until its micro-batch is trained."""
         import pyarrow as pa
 
         for part in parts:
-            stream = read_stream(pa.py_buffer(part), self._vocab_size)
+            raw = read_part(part)
+            stream = read_stream(pa.py_buffer(raw), self._vocab_size, self._sample_ids.__contains__)
             self.dtype = getattr(torch, stream.dtype)
             self.add_rows(stream.rows)
 

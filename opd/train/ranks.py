@@ -106,7 +106,10 @@ class Ranks(Generic[E]):
         Raises: RunError past the deadline, or if rows influence each other in every layout.
         """
         cluster.wait_for_all(self._starting, timeout_s=self._ranks_spec.start_timeout_s)
-        self.layout = prove_layout(self._layout_error, self._model_label, share=self._ranks_spec.share_prompts)
+        spec = self._ranks_spec
+        self.layout = prove_layout(
+            self._layout_error, self._model_label, share=spec.share_prompts, varlen=spec.gpus > 0
+        )
         self._call(self._cls.use_layout, self.layout.layout)
 
     def _layout_error(self, layout: str) -> float:

@@ -26,9 +26,10 @@ from opd.config.sections import SUMMED_AT_ONCE
 from opd.errors import RunError
 from opd.machine.devices import to_device, trim_memory
 from opd.machine.imports import TRANSFORMERS, import_lightly
+from opd.machine.network import open_listener
 from opd.models.layouts import LAYOUTS, Packed, find_positions_before, layout_error
 from opd.models.linear_kernels import use_quick_products
-from opd.models.weights import obeys_masks, whole_shape
+from opd.models.weights import obeys_masks, takes_lengths, whole_shape
 from opd.records.types import WrittenFile
 from opd.train.compiled_layers import compile_layers
 from opd.train.exchange import (
@@ -41,7 +42,7 @@ from opd.train.export import FileTensors, write_model
 from opd.train.gathered_layers import find_leaf_classes
 from opd.train.lora import PlainWeight, list_plain_weights, select_changed_weights
 from opd.train.optimizer import AdamWOptions, build_adamw
-from opd.train.process_group import join_ranks, open_listener
+from opd.train.process_group import join_ranks
 from opd.train.shards import MOMENTS, Shards, compute_part_sizes, write_shard
 
 
@@ -144,6 +145,7 @@ class ZeroEngine:
             self._options.vocab_size,
             self._dtype,
             masks_decide=obeys_masks(module.lm),
+            lengths_decide=takes_lengths(module.lm),
         )
 
     def _compute_states(self, packed: Packed) -> Tensor:

@@ -62,10 +62,10 @@ class Chat:
         self._turns = []
 
     def answer_line(self, line: str, show: Show) -> str:
-        """Return the model's answer to a line; `show` gets its pieces as they come.
+        """Return the model's answer to a line; `show` gets its pieces as they come. Ctrl-C ends the answer where it is, and
+        raises KeyboardInterrupt.
 
-        Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue;
-        KeyboardInterrupt after Ctrl-C, and then the dialogue has the answer as far as it came.
+        Raises: PromptError if the line does not fit into the context, or the chat template refuses the dialogue.
         """
         ids = self._encode_dialogue(line)
         pieces: list[str] = []

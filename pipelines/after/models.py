@@ -30,9 +30,9 @@ class LocalModel:
 
 
 def find_model(directory: Path, tell: Callable[[str], None]) -> LocalModel:
-    """Return the model of a run directory, or of any directory with a model.
+    """Return the model of a run directory, or of a directory with a model; `tell` gets a warning if the run went on after it
+    left this model.
 
-    `tell` gets a warning if the run has gone on after it left this model.
     Raises: RunDirError for a run that has left no model yet; ModelError for a directory that is no model.
     """
     paths = RunPaths(directory)

@@ -121,10 +121,8 @@ class Comparer:
 
     @torch.no_grad()
     def _student_hidden(self, rows: Sequence[TargetRow]) -> Tensor:
-        """Return the student's hidden states, [N, D] on the CPU, like the teacher's.
-
-        Each row is computed alone: if the scorer's layout let rows see each other, the two would differ here.
-        """
+        """Return the student's hidden states, [N, D] on the CPU, like the teacher's. Each row is computed alone, so that an
+        error of a scorer's layout shows."""
         parts = []
         for row in rows:
             packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])

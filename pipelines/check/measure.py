@@ -43,6 +43,7 @@ from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machin
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_memory, suggest_fix
+from pipelines.sizing.target_log import SMALLER_LOG, describe_log, estimate_log_bytes, find_full_disk
 from pipelines.specs import scorer_options
 
 Tell = Callable[[str], None]
@@ -50,6 +51,8 @@ Route = tuple[str, Teacher]
 """A domain and one of its teachers."""
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherComparison]
 
+COMPARER = "comparing worker"
+"""Name of the worker that compares student and teachers."""
 COMPARED = 8
 """Number of responses, and of texts, of each domain on which student and teachers are compared."""
 DIFF_LINES, DIFF_WIDTH = 4, 100
@@ -66,7 +69,9 @@ class CheckReport:
     findings: tuple[CheckFinding, ...]
     memory: tuple[HostMemoryNeed, ...]
     """Memory that the merge will need on this machine."""
-    numbers: str = ""
+    log: str
+    """Disk that the target log takes, in words."""
+    numbers: str
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
 
     @property
@@ -95,12 +100,12 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
-        place_rollouts(config)
+        place_rollouts(config, scorer=COMPARER)
         engine = start_rollouts(config, inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
         arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
-        comparer = cluster.spawn_worker(Comparer, *arguments, name="comparing worker", env=env, gpus=gpus)
+        comparer = cluster.spawn_worker(Comparer, *arguments, name=COMPARER, env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
             call = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
@@ -112,6 +117,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     needs = estimate_memory(config, inputs)
     findings = (
         *memory_findings(config, needs, machine_bytes()),
+        *disk_findings(config, inputs),
         *judge_student(self_comparison),
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
@@ -122,6 +128,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         findings=findings,
         memory=tuple(needs),
         numbers=describe_numbers(written, config),
+        log=describe_log(config, inputs),
     )
 
 
@@ -277,6 +284,13 @@ def memory_findings(config: PipelineConfig, needs: Sequence[HostMemoryNeed], lim
     shortage = describe_shortage(config, needs, limit)
     if shortage is not None:
         yield CheckFinding(level="fail", domain="", message=f"the merge needs {shortage}", fix=suggest_fix(needs))
+
+
+def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFinding]:
+    """Yield a warning if the disk of the merge's default run directory has no room for the target log."""
+    shortage = find_full_disk(estimate_log_bytes(config, inputs), Path("runs"))
+    if shortage is not None:
+        yield CheckFinding(level="warn", domain="", message=shortage, fix=SMALLER_LOG)
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:

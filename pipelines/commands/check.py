@@ -37,6 +37,7 @@ def check(
     checked = measure.check_pipeline(config, samples, print_line)
     print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
     print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
+    print_line(checked.log, err=False)
     if checked.numbers:
         print_line(f"auto: {checked.numbers}", err=False)
     for finding in checked.findings:

@@ -78,7 +78,7 @@ def complete_settings(incomplete: str) -> list[str]:
 
 
 def complete_methods(incomplete: str) -> list[str]:
-    """Return methods for a comma-separated list, each after those that are typed already: a shell replaces the whole word."""
+    """Return methods for a comma-separated list, each with the methods before it that are typed already."""
     typed, comma, start = incomplete.rpartition(",")
     return [f"{typed}{comma}{name}" for name in _matching_names(METHODS, start)]
 

@@ -62,6 +62,7 @@ def plan(
     from pipelines.plan.plan import make_plan
     from pipelines.plan.spec import with_lengths
     from pipelines.plan.tables import plan_tables
+    from pipelines.sizing.target_log import SMALLER_LOG, find_full_disk
 
     config = load_pipeline(find_pipeline(pipeline), overrides)
     spec = cluster_spec(cluster, measure, config.student.model)
@@ -74,6 +75,8 @@ def plan(
             print_table(table.title, table.columns, table.rows)
         for note in merge_plan.notes:
             print_line(f"note: {note}", err=False)
+        if shortage := find_full_disk(merge_plan.log, Path("runs")):
+            print_line(f"note: on this machine {shortage}: {SMALLER_LOG}", err=False)
         if not merge_plan.fits:
             print_line(f"does not fit: {advise_changes(config, spec)}", err=False)
     if not merge_plan.fits:

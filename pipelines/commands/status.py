@@ -135,7 +135,7 @@ def _follow_run(run_dir: Path, as_json: bool) -> None:
 
 
 def _poll_run(run_dir: Path) -> Iterator[View]:
-    """Yield a view of the run after each pause, until the merge is no longer at work."""
+    """Yield a view of the run now and then, until the merge is no longer at work."""
     from opd.live.status import status_of
     from opd.live.view import RUNNING
 

@@ -31,7 +31,7 @@ def move_debug_first(args: list[str]) -> list[str]:
 
 
 def explain_usage_error(error: Any) -> OpdError:
-    """Return typer's error about a command line as one of ours."""
+    """Return typer's error in the form of all others: where, what was found, what is wanted, the way out."""
     context, option = error.ctx, getattr(error, "option_name", None)
     # Our name, whatever the program was started as: nobody could type that of `python -m cli`.
     command = " ".join(["opd", *context.command_path.split()[1:]]) if context else "opd"

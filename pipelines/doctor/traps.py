@@ -76,10 +76,8 @@ def _check_socket_paths(environ: Mapping[str, str]) -> DoctorFinding | None:
 
 
 def _check_file_locks() -> DoctorFinding | None:
-    """Check that the working directory's file system has locks. Some network file systems have none.
-
-    By a lock we know that a merge is at work in a run directory.
-    """
+    """Find out if the working directory's file system has locks, by which a run directory knows that a merge is at work in it:
+    some network file systems have none."""
     directory = Path.cwd()
     if not os.access(directory, os.W_OK):
         return None  # another check reports that

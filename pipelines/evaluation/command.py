@@ -202,7 +202,7 @@ def _evaluate_matrix(options: EvaluateOptions, target: str, tell: Tell) -> Evalu
 
 
 def _list_other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
-    """Keys in which the pipeline's exams differ from the run's."""
+    """Return the keys in which the pipeline's exams differ from the run's."""
     own = load_run_pipeline(paths.pipeline)
     return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
 

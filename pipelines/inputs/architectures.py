@@ -52,10 +52,10 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
 
     Raises: ConfigError.
     """
-    if config.sync.kind == "network" and config.student.lora is None and student.model_type in RESTARTED:
+    if config.push_kind != "shared_memory" and config.student.lora is None and student.model_type in RESTARTED:
         raise ConfigError.at(
             "sync.kind",
-            found=f"network for a student of the family {student.model_type}",
+            found=f"{config.push_kind} for a student of the family {student.model_type}",
             wanted="shared_memory: vLLM takes this family's experts from files alone",
             fix="set sync.kind to shared_memory, with engines and trainer on one machine; or train adapters (student.lora)",
         )

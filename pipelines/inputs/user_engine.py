@@ -13,6 +13,8 @@ from opd.settings.user_objects import import_user_object
 KEY = "rollout.engine"
 METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), "wait_ready")
 """The methods of an engine that a merge calls."""
+NEEDED_FOR = {"receive": ("network", "direct"), "receive_directly": ("direct",)}
+"""Method that only some ways of new weights call -> these ways, as `PipelineConfig.push_kind` names them."""
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
@@ -24,17 +26,20 @@ def import_users_engine(import_path: str) -> Any:
 def refuse_unfit(config: PipelineConfig) -> None:
     """Refuse a user's engine that lacks a method. Only classes are checked; a function that makes an engine shows no methods.
 
-    Raises: ConfigError if it cannot be imported, or lacks a method. `receive` is needed only with `sync.kind: network`.
+    Raises: ConfigError if it cannot be imported, or lacks a method. The methods of `NEEDED_FOR` are needed with some values
+    of `sync.kind` only.
     """
     import_path = config.rollout.engine
     engine = import_users_engine(import_path)
-    needed = [name for name in METHODS if name != "receive" or config.sync.kind == "network"]
+    needed = [name for name in METHODS if config.push_kind in NEEDED_FOR.get(name, (config.push_kind,))]
     missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has_own_method(engine, name)]
     if missing:
         problem = f"{import_path} without {', '.join(missing)}"
-        if missing == ["receive()"]:
-            requirement = "one that takes the new weights of sync.kind network"
-            fix = "add it, or set sync.kind to shared_memory"
+        if set(missing) <= {f"{name}()" for name in NEEDED_FOR}:
+            requirement, fix = (
+                f"one that takes the new weights of sync.kind {config.push_kind}",
+                "add it, or set sync.kind to shared_memory",
+            )
         else:
             requirement, fix = WANTED, "add them: docs/python.md"
         raise ConfigError.at(KEY, found=problem, wanted=requirement, fix=fix)
@@ -51,7 +56,7 @@ def refuse_unplaced(config: PipelineConfig) -> None:
 
     It is not known where such an engine has its workers, and shared memory reaches only those on the trainer's machine.
     """
-    if config.cluster.address != LOCAL and config.sync.kind == "shared_memory":
+    if config.cluster.address != LOCAL and config.push_kind == "shared_memory":
         raise ConfigError.at(
             "sync.kind",
             found=f"shared_memory, with {KEY} {config.rollout.engine} and cluster.address {config.cluster.address}",

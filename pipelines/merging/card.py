@@ -28,11 +28,7 @@ def model_card(
     manifest: Mapping[str, Any] | None = None,
     report: Mapping[str, Any] | None = None,
 ) -> str:
-    """Return the card in Markdown, with the hub's header.
-
-    `manifest` is that of the run, for its lineage and its commands; `report` is the run's, for its results. Each may be missing: a card
-    is made before the run begins, to see that it can be made.
-    """
+    """Return the card in Markdown, with the hub's header. `manifest` is the run's, `report` its report once there is one."""
     licences = _read_licences(inputs)
     licence = find_common(licences)
     header = {"library_name": "transformers", **({"license": licence} if licence else {}), "tags": _card_tags(inputs)}

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 SAME_WEIGHTS = (
     "checkpoint.*",
+    "target_log.*",
     "evaluate.every",
     "evaluate.cache",
     "monitors.*",
@@ -121,10 +122,7 @@ def changed_keys(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> dic
 
 
 def accept_changes(recorded: Mapping[str, Any], current: Mapping[str, Any], manifest: Path) -> list[str]:
-    """Return sentences about the changes from one resolved pipeline to another, if all of them are allowed.
-
-    Raises: RunDirError with a table of those that are not.
-    """
+    """Return sentences about changes that are allowed. Raises: RunDirError with a table of those that are not."""
     # To validate both adds the defaults of keys that are newer than the release that began the run.
     recorded, current = (
         validate_section(PipelineConfig, pipeline, manifest).model_dump(mode="json") for pipeline in (recorded, current)
@@ -193,10 +191,8 @@ def refuse_foreign(checkpoint: Checkpoint, identity: Mapping[str, Any]) -> None:
 
 
 def refuse_lost_records(config: PipelineConfig, paths: RunPaths, step: int) -> None:
-    """Refuse to go on from `step` if records of earlier steps are gone and the next prompts depend on them.
-
-    They do where `balance` is another kind than `samples`. Raises: RunDirError.
-    """
+    """Refuse to go on from `step` with balanced prompts, which follow from the records of all steps before, if some of these
+    are gone. Raises: RunDirError."""
     if isinstance(config.balance, SamplesBalance):
         return
     try:

@@ -56,8 +56,8 @@ def refuse_no_run(paths: RunPaths) -> None:
 
 @contextmanager
 def new_directory(root: Path) -> Iterator[RunPaths]:
-    """Make an empty directory beside `root` for the block to fill. It gets the name `root` when the block ends well, else it is
-    deleted.
+    """Give an empty directory beside `root` to fill; it gets the name `root` when the block ends well, and is deleted
+    otherwise.
 
     Raises: RunDirError if that is impossible, or if another command has begun a run in `root` meanwhile.
     """

@@ -34,7 +34,7 @@ class StartingExams:
     display: Display
 
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
-        """Return the exam of the student before training, and that of the experts. The engine holds the student afterwards."""
+        """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
         exam_store = KnownExams(self.config, inputs, self.paths.root, self.display.say)
         student = as_teacher(BEFORE, inputs.student, None)
@@ -66,10 +66,8 @@ class StartingExams:
     def _measure_once(
         self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
     ) -> Evaluation:
-        """Return the exam `name` in the run directory; `measure` takes it first on the domains that are not there yet.
-
-        `weights`: domain -> digest of the model that answers.
-        """
+        """Return the exam in the run directory, after measuring the domains that it lacks. `weights`: domain -> digest of the
+        model that answers."""
         file = self.paths.evaluation_file(name)
         stored = Evaluation.load(file) if file.exists() else None
         missing = [d for d in self.inputs.exams if not (stored and stored.covers(d, weights[d]))]

@@ -45,7 +45,7 @@ class Journal:
         self.state.write(self._paths.live, self._paths.scratch_path(self._paths.live.name))
 
     def write_beside(self, displays: Displays) -> Displays:
-        """Return the same displays, where each also notes in the journal what it is told about phases and messages."""
+        """Return the same displays, with everything that they are told also written into the journal."""
 
         @contextmanager
         def open_both(beginning: RunStart) -> Iterator[Display]:

@@ -45,7 +45,9 @@ def _layout_record(proof: LayoutProof) -> dict[str, Any]:
 
 def _layout_lines(owner: str, proof: LayoutProof) -> Iterator[str]:
     """Yield sentences about layouts that a model, or several, cannot use, and why."""
-    refused = [layout for layout in proof.tried if layout not in (proof.layout, SHARED)]
+    refused = [
+        layout for layout, error in proof.tried.items() if layout not in (proof.layout, SHARED) and math.isfinite(error)
+    ]
     if SHARED in proof.tried and proof.layout != SHARED and proof.proven:
         error = proof.tried[SHARED]
         reason = (

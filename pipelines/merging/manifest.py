@@ -70,10 +70,7 @@ def finish_inputs(paths: RunPaths) -> None:
 
 
 def own_pipeline(paths: RunPaths, recorded: Mapping[str, Any]) -> Path:
-    """Return the file with the pipeline that belongs to the manifest `recorded`.
-
-    It is `next_pipeline` if `replace_inputs` was killed after it had written the manifest.
-    """
+    """Return the file with the pipeline that belongs to the manifest `recorded`: the next one if a kill left it in waiting."""
     waiting = paths.next_pipeline
     is_next = waiting.exists() and as_begun(yaml.safe_load(waiting.read_text(encoding="utf-8"))) == recorded["config"]
     return waiting if is_next else paths.pipeline
@@ -170,11 +167,8 @@ def _make_rule_paths(guard: Any) -> None:
 
 
 def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
-    """Return domain -> file -> content hash, for each domain with a guard.
-
-    A file of rules is named by its index in the list, one of the judge's model by its name. Shipped rules belong to the release and
-    are left out.
-    """
+    """Return domain with a guard -> (index of a file of rules, or name of a file of the judge's model) -> content hash. Shipped
+    rules belong to the release."""
     guards = {
         name: merge_guard(config.guard, domain.guard) for name, domain in config.domains.items() if domain.has_episodes
     }

@@ -37,11 +37,11 @@ def add_model_digest(evaluation: Evaluation, model: Path, steps: int, tokens: in
 
 
 def withdraw_results(paths: RunPaths, start_step: int, steps: int) -> None:
-    """Withdraw results that are no longer true when a merge goes on from step `start_step` to step `steps`.
+    """Return withdraw results that are no longer true when a merge goes on from step `start_step` to step `steps`.
 
     Exams, alarms and traces of later steps are deleted. If the merge had come to an end before, the final exam becomes an exam
-    during the merge, unless the run goes back to an earlier step; results of lm-evaluation-harness and the report are withdrawn, and
-    the report page says that the merge goes on. The model of that end stays until there is a new one.
+    during the merge, unless the run goes back to an earlier step; results of lm-evaluation-harness and the report are
+    withdrawn, and the report page says that the merge goes on. The model of that end stays until there is a new one.
     """
     for files_by_step in (paths.evaluations_by_step(), paths.alarms_by_step(), paths.traces_by_step()):
         for step, file in files_by_step.items():

@@ -75,7 +75,7 @@ from pipelines.merging.manifest import (
 )
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
 from pipelines.merging.side_files import read_accompanying_files
-from pipelines.placement import local_worker_names, refuse_unplaceable, reserve_places
+from pipelines.placement import describe_divided_trainer, local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.auto import choose_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
@@ -371,9 +371,12 @@ def _announce_start(run: MergeRun, notices: Sequence[str], display: Display) -> 
 
 def _reserve_workers(config: PipelineConfig, display: Display) -> None:
     """Reserve a place in the cluster for every worker before the first one loads. Raises: RunError past the deadline."""
-    addresses = reserve_places(config, local_workers=local_worker_names(config))
-    for address in dict.fromkeys(addresses.values()):
-        display.say(f"on {address}: {', '.join(name for name, at in addresses.items() if at == address)}")
+    nodes = reserve_places(config, local_workers=local_worker_names(config))
+    for node_id, node in {node.id: node for node in nodes.values()}.items():
+        display.say(f"on {node.address}: {', '.join(name for name, at in nodes.items() if at.id == node_id)}")
+    divided = describe_divided_trainer(config, nodes)
+    if divided:
+        display.say(f"warning: {divided}")
 
 
 def _load_checkpoint(parts: loop.Components, checkpoint: Checkpoint, ranks: int, display: Display) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, floor
 from typing import Any, Self
 
 from opd.config import PipelineConfig
-from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.devices import WorkerGpus, rollout_devices, teacher_devices, trainer_devices
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from opd.settings.strict import DType
+from opd.settings.yaml_files import validate_section
 from pipelines.cores import roles_at_once
 from pipelines.plan.spec import ClusterSpec
+from pipelines.sizing.shrink import Data, apply_change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,11 @@ class Seconds:
     @property
     def total(self) -> float:
         return self.compute + self.memory + self.link + self.overhead
+
+    @property
+    def on_device(self) -> float:
+        """Seconds in which the device itself is busy, so that no other role has it."""
+        return self.compute + self.memory
 
     def __add__(self, other: Seconds) -> Seconds:
         return Seconds(
@@ -66,7 +73,7 @@ class WorkerHardware:
     spec: ClusterSpec
     workers: int
     devices: float
-    """Devices of each worker: several, or a share of one."""
+    """Devices with which each worker computes while it is at work: several, one, or a share of one that it has with others of its role."""
     in_turn: bool = False
     """True if a worker's devices hold different layers of its model, so that one of them computes at a time."""
 
@@ -140,22 +147,31 @@ class Hardware:
         cluster, on_gpus = config.cluster, spec.machine.gpus > 0
         workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
         engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
-        gpus = (engine, scorer, cluster.trainer_gpus)
+        gpus = (engine, scorer, trainer_devices(cluster))
         roles = 1 if on_gpus else roles_at_once(config)
         rollout, teachers, trainer = (
-            # A role without GPUs of its own is planned as if each worker had one.
-            WorkerHardware(spec=spec, workers=n, devices=(gpus_each or 1) if on_gpus else _worker_cores(spec, n, roles))
-            for n, gpus_each in zip(workers, gpus, strict=True)
+            WorkerHardware(
+                spec=spec,
+                workers=n,
+                devices=_worker_gpus(spec, n, worker_gpus) if on_gpus else _worker_cores(spec, n, roles),
+            )
+            for n, worker_gpus in zip(workers, gpus, strict=True)
         )
         teachers = replace(teachers, in_turn=isinstance(config.teachers, TransformersTeachers))
-        own = gpus if config.teachers.scoring_workers else (engine, cluster.trainer_gpus)
-        shared = spec.placement.shared if spec.placement else not on_gpus or min(own) < 1
+        shared = not on_gpus or any(worker_gpus.is_shared for worker_gpus in gpus)
         hardware = cls(rollout=rollout, teachers=teachers, trainer=trainer, shared=shared)
         if roles == 1:
             return hardware
         # The engines work beside scoring or beside training, of which the larger share counts.
         together = rollout.share_of_devices + max(teachers.share_of_devices, trainer.share_of_devices)
         return replace(hardware, slowdown=max(1.0, together))
+
+
+def _worker_gpus(spec: ClusterSpec, workers: int, gpus: WorkerGpus) -> float:
+    """Return the GPUs with which one of a role's workers computes. While roles take turns, each has all of its GPUs, and shares them only
+    with other workers of its own. A role without GPUs is planned as if each worker had one."""
+    count = max(1, gpus.count)
+    return count / max(1, ceil(workers * count / spec.devices)) if gpus.is_shared else count
 
 
 def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:
@@ -167,37 +183,45 @@ def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:
 
 
 def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
-    """Return the pipeline with the workers and GPUs of the spec's placement, or as it is if the spec has none."""
-    chosen = spec.placement
-    if chosen is None:
+    """Return the pipeline with the workers and GPUs of the spec's placement, or as it is if the spec has none. Raises: ConfigError for
+    a placement that `opd merge` would refuse as keys of the pipeline."""
+    changes = placement_keys(config, spec)
+    if not changes:
         return config
+    changed = apply_change(config.model_dump(mode="json", exclude_unset=True), changes)
+    return validate_section(PipelineConfig, changed, f"{config.name} in the placement of {spec.name}")
+
+
+def placement_keys(config: PipelineConfig, spec: ClusterSpec) -> Data:
+    """Return the spec's placement as keys of the pipeline; none if it has no placement. On GPUs that roles share, each role has the share
+    that the pipeline gives it, or an equal one if some role has none."""
+    placement = spec.placement
+    if placement is None:
+        return {}
     scores = config.teachers.scoring_workers > 0
-    teachers = {"workers": chosen.teachers.workers} if scores else {}
-    rollout, is_vllm = {"workers": chosen.rollout.workers}, isinstance(config.teachers, VLLMTeachers)
-    if spec.machine.gpus:
-        rollout["tensor_parallel_size"] = chosen.rollout.devices
-        teachers |= (
-            {"tensor_parallel_size": chosen.teachers.devices}
-            if is_vllm
-            else _map_layers(config, chosen.teachers.devices)
-        )
-    cluster = {
-        "rollout_gpus": 1,
-        "teacher_gpus": (1 if is_vllm else chosen.teachers.devices) if scores else 0,
-        "trainer_gpus": 1,
-    }
-    changed = {
-        "rollout": config.rollout.model_copy(update=rollout),
-        "teachers": config.teachers.model_copy(update=teachers),
-        "trainer": config.trainer.model_copy(update={"ranks": chosen.ranks}),
-        "cluster": config.cluster.model_copy(update=cluster if spec.machine.gpus else {}),
-    }
-    return config.model_copy(update=changed)
+    workers: Data = {"rollout": {"workers": placement.rollout.workers}, "trainer": {"ranks": placement.ranks}}
+    if scores:
+        workers["teachers"] = {"workers": placement.teachers.workers}
+    if not spec.machine.gpus:
+        return workers
+    divided = {"rollout": {"tensor_parallel_size": placement.rollout.devices}}
+    keys = ("rollout_gpus", "trainer_gpus", *(("teacher_gpus",) if scores else ()))
+    cluster = {key: getattr(config.cluster, key) for key in keys}
+    if not placement.shared:
+        cluster = dict.fromkeys(keys, 1)
+    elif not all(0 < share < 1 for share in cluster.values()):
+        cluster = dict.fromkeys(keys, floor(100 / (len(keys) + config.objective.has_critic)) / 100)
+    if isinstance(config.teachers, VLLMTeachers):
+        divided["teachers"] = {"tensor_parallel_size": placement.teachers.devices}
+    elif layers := _map_layers(config, placement.teachers.devices):
+        divided["teachers"] = layers
+        cluster["teacher_gpus"] = placement.teachers.devices  # whole ones: layers are not divided among shares
+    return apply_change(apply_change(workers, divided), {"cluster": cluster})
 
 
 def _map_layers(config: PipelineConfig, gpus: int) -> dict[str, Any]:
-    """Return the keys of `teachers` that divide the layers of each teacher among `gpus` GPUs. `max_memory` is kept only if it names as
-    many GPUs: sizes for another number of them say nothing."""
+    """Return the keys of `teachers` that divide the layers of each teacher among `gpus` GPUs; empty if nothing is divided. `max_memory` is
+    kept only if it names as many GPUs: sizes for another number of them say nothing."""
     teachers = config.teachers
     if not isinstance(teachers, TransformersTeachers) or (gpus == 1 and teachers.device_map is None):
         return {}

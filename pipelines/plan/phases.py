@@ -1,7 +1,7 @@
 """Seconds of each phase of a step, from shapes, lengths and rates. docs/plan.md writes the formulas out.
 
 rollout   steps of the engines: each takes as long as its matrix products or the bytes that it reads, whichever takes longer
-score     all rows of a teacher on one worker; a worker scores with its teachers one after the other
+score     batches of all teachers, dealt out among the workers; a worker scores with its teachers one after the other
 train     micro-batches of the rank with the most tokens, then the optimiser
 sync      new weights: gathered, sent, put in place, proven
 
@@ -10,9 +10,10 @@ A unit is what the trainer lays out together: a response with its prompt, or a t
 
 from __future__ import annotations
 
-import heapq
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, inf
 
 from opd.config import PipelineConfig
 from opd.config.sections import MAX_UNSHARDED
@@ -29,9 +30,11 @@ from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
 from pipelines.routes import base_teacher_weights
 from pipelines.sizing.cache import cache_copies
-from pipelines.sizing.memory import in_memory, off_gpus
+from pipelines.sizing.memory import in_memory, off_gpus, target_bytes
 from pipelines.sizing.shape import Shape
 from teachers.scorers import SCORE_TOKENS
+from teachers.shares import assign_batches
+from teachers.weight_keys import base_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,45 +112,53 @@ class PhaseCosts:
         return 2 * shape.layers * once
 
     def score_seconds(self, lengths: StepLengths) -> list[Seconds]:
-        """Return the time of each scoring worker in a step: the teacher with the most tokens goes to the worker with the fewest."""
+        """Return the time of each scoring worker in a step; the batches are dealt out as in a merge (`teachers.shares`)."""
         if self.config.teachers.elsewhere or not self._scorers:
             return []
         workers = self.hardware.teachers.workers
-        sizes_by_teacher = {name: self._unit_sizes(name, lengths) for name in self._scorers}
-        loads = [(0, worker) for worker in range(workers)]
-        seconds = [Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s) for _ in range(workers)]
-        for name, sizes in sorted(sizes_by_teacher.items(), key=lambda item: -sum(item[1])):
-            load, worker = heapq.heappop(loads)
-            seconds[worker] += self._teacher_seconds(name, sizes)
-            heapq.heappush(loads, (load + sum(sizes), worker))
-        return seconds
+        bases = {name: base_key(self.models.merge.scorers[name].teacher) for name in self._scorers}
+        batches = [
+            (name, batch)
+            for name in sorted(bases, key=lambda name: bases[name])
+            for batch in cut_into_batches(sorted(size for size, _ in self._scored_units(name, lengths)), SCORE_TOKENS)
+        ]
+        owners = assign_batches([bases[name] for name, _ in batches], [sum(batch) for _, batch in batches], workers)
+        shares: list[dict[str, list[list[int]]]] = [defaultdict(list) for _ in range(workers)]
+        for (name, batch), owner in zip(batches, owners, strict=True):
+            shares[owner][name].append(batch)
+        phase = Seconds(overhead=self.spec.overheads.phase.s + self.spec.overheads.stream.s)
+        return [
+            sum((self._teacher_seconds(name, own, lengths) for name, own in share.items()), phase) for share in shares
+        ]
 
     @property
     def _scorers(self) -> Mapping[str, Shape]:
         """The shapes of the teachers with which others than the trainer's ranks score."""
         return {} if isinstance(self.config.teachers, TrainerTeachers) else self.models.scorers
 
-    def _unit_sizes(self, name: str, lengths: StepLengths) -> list[int]:
-        """Return the tokens of each unit of the domains that a teacher scores."""
+    def _scored_units(self, name: str, lengths: StepLengths) -> list[tuple[int, int]]:
+        """Return (tokens, tokens of its responses) of each unit of the domains that a teacher scores."""
         scoring = self.models.merge.scoring.items()
         domains = {domain for domain, teachers in scoring if name in [weighted.teacher.name for weighted in teachers]}
-        return [unit.length for unit, _ in lengths.units if unit.domain in domains]
+        return [(unit.length, sum(responses)) for unit, responses in lengths.units if unit.domain in domains]
 
-    def _teacher_seconds(self, name: str, sizes: Sequence[int]) -> Seconds:
-        """Return the time in which one teacher comes to its worker and scores units of these sizes, in tokens."""
+    def _teacher_seconds(self, name: str, batches: Sequence[Sequence[int]], lengths: StepLengths) -> Seconds:
+        """Return the time in which one teacher comes to a worker and scores batches of units of these sizes, in tokens."""
         worker, shape, dtype = self.hardware.teachers, self.models.scorers[name], self.config.teachers.dtype
-        event = self.spec.overheads
-        compute, computed, passes = 0.0, 0, 0
-        for batch in cut_into_batches(sorted(sizes), SCORE_TOKENS):
+        event, log_rate = self.spec.overheads, self.spec.links.log or inf
+        compute, computed = 0.0, 0
+        for batch in batches:
             tokens, width = count_padded_tokens(batch)
             computed += tokens
             flops = shape.forward(tokens, width / 2)
             compute += worker.matmul_seconds(flops, dtype, self.spec.factors.forward.share)
-            passes += 1
-        rows = self.models.rows_by_scorer()[name]
+        units = self._scored_units(name, lengths)
+        share = sum(map(len, batches)) / len(units)
+        rows = share * self.models.rows_by_scorer()[name]
+        logged = share * sum(responses for _, responses in units) * target_bytes(self.config, self.models.merge)
         return Seconds(
             compute=compute,
-            link=self._load_seconds(name) + passes * self._offload_seconds(name),
+            link=self._load_seconds(name) + len(batches) * self._offload_seconds(name) + logged / log_rate,
             overhead=event.teacher.seconds(shape.tensors) + rows * event.scored_row.s + computed * event.scored_token.s,
         )
 
@@ -167,7 +178,8 @@ class PhaseCosts:
             return 0.0
         if not spec.machine.gpus:
             return disk_seconds
-        copy_seconds = sizes[name] / (spec.links.load * worker.at_work * share)
+        # A worker with a share of a GPU has a whole process to copy with.
+        copy_seconds = sizes[name] / (spec.links.load * max(1.0, worker.at_work) * share)
         # Files that were read once stay in the page cache, which is taken to be half of a machine's memory: only the copy is left.
         is_cached = total / worker.machines <= spec.machine.memory / 2
         return copy_seconds if is_cached else max(copy_seconds, disk_seconds)
@@ -211,8 +223,12 @@ class PhaseCosts:
         spec, dtype = self.spec, config.trainer.dtype
         tokens, width = count_padded_tokens([unit.length for unit, _ in units])
         trained = sum(sum(responses) for _, responses in units)
-        flops = self._body_passes * shape.forward(tokens, width / 2) + 2 * trained * shape.head * self._head_passes()
+        head_flops = 2 * trained * shape.head * self._head_passes()
+        flops = self._body_passes * shape.forward(tokens, width / 2) + head_flops
         compute = trainer.matmul_seconds(flops, dtype, spec.factors.backward.share)
+        chunks = ceil(trained / config.objective.chunk)
+        loss_calls = chunks * spec.overheads.loss_chunk.s
+        loss_calls -= min(loss_calls, trainer.matmul_seconds(head_flops, dtype, spec.factors.backward.share))
         passes = [count_padded_tokens(sizes) for sizes in self._base_passes(units)]
         scored_flops = sum(shape.forward(scored, scored_width / 2) for scored, scored_width in passes)
         compute += trainer.matmul_seconds(scored_flops, dtype, spec.factors.forward.share)
@@ -228,7 +244,7 @@ class PhaseCosts:
             compute=compute,
             memory=logits,
             link=link - hidden_link,
-            overhead=trainer.slowdown * extra + self._message_seconds(gathers),
+            overhead=trainer.slowdown * extra + loss_calls + self._message_seconds(gathers),
         )
 
     @property
@@ -244,7 +260,8 @@ class PhaseCosts:
         responses = sum(lengths.responses)
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(
-            scorer.forward(sum(self._unit_sizes(name, lengths)), context) for name, scorer in self._scorers.items()
+            scorer.forward(sum(size for size, _ in self._scored_units(name, lengths)), context)
+            for name, scorer in self._scorers.items()
         )
         laid_out = sum(unit.length for unit, _ in lengths.units)
         scored_tokens = sum(sum(sizes) for sizes in self._base_passes(lengths.units))

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any
 
+from opd.cluster import Node
+from opd.cluster.placement import NODE
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
+from opd.config.placement import PlacementConfig
 from opd.config.teachers import TrainerTeachers
+from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.plan.cost import Hardware, Seconds, apply_placement
+from pipelines.placement import groups_of, local_worker_names, refuse_impossible_placement
+from pipelines.plan.cost import Hardware, Seconds, apply_placement, placement_keys
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
 from pipelines.plan.phases import PhaseCosts, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
 from pipelines.plan.spec import ClusterSpec
+from pipelines.propose.text import render_on_one_line
 from pipelines.sizing.auto import choose_numbers, describe_numbers
 from pipelines.sizing.cache import cache_bytes, cache_tokens
 from pipelines.sizing.gpu_memory import MemoryRoom, count_gpus, fits_machine, memory_rooms, refuse_idle_gpus
 from pipelines.sizing.memory import fullest_workers, refuse_no_room, target_bytes
 from pipelines.sizing.parts import MemoryPart, worker_parts
+from pipelines.sizing.target_log import estimate_log_bytes, estimate_step_bytes
 
 SIMULATED = 20
 """Most steps that are simulated; all others are taken to be like them."""
@@ -94,6 +102,8 @@ class MergePlan:
     """Role -> bytes of one worker and its process at its fullest, where there are no GPUs."""
     room: tuple[MemoryRoom, ...]
     traffic: tuple[Transfer, ...]
+    log: int
+    """Most bytes of the target log, before a checkpoint frees them."""
     phases: tuple[PhasePlan, ...]
     roles: tuple[RoleRow, ...]
     step_s: float
@@ -113,9 +123,10 @@ class MergePlan:
 
 def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     """Plan a merge. Raises: OpdError for a model without a config or a formula, or a pipeline that a merge would refuse here."""
+    placement_notes = _placement_notes(config, spec)
     spec, config = spec.with_own_overheads(), apply_placement(config, spec)
     models = _read_models(config)
-    written, config = config, choose_numbers(config, models.merge, spec.hardware, shared=spec.takes_turns)
+    written, config = config, choose_numbers(config, models.merge, spec.hardware)
     hardware = Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
@@ -126,7 +137,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     lengths = draw_responses(config, models, spec.lengths, 0)
     phases = tuple(_phase_row(name, steps, flops) for name, flops in costs.phase_flops(lengths).items())
     step_s = sum(step.wall for step in steps) / len(steps)
-    room = tuple(memory_rooms(config, models.merge, spec.hardware, shared=spec.takes_turns))
+    room = tuple(memory_rooms(config, models.merge, spec.hardware))
     return MergePlan(
         pipeline=config.name,
         cluster=spec.name,
@@ -144,6 +155,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         fullest={} if spec.machine.gpus else fullest_workers(config, models.merge),
         room=room,
         traffic=tuple(_step_traffic(costs, lengths)),
+        log=estimate_log_bytes(config, models.merge),
         phases=phases,
         roles=tuple(_role_rows(steps, hardware)),
         step_s=step_s,
@@ -151,8 +163,8 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
         devices=_spec_gpus(spec),
         device_hours=total * step_s / HOUR * _spec_gpus(spec),
         limit=_limiting_phase(phases),
-        fits=slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns),
-        notes=(*models.notes, *notes, *_plan_notes(written, config, models, spec, hardware)),
+        fits=slots > 0 and fits_machine(config, models.merge, spec.hardware),
+        notes=(*models.notes, *notes, *placement_notes, *_plan_notes(written, config, models, spec)),
     )
 
 
@@ -160,11 +172,11 @@ def fits_cluster(config: PipelineConfig, spec: ClusterSpec) -> bool:
     """Return `make_plan(config, spec).fits` without a simulated step. Raises: OpdError, as `make_plan` does."""
     config = apply_placement(config, spec)
     models = _read_models(config)
-    config = choose_numbers(config, models.merge, spec.hardware, shared=spec.takes_turns)
+    config = choose_numbers(config, models.merge, spec.hardware)
     hardware = Hardware.from_config(config, spec)
     refuse_apart(config, spec, hardware)
     slots, _ = _engine_slots(config, models, spec, cache_bytes(config, models.merge, spec.machine.gpu_memory))
-    return slots > 0 and fits_machine(config, models.merge, spec.hardware, shared=spec.takes_turns)
+    return slots > 0 and fits_machine(config, models.merge, spec.hardware)
 
 
 def _read_models(config: PipelineConfig) -> Models:
@@ -217,6 +229,9 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
         loaded = sum(teacher_bytes(config, models).values())
         yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=loaded)
+        yield Transfer(
+            what="target log, at most", link="scoring workers → disk", nbytes=estimate_step_bytes(config, merge)
+        )
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = costs.train_seconds(lengths)
@@ -244,9 +259,7 @@ def _limiting_phase(phases: Sequence[PhasePlan]) -> str:
     return f"{longest.name}: {longest.limit}"
 
 
-def _plan_notes(
-    written: PipelineConfig, config: PipelineConfig, models: Models, spec: ClusterSpec, hardware: Hardware
-) -> Iterator[str]:
+def _plan_notes(written: PipelineConfig, config: PipelineConfig, models: Models, spec: ClusterSpec) -> Iterator[str]:
     """Yield notes on the numbers that the pipeline as `written` leaves open, on what the plan leaves out, and on what it plans although
     `opd merge` does not do it yet."""
     if numbers := describe_numbers(written, config):
@@ -260,10 +273,43 @@ def _plan_notes(
         yield "the critic's memory is planned, its time is not"
     if config.teachers.elsewhere:
         yield "teachers elsewhere are planned as if they scored at once"
-    gpus = count_gpus(config, models.merge, shared=spec.takes_turns)
+    gpus = count_gpus(config, models.merge)
     if spec.machine.gpus and gpus > spec.devices:
         yield f"{gpus} devices are placed, the cluster has {spec.devices}"
-    if spec.machine.gpus and hardware.rollout.devices > spec.machine.gpus:
-        yield "a rollout engine on several machines is planned; `opd merge` starts each on one"
-    if spec.machine.gpus and hardware.teachers.devices > spec.machine.gpus:
-        yield "a teacher on several machines is planned; `opd merge` keeps each scoring worker on one"
+    refusal = _find_refusal(config, spec)
+    if refusal:
+        yield f"`opd merge` refuses this placement: {refusal}"
+
+
+def _placement_notes(config: PipelineConfig, spec: ClusterSpec) -> Iterator[str]:
+    """Yield the keys, if any, by which a pipeline would have the placement of the spec."""
+    changes = placement_keys(config, spec) if spec.machine.gpus else {}
+    keys = [
+        f"--set {section}.{key}={render_on_one_line(value)}"
+        for section, values in changes.items()
+        for key, value in values.items()
+        if getattr(getattr(config, section), key, None) != value
+    ]
+    if keys:
+        yield f"planned in the placement of {spec.name}; `opd merge` has it with {' '.join(keys)}"
+
+
+def _find_refusal(config: PipelineConfig, spec: ClusterSpec) -> str | None:
+    """Return on one line why `opd merge` would refuse to place the workers on the GPUs of the spec; None if it would not, or if there are
+    none. The nodes are taken to have whatever labels and resources `cluster.placement` asks for."""
+    machine = spec.machine
+    if not machine.gpus:
+        return None
+    # On one machine a local Ray counts a CPU for each worker, whatever cores there are.
+    has = {"CPU": machine.cores if spec.machines > 1 else inf, "GPU": machine.gpus}
+    nodes = [
+        Node(id=str(number), address=f"machine {number}", is_local=number == 0, has=has, labels={NODE: str(number)})
+        for number in range(spec.machines)
+    ]
+    cluster = config.cluster.model_copy(update={"placement": PlacementConfig()})
+    placed = config.model_copy(update={"cluster": cluster})
+    try:
+        refuse_impossible_placement(groups_of(placed), local_worker_names(placed), nodes)
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    return None

@@ -1,6 +1,7 @@
 """Seconds and bytes of a push: new weights go from trainer to engines, and a probe proves them. docs/plan.md writes the formulas out.
 
 shared_memory   rank 0 ─write→ its machine's memory ─read→ engines                            one machine
+direct          ranks ─gather→ buffer ─link→ engines                                          any machines, at once
 network         ranks ─gather→ bucket ─copy→ object store ─link→ object store ─copy→ engines   any machines, in line
                                                              └─copy─link→ object store ─copy→ engines
 """
@@ -45,7 +46,11 @@ class Push:
 
     @property
     def over_network(self) -> bool:
-        return self.config.sync.kind == "network"
+        return self.config.push_kind == "network"
+
+    @property
+    def is_direct(self) -> bool:
+        return self.config.push_kind == "direct"
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +59,7 @@ class Push:
     @property
     def sent(self) -> float:
         """Bytes that are sent in one push. Through the object store each machine with an engine gets them once, from rank 0's machine or
-        from another one; through shared memory each engine reads them."""
+        from another one; otherwise each engine does."""
         if not self.over_network:
             return float(self.nbytes * self.config.rollout.workers)
         return WIRE * self.nbytes * max(1, self._other_machines)
@@ -81,7 +86,7 @@ class Push:
         overhead = self.spec.overheads.phase.s + slowdown * self.spec.overheads.push.seconds(self.shape.tensors)
         out, into = self._send_seconds(), self._receive_seconds()
         link = gathered + out.link + into.link
-        if self.over_network and (self.spec.machine.gpus or self._other_machines):
+        if self.is_direct or (self.over_network and (self.spec.machine.gpus or self._other_machines)):
             # The ranks gather the next bucket while the engines take one, so only the longer of the two takes time, but for one bucket.
             link -= min(gathered + out.link, into.link) * (1 - 1 / self._buckets)
         if self.over_network and self._other_machines > 1:
@@ -93,6 +98,8 @@ class Push:
 
     def _send_seconds(self) -> Seconds:
         """Return the time until gathered weights have left rank 0."""
+        if self.is_direct:
+            return Seconds(memory=self.hardware.trainer.copy_seconds(2 * self.nbytes))  # into the buffer
         if not self.over_network:
             return self._in_host(self.hardware.trainer, WRITTEN, 1.0)
         # With GPUs the way from the GPU fills the bucket, which saves a copy.
@@ -104,6 +111,10 @@ class Push:
         nbytes = 2 * LOADED * self.nbytes
         if not self.spec.machine.gpus:  # vLLM's CPU build multiplies with packed weights, and the head is packed apart
             nbytes += 2 * self.shape.head * DTYPE_BYTES[self.config.rollout.dtype]
+        if self.is_direct:
+            links = self.spec.links
+            rate = (links.between if self._other_machines else links.inside) * self.spec.factors.link.share
+            return Seconds(memory=engine.copy_seconds(nbytes), link=self.nbytes / rate)
         rate = self.spec.links.between * self.spec.factors.link.share
         wire = WIRE * self.nbytes * min(1, self._other_machines) / rate if self.over_network else 0.0
         seconds = self._in_host(engine, TAKEN if self.over_network else 0, max(1.0, engine.devices))
@@ -139,7 +150,7 @@ class Push:
 def refuse_apart(config: PipelineConfig, spec: ClusterSpec, hardware: Hardware) -> None:
     """Raises: ConfigError if engines and rank 0 are to share a memory but cannot be on one machine, as `opd merge` does when it
     places its workers."""
-    if config.sync.kind != "shared_memory" or spec.machines == 1:
+    if config.push_kind != "shared_memory" or spec.machines == 1:
         return
     engines = hardware.rollout.workers * hardware.rollout.devices
     together = engines if hardware.shared else engines + hardware.trainer.devices

@@ -61,8 +61,10 @@ def _simulate_step(costs: PhaseCosts, now: StepLengths, after: StepLengths) -> S
     learn_s = _score_and_train_seconds(costs, phases["score"].total, training)
     write_s = phases["rollout"].total
     phases_s = write_s + learn_s
-    # Devices that roles share do one thing at a time; CPU cores are divided between them instead.
-    if writes_ahead and not (costs.hardware.shared and costs.spec.machine.gpus):
+    # GPUs that roles share do one thing at a time, but roles prepare calls side by side; CPU cores are divided between them instead.
+    if writes_ahead and costs.hardware.shared and costs.spec.machine.gpus:
+        phases_s = max(write_s, learn_s, sum(phase.on_device for phase in phases.values()))
+    elif writes_ahead:
         overlap_s, slowdown = min(write_s, learn_s), costs.hardware.slowdown
         phases_s = max(write_s, learn_s) + (slowdown - 1) * overlap_s
         phases = _slow_down_phases(phases, overlap_s, slowdown)

@@ -65,7 +65,9 @@ class LinksSpec(Strict):
     between: float = Field(..., gt=0)
     """To another machine. A collective of a whole machine uses those of all its devices at a time."""
     load: float = Field(..., gt=0)
-    """From the host's memory."""
+    """From the host's memory, and to it, by one process."""
+    log: float | None = Field(None, gt=0)
+    """To the target log: the rows that a scoring worker hashes and writes; None: not counted."""
     disk: float = Field(..., gt=0)
     """From storage, of one machine: where a machine's memory does not hold the teachers that it scores with."""
 
@@ -132,6 +134,8 @@ class OverheadsSpec(Strict):
     """A token of a row that a teacher reads, prompt and padding too: all that is no matrix product, and its target."""
     micro_batch: SecondsSpec
     """A micro-batch of a rank: every layer's calls and sharding hooks, forward and backward."""
+    loss_chunk: SecondsSpec = SecondsSpec(why="not counted: a CPU's products take longer than their calls")
+    """A chunk of the loss: its kernels begin one after the other. It counts as far as the chunk's products are shorter."""
     trained_row: SecondsSpec
     """A row that a rank lays out and trains."""
     trained_token: SecondsSpec
@@ -162,7 +166,7 @@ class RoleSpec(Strict):
 
 class PlacementSpec(Strict):
     shared: bool = False
-    """Roles take turns on the same devices; else each has its own."""
+    """Roles take turns on the same devices, as shares of GPUs (`cluster.*_gpus` below 1) have it; else each has its own."""
     rollout: RoleSpec
     teachers: RoleSpec
     ranks: int = Field(..., ge=1)
@@ -211,11 +215,6 @@ class ClusterSpec(Strict):
         return MachineFacts(
             cores=self.machines * self.machine.cores, memory=self.machines * self.machine.memory, gpus=gpus
         )
-
-    @property
-    def takes_turns(self) -> bool:
-        """True if the placement puts the roles on the same GPUs."""
-        return self.placement is not None and self.placement.shared
 
 
 def shipped_specs() -> dict[str, Path]:

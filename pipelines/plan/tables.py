@@ -75,6 +75,7 @@ def _inputs_table(plan: MergePlan) -> list[tuple[str, str]]:
     ]
     if plan.devices:
         rows.append((f"GPU-hours of {plan.devices:g} GPUs", f"{plan.device_hours:,.0f}"))
+    rows.append(("disk for the target log, at most", format_short(plan.log) + "B"))
     return [*rows, ("what limits", plan.limit), ("fits", "yes" if plan.fits else "no")]
 
 

@@ -97,7 +97,7 @@ def choose_sizes(parameters: int, domains: int, machine: MachineFacts) -> Data:
 
 def _divide_gpus(num: int, domains: int) -> Data:
     """Divide `num` GPUs among the roles. From four on, every rollout engine and scoring worker gets a GPU of its own, and the trainer
-    those that are left. Fewer are shared: the fractions of `cluster` let Ray put several roles on one. A model that is larger than a GPU
+    those that are left. Fewer are shared: with shares of `cluster` several roles are on one. A model that is larger than a GPU
     is not divided here; that is for a person to decide (`rollout.tensor_parallel_size`, `teachers.device_map`)."""
     if num == 1:
         return {

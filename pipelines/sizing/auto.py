@@ -28,7 +28,7 @@ from opd.settings.auto import OpenNumber
 from pipelines.sizing.cache import has_cpu_cache, value_bytes
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts, read_machine
-from pipelines.sizing.memory import GIB, LOGIT_COPIES, MIB, head_sizes, row_bytes, step_rows_bytes, widest_unit
+from pipelines.sizing.memory import GIB, LOGIT_COPIES, MIB, count_response_tokens, head_sizes, row_bytes, widest_unit
 from pipelines.sizing.models import MergeModels, read_body
 
 CPU_CHUNK, LARGEST_CHUNK = 128, 4096
@@ -52,13 +52,11 @@ CHUNK, HEADS, TOKENS, CACHE, BUCKET, QUEUE = ORDER = (
 """The keys, in the order in which they are chosen."""
 
 
-def choose_numbers(
-    config: PipelineConfig, models: MergeModels, machine: MachineFacts | None, *, shared: bool = False
-) -> PipelineConfig:
+def choose_numbers(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None) -> PipelineConfig:
     """Return the pipeline with every open number chosen. If nothing fits, they are the smallest.
 
-    `machine`: None if the merge runs on other machines, whose memory is not known: no number is then made smaller or larger for it. `shared`: as in
-    `fits_machine`. Raises: ModelError for weights that cannot be read.
+    `machine`: None if the merge runs on other machines, whose memory is not known: no number is then made smaller or larger for it.
+    Raises: ModelError for weights that cannot be read.
     """
     open_keys = [key for key in ORDER if isinstance(_get_number(config, key), OpenNumber)]
     if not open_keys:
@@ -71,15 +69,16 @@ def choose_numbers(
         config = _set_number(config, key, least)
     for key, (most, least) in ranges.items():
         trials = (_set_number(config, key, number) for number in _halve(most, least))
-        config = next((t for t in trials if machine is None or fits_machine(t, models, machine, shared=shared)), config)
+        config = next((t for t in trials if machine is None or fits_machine(t, models, machine)), config)
     if QUEUE in open_keys:
         config = _set_number(config, QUEUE, _queue_bytes(config, models))
     return config
 
 
 def local_machine(config: PipelineConfig) -> MachineFacts | None:
-    """Return this machine if the merge runs on it; None for a cluster's, whose memory this process does not see."""
-    return read_machine() if config.cluster.address == LOCAL else None
+    """Return this machine if the merge runs on it; None if it runs on machines or GPUs whose memory this process does not see."""
+    machine = read_machine() if config.cluster.address == LOCAL else None
+    return None if machine and config.cluster.trainer_gpus and not machine.gpus else machine
 
 
 def choose_cache(config: PipelineConfig, model_dir: Path) -> PipelineConfig:
@@ -167,4 +166,4 @@ def _gpu_chunk(config: PipelineConfig, models: MergeModels, gpu_memory: int) -> 
 def _queue_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of the scored rows of two rounds of micro-batches, in which every token is taken to be a response's."""
     tokens = 2 * config.trainer.ranks * (config.trainer.micro_batch_tokens + widest_unit(config))
-    return max(LEAST_QUEUE, min(tokens * row_bytes(config, models), step_rows_bytes(config, models)))
+    return max(LEAST_QUEUE, min(tokens, count_response_tokens(config)) * row_bytes(config, models))

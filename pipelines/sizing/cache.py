@@ -79,6 +79,6 @@ def cache_tokens(config: PipelineConfig, attention: Attention, gpus: int, cache:
     return cache * engine_devices(config) / (token_bytes * cache_copies(config, attention, gpus))
 
 
-def engine_devices(config: PipelineConfig) -> float:
+def engine_devices(config: PipelineConfig) -> int:
     """Return the number of devices among which one rollout engine is divided."""
-    return max(1.0, rollout_devices(config.cluster, config.rollout))
+    return max(1, rollout_devices(config.cluster, config.rollout).count)

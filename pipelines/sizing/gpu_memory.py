@@ -5,25 +5,26 @@
     rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
 
 vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
-This is an upper estimate, like that of `pipelines/sizing/memory.py`. Roles are placed as Ray places them: a worker that wants a
-fraction goes to the GPU with the least room that suffices.
+This is an upper estimate, like that of `pipelines/sizing/memory.py`. Workers are on the GPUs that `pipelines/gpu_sharing.py` deals to
+them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
-from opd.config.devices import rollout_devices, teacher_devices
+from opd.config.devices import WorkerGpus, rollout_devices, teacher_devices, trainer_devices
 from opd.config.drift import count_worker_engines
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.settings.user_objects import is_import_name
+from pipelines.gpu_sharing import SharingRole, deal_workers
 from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
 from pipelines.sizing.machine import MachineFacts, gpu_sizes
 from pipelines.sizing.memory import (
@@ -53,8 +54,9 @@ class GpuRole:
     """The memory of one worker on its GPUs."""
 
     name: str
-    gpus: float
-    """Number of GPUs that Ray hands out to the worker, or a share of one."""
+    gpus: WorkerGpus
+    apart: bool = True
+    """The same as in `SharingRole`."""
     resident: int = 0
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
@@ -113,29 +115,27 @@ class MemoryRoom:
         return self.needed <= self.there
 
 
-def fits_machine(config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False) -> bool:
+def fits_machine(config: PipelineConfig, models: MergeModels, machine: MachineFacts) -> bool:
     """Return True if a machine has the memory and the GPUs that a merge needs. `opd merge` and `opd check` demand this, `opd plan` plans
-    with it, and `opd init` aims at it. On a machine without GPUs only the memory counts. `shared`: as in `place_roles`.
+    with it, and `opd init` aims at it. On a machine without GPUs only the memory counts.
 
     Raises: ModelError.
     """
-    enough = not machine.gpus or count_gpus(config, models, shared=shared) <= len(machine.gpus)
-    return enough and all(room.fits for room in memory_rooms(config, models, machine, shared=shared))
+    enough = not machine.gpus or count_gpus(config, models) <= len(machine.gpus)
+    return enough and all(room.fits for room in memory_rooms(config, models, machine))
 
 
-def count_gpus(config: PipelineConfig, models: MergeModels, *, shared: bool = False) -> int:
-    """Return how many GPUs the roles need. `shared`: as in `place_roles`. Raises: ModelError."""
-    return len(place_roles(gpu_roles(config, models), shared=shared))
+def count_gpus(config: PipelineConfig, models: MergeModels) -> int:
+    """Return how many GPUs the roles need. Raises: ModelError."""
+    return len(place_roles(gpu_roles(config, models)))
 
 
-def memory_rooms(
-    config: PipelineConfig, models: MergeModels, machine: MachineFacts, *, shared: bool = False
-) -> list[MemoryRoom]:
+def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFacts) -> list[MemoryRoom]:
     """Return the needed and the existing memory: for the roles of each GPU, as if it were the smallest, and in the machine's own memory.
 
-    `shared`: as in `place_roles`. Raises: ModelError.
+    Raises: ModelError.
     """
-    gpus = place_roles(gpu_roles(config, models), shared=shared) if machine.gpus else []
+    gpus = place_roles(gpu_roles(config, models)) if machine.gpus else []
     rooms = [room for roles in gpus for room in _share_rooms(roles, min(machine.gpus))]
     rooms += [_gpu_room(roles, min(machine.gpus)) for roles in gpus]
     what = "all machines, beside their GPUs" if machine.gpus else "all machines"
@@ -166,9 +166,9 @@ def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str
         raise ConfigError.at(
             "cluster",
             found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
-            wanted="a GPU, or a part of one, for every worker, and for each process of an engine",
-            fix="give fractions, such as cluster.rollout_gpus 0.4, or fewer workers (trainer.ranks, rollout.workers, "
-            "teachers.workers)",
+            wanted="a GPU, or a share of one, for every worker, and for each process of an engine",
+            fix="let roles share GPUs: cluster.rollout_gpus 0.4, cluster.teacher_gpus 0.2 and cluster.trainer_gpus 0.4 put rank i, "
+            "engine i and scorer i on GPU i; or have fewer workers (trainer.ranks, rollout.workers, teachers.workers)",
         )
     for together in placed:
         _refuse_crowded_gpu(together, min(sizes))
@@ -234,7 +234,7 @@ def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: 
     copied = max(summed, 4 * trained // ranks)
     return GpuRole(
         name=name,
-        gpus=config.cluster.trainer_gpus,
+        gpus=trainer_devices(config.cluster),
         resident=state // ranks + summed,
         passing=gathered_bytes(config, models) + max(micro_batch_bytes(config, models), copied),
     )
@@ -242,17 +242,19 @@ def _rank_memory(config: PipelineConfig, models: MergeModels, name: str, state: 
 
 def _teacher_memory(config: PipelineConfig, models: MergeModels) -> GpuRole:
     """Return the memory of one scoring worker with GPUs."""
+    gpus = teacher_devices(config.cluster, config.teachers)
     if isinstance(config.teachers, VLLMTeachers):
         weights, _ = scoring_bytes(config, models)
         return GpuRole(
             name="scoring engine",
-            gpus=teacher_devices(config.cluster, config.teachers),
+            gpus=gpus,
+            apart=False,
             share=config.teachers.gpu_memory_utilization,
             share_key="teachers.gpu_memory_utilization",
             least=weights // config.teachers.tensor_parallel_size,
         )
     resident, passing = scoring_gpu_bytes(config, models)
-    return GpuRole(name="scoring worker", gpus=config.cluster.teacher_gpus, resident=resident, passing=passing)
+    return GpuRole(name="scoring worker", gpus=gpus, apart=False, resident=resident, passing=passing)
 
 
 def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int]:
@@ -273,24 +275,20 @@ def scoring_gpu_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int,
     return min(weights, equal, most), passing
 
 
-def place_roles(roles: Sequence[GpuRole], *, shared: bool = False) -> list[list[GpuRole]]:
-    """Return for each GPU the roles of the workers on it. A worker with several GPUs is on each of them.
-
-    `shared`: workers of different roles take turns on the same whole GPUs, as a cluster spec of `opd plan` may have it.
-    """
-    fractions: list[list[GpuRole]] = []
-    whole_gpus: dict[str, list[GpuRole]] = {}
-    for role in roles:
-        if role.gpus >= 1:
-            whole_gpus.setdefault(role.name if shared else "", []).extend([role] * round(role.gpus))
-            continue
-        # 1e-9: three fractions that add up to 1 are a little more in floating point.
-        room = [gpu for gpu in fractions if sum(r.gpus for r in gpu) + role.gpus <= 1 + 1e-9]
-        if room:
-            max(room, key=lambda gpu: sum(r.gpus for r in gpu)).append(role)
-        else:
-            fractions.append([role])
-    return [*fractions, *([role for role in gpu if role] for gpu in zip_longest(*whole_gpus.values()))]
+def place_roles(roles: Sequence[GpuRole]) -> list[list[GpuRole]]:
+    """Return for each GPU the roles of the workers on it: first the GPUs that roles share. A worker with several GPUs is on each of them."""
+    sharing = {role.name: role for role in roles if role.gpus.is_shared}
+    counts = Counter(role.name for role in roles)
+    dealt = deal_workers(
+        [
+            SharingRole(name=name, workers=counts[name], gpus=role.gpus, apart=role.apart)
+            for name, role in sharing.items()
+        ]
+    )
+    shared = [
+        [role for name, role in sharing.items() for worker in workers if worker.role == name] for workers in dealt
+    ]
+    return [*shared, *([role] for role in roles if not role.gpus.is_shared for _ in range(role.gpus.count))]
 
 
 def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:

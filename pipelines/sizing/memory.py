@@ -518,8 +518,7 @@ def _transfer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
 
 def step_rows_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the most bytes of a step's scored rows, if every response is as long as it may be."""
-    longest = max(_longest_sample(config, domain) for domain in config.domains.values())
-    return config.trainer.samples_per_step * longest * row_bytes(config, models)
+    return count_response_tokens(config) * row_bytes(config, models)
 
 
 def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -537,6 +536,11 @@ def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
     )
 
 
+def count_response_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens that the student writes in a step."""
+    return config.trainer.samples_per_step * max(_longest_sample(config, domain) for domain in config.domains.values())
+
+
 def _longest_sample(config: PipelineConfig, domain: DomainConfig) -> int:
     """Return the most tokens that the student writes for one sample."""
     environment, turn = domain.environment, config.rollout.max_new_tokens
@@ -550,11 +554,14 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of a push on its way, in addition to the weights that trainer and engines hold themselves."""
     width = DTYPE_BYTES[config.trainer.dtype]
     pushed = models.pushed * width
-    if config.sync.kind == "shared_memory":
+    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    if config.push_kind == "shared_memory":
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from that, in the end all of it.
     bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
-    previous = pushed if SCHEDULES[config.schedule.mode].STEPS_AHEAD else 0
+    if config.push_kind == "direct":
+        # Rank 0 has two buffers, and an engine the buckets whose layers are not complete; on GPUs these are not the host's.
+        return previous + (0 if config.cluster.trainer_gpus else (2 + 2 * config.rollout.workers) * bucket)
     return previous + (2 + config.rollout.workers) * bucket
 
 

@@ -61,7 +61,7 @@ def worker_parts(
         # vLLM divides a teacher evenly among its devices. With transformers on GPUs `scoring_gpu_bytes` has the fullest of them already.
         engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
         weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
-        devices = max(1.0, teacher_devices(config.cluster, config.teachers)) if engine_divides else 1.0
+        devices = max(1, teacher_devices(config.cluster, config.teachers).count) if engine_divides else 1
         stay_on_gpu = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
         part = "weights of the teachers that stay there" if stay_on_gpu else "weights of one teacher"
         held.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 Data = dict[str, Any]
@@ -32,14 +33,20 @@ def shrinking_steps(*, gpus: bool) -> list[tuple[str, Data]]:
 
 
 def shrink_to_fit(data: Data, fits: Callable[[Data], bool], *, gpus: bool) -> tuple[Data, list[str], bool]:
-    """Return the pipeline, made smaller until it fits; the measures that were taken, in words; and True if it fits in the end."""
-    measures: list[str] = []
-    for measure, change in [("", {}), *shrinking_steps(gpus=gpus)]:
-        data = apply_change(data, change)
-        measures += [measure] if measure else []
-        if fits(data):
-            return data, measures, True
-    return data, measures, False
+    """Return the pipeline, made smaller until it fits; the measures that were needed for that, in words; and True if it fits in the end."""
+    steps = shrinking_steps(gpus=gpus)
+    taken = next((steps[:count] for count in range(len(steps) + 1) if fits(_apply_steps(data, steps[:count]))), None)
+    if taken is None:
+        return _apply_steps(data, steps), [measure for measure, _ in steps], False
+    # A late measure may be enough without those before it.
+    for step in taken[:-1]:
+        fewer = [other for other in taken if other is not step]
+        taken = fewer if fits(_apply_steps(data, fewer)) else taken
+    return _apply_steps(data, taken), [measure for measure, _ in taken], True
+
+
+def _apply_steps(data: Data, steps: Sequence[tuple[str, Data]]) -> Data:
+    return reduce(apply_change, (change for _, change in steps), data)
 
 
 def apply_change(data: Data, change: Data) -> Data:

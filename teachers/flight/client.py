@@ -20,10 +20,11 @@ from opd.models.heads import HeadSource, head_key, head_tensor
 from opd.models.logit_rule import LogitRule
 from opd.payloads import answer_class
 from opd.records.types import LayoutProof, Rollout
+from opd.stream.part_files import PartsDirectory
 from opd.stream.rollouts import SCHEMA as ROLLOUTS
 from opd.stream.schema import VERSION as STREAM_VERSION
 from opd.stream.schema import StreamError, read_part_record
-from opd.stream.targets import TargetStream, TeacherRequest
+from opd.stream.targets import TargetStream, TeacherRequest, make_part
 from teachers.flight.access import read_root_certs, read_token
 from teachers.flight.protocol import (
     SLICES,
@@ -115,8 +116,10 @@ class FlightPool:
                     key=key, rule=rule, handle=cluster.StoredValue(cluster.put_object(head_V_D))
                 )
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
         """Have every rollout scored by the teachers of its domain; the server is asked when the first part is taken.
+
+        The parts come to this process, so that it writes none into `directory`: the log does.
 
         Taking parts raises: RunError for an answer that is not exactly what was asked for, or if the server refuses or
         cannot be reached. Raises: RunError for a domain without a teacher.
@@ -125,7 +128,7 @@ class FlightPool:
         domains = {r.domain for r in rollouts}
         keys = {a.teacher.name: self._served_teachers[d, a.teacher.name].head for d in domains for a in self._routes[d]}
         return TargetStream(
-            (cluster.put_object(raw) for raw in self._iterate_parts(rollouts)),
+            (make_part(raw, str(self)) for raw in self._iterate_parts(rollouts)),
             TeacherRequest(
                 rollouts=rollouts,
                 teachers=expected_rows(domains, self._routes, keys if self._sends_heads else {}),

@@ -14,6 +14,8 @@ from opd.settings.user_objects import import_object
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass of engine `transformers`. On a CPU, larger passes are not faster."""
+ENGINE_TOKENS = 32768
+"""Tokens that the other engines are given at a time, and whose answers are in memory together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,3 +82,8 @@ def make_scorer(engine: str, options: ScorerOptions) -> Scorer:
     """Make the scorer that `teachers.engine` names."""
     scorer: Scorer = import_object(SCORERS[engine])(options)
     return scorer
+
+
+def batch_tokens(engine: str) -> int:
+    """Return the most prompt and response tokens of a scorer's batch; `engine`: a name in `SCORERS`."""
+    return SCORE_TOKENS if engine == "transformers" else ENGINE_TOKENS

@@ -26,7 +26,7 @@ from opd.payloads.answer import Position
 from opd.records.types import Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.text import to_one_line
-from teachers.scorers import ScorerOptions, Server
+from teachers.scorers import ENGINE_TOKENS, ScorerOptions, Server
 from teachers.scorers.rows import build_logprob_answer, split_batches
 
 IN_FLIGHT = 16
@@ -37,8 +37,6 @@ BACKOFF_S = 0.5
 """Pause before the second attempt; each later pause is twice as long."""
 CONNECT_S = 10.0
 """Deadline for a connection."""
-BATCH_TOKENS = 32768
-"""Prompt and response tokens whose answers are in memory at the same time."""
 PROBE_TOKENS = 8
 """Tokens that a server has to score before a step relies on it."""
 MAX_SHOWN = 300
@@ -98,7 +96,7 @@ class OpenAIScorer:
         Raises: RunError if all attempts fail, or if an answer cannot be used.
         """
         self.head_key(teacher)
-        for batch in split_batches(rollouts, BATCH_TOKENS):
+        for batch in split_batches(rollouts, ENGINE_TOKENS):
             sequences = [[*r.prompt_ids, *r.response_ids] for r in batch]
             rows = []
             for rollout, positions in zip(

@@ -8,6 +8,7 @@ only the hooks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from opd.models.linear_kernels import use_quick_products
 from opd.models.logit_rule import LogitRule
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, attach_updates, find_nonlinear_modules, read_updates
 from opd.models.packing import SHARED
-from opd.models.weights import Naming, choose_attention, obeys_masks, to_meta
+from opd.models.weights import Naming, choose_attention, obeys_masks, takes_lengths, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, TeacherStates
 from opd.records.types import LayoutProof, Rollout, Teacher
@@ -35,7 +36,8 @@ from teachers.device_cache import DeviceCache
 from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
 from teachers.scorers.rows import split_batches
-from teachers.weights import State, WeightCache, base_key, read_tensors, weight_key, weights_nbytes
+from teachers.weight_keys import base_key, weight_key
+from teachers.weights import State, WeightCache, read_tensors, weights_nbytes
 
 
 class TransformersScorer:
@@ -52,6 +54,8 @@ class TransformersScorer:
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read_state, self._measure_state)
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._batches_ahead = 1 if self._device.type == "cuda" else 0
+        """Batches that are computed before the rows of one are made, so that a GPU need not wait for the CPU."""
         self._device_cache = DeviceCache(self._device, options.gpu_memory_bytes)
         self._is_divided = options.device_map is not None
         self._max_memory: dict[DeviceName, int] = dict(options.max_memory)
@@ -68,10 +72,13 @@ class TransformersScorer:
         self._head_keys: dict[str, str] = {}
 
     def prefetch(self, teacher: Teacher) -> None:
-        """Begin to map and read the teacher's weights in a thread; returns at once."""
+        """Begin to map and read the teacher's weights in a thread, and to copy them to a GPU with room for them; returns at once."""
         self._get_architecture(teacher.model_dir)  # here, because the reading thread only looks it up
         if teacher.adapter_dir or self._device_cache.find(base_key(teacher)) is None:
             self._weights.prefetch(teacher)
+            reading = self._weights.find_base(teacher)
+            if reading is not None and not self._is_divided:
+                self._device_cache.copy_ahead(base_key(teacher), *reading)
 
     def head(self, teacher: Teacher) -> Tensor:
         """Return the teacher's output head, [V, D] on the CPU."""
@@ -118,12 +125,21 @@ class TransformersScorer:
         architecture = self._get_architecture(teacher.model_dir)
         proof = architecture.proof
         if proof is None:
+            model = self._model
 
             def measure_error(layout: str) -> float:
-                obeys = obeys_masks(self._model)
-                return layout_error(self._compute_states, layout, self._vocab_size, self._dtype, masks_decide=obeys)
+                return layout_error(
+                    self._compute_states,
+                    layout,
+                    self._vocab_size,
+                    self._dtype,
+                    masks_decide=obeys_masks(model),
+                    lengths_decide=takes_lengths(model),
+                )
 
-            proof = prove_layout(measure_error, f"teacher {teacher.name}", share=self._share)
+            proof = prove_layout(
+                measure_error, f"teacher {teacher.name}", share=self._share, varlen=self._device.type == "cuda"
+            )
             if proof.proven:  # nothing is proven by a teacher whose states are not finite
                 architecture.proof = proof
         return proof
@@ -171,24 +187,36 @@ class TransformersScorer:
     def _score_batches(
         self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]
     ) -> Iterator[list[TargetRow]]:
-        key, layout = self.head_key(teacher), self.layout(teacher).layout
+        layout = self.layout(teacher).layout
+        computed: deque[tuple[list[Rollout], _HostStates]] = deque()
         for batch in split_batches(rollouts, SCORE_TOKENS, share=layout == SHARED):
             self._load_teacher(teacher)  # between two batches the caller may have asked another teacher for its head
-            rows, hidden_states = [], self._compute_trained_states(batch, layout)
-            finite = _is_finite(torch.cat(hidden_states))
-            for rollout, hidden_N_D in zip(batch, hidden_states, strict=True):
-                if not finite and not _is_finite(hidden_N_D):
-                    # Compute the row alone: its NaNs may come from a neighbour, because masking multiplies by 0 and
-                    # 0 * NaN is NaN.
-                    (hidden_N_D,) = self._compute_trained_states([rollout], layout)
-                if finite or _is_finite(hidden_N_D):
-                    answer = self._build_answer(rollout, hidden_N_D, key)
-                    rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
-                else:
-                    broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
-            yield rows
+            computed.append((batch, self._compute_trained_states(batch, layout)))
+            if len(computed) > self._batches_ahead:
+                yield self._make_rows(teacher, *computed.popleft(), layout, broken)
+        while computed:
+            yield self._make_rows(teacher, *computed.popleft(), layout, broken)
         if self._lends_memory:  # to the rollout engine, which wakes up on this GPU when scoring is done
             torch.cuda.empty_cache()
+
+    def _make_rows(
+        self, teacher: Teacher, batch: Sequence[Rollout], states: _HostStates, layout: str, broken: dict[str, str]
+    ) -> list[TargetRow]:
+        """Make the rows of a batch from its states."""
+        key, rows, hidden_states = self.head_key(teacher), [], states.wait()
+        self._load_teacher(teacher)
+        finite = _is_finite(torch.cat(hidden_states))
+        for rollout, hidden_N_D in zip(batch, hidden_states, strict=True):
+            if not finite and not _is_finite(hidden_N_D):
+                # Compute the row alone: its NaNs may come from a neighbour, because masking multiplies by 0 and
+                # 0 * NaN is NaN.
+                (hidden_N_D,) = self._compute_trained_states([rollout], layout).wait()
+            if finite or _is_finite(hidden_N_D):
+                answer = self._build_answer(rollout, hidden_N_D, key)
+                rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
+            else:
+                broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
+        return rows
 
     @torch.no_grad()
     def _build_answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
@@ -210,11 +238,17 @@ class TransformersScorer:
         )
 
     @torch.no_grad()
-    def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> list[Tensor]:
-        """Return for each rollout the states that predict its trained tokens, [N, D]: those one position before them."""
+    def _compute_trained_states(self, rollouts: Sequence[Rollout], layout: str) -> _HostStates:
+        """Compute for each rollout the states that predict its trained tokens, [N, D]: those one position before them.
+
+        On a GPU this returns before they are computed.
+        """
         packed = LAYOUTS[layout]([[*r.prompt_ids, *r.response_ids] for r in rollouts])
-        hidden_N_D = self._compute_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
-        return list(hidden_N_D.split([r.num_trained for r in rollouts]))
+        positions = find_positions_before_trained(packed, rollouts)
+        if not self._is_divided:  # nobody knows on which device a divided teacher's states are
+            positions = positions.to(self._device)  # before the pass, because such a copy waits for what a GPU computes
+        hidden_N_D = self._compute_states(packed)[positions]
+        return _HostStates.copy(hidden_N_D, [r.num_trained for r in rollouts])
 
     @torch.no_grad()
     def _compute_states(self, packed: Packed) -> Tensor:
@@ -336,7 +370,7 @@ class TransformersScorer:
         if model_dir not in self._architecture_of:
             config, key = _read_config(model_dir)
             if key not in self._architectures:
-                skeleton = _build_skeleton(config, self._dtype)
+                skeleton = _build_skeleton(config, self._dtype, None if self._is_divided else self._device)
                 try:
                     division = self._divide_layers(skeleton) if self._is_divided else None
                 except RunError as error:
@@ -360,6 +394,31 @@ class TransformersScorer:
 
 def _is_finite(states: Tensor) -> bool:
     return bool(torch.isfinite(states).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _HostStates:
+    """States of a batch on their way to the CPU."""
+
+    states: tuple[Tensor, ...]
+    """For each rollout [N, D]. On the way from a GPU they lie in pinned memory, to which a GPU copies while it and the CPU go on."""
+    copied: torch.cuda.Event | None
+    """Comes when they are there; None if they are."""
+
+    @classmethod
+    def copy(cls, hidden_N_D: Tensor, lengths: Sequence[int]) -> _HostStates:
+        """Begin to copy the states of rollouts with these numbers of trained tokens."""
+        if hidden_N_D.device.type != "cuda":
+            return cls(hidden_N_D.split(lengths), None)
+        host_N_D = torch.empty(hidden_N_D.shape, dtype=hidden_N_D.dtype, pin_memory=True)
+        host_N_D.copy_(hidden_N_D, non_blocking=True)
+        return cls(host_N_D.split(lengths), torch.cuda.current_stream(hidden_N_D.device).record_event())
+
+    def wait(self) -> tuple[Tensor, ...]:
+        """Return the states, once they are there."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.states
 
 
 @dataclass(slots=True)
@@ -405,13 +464,17 @@ class _Architecture:
         return True
 
 
-def _build_skeleton(config: Any, dtype: torch.dtype) -> Any:
+def _build_skeleton(config: Any, dtype: torch.dtype, device: torch.device | None) -> Any:
+    """Build a model without weights. `device`: where all of it will compute; None: its layers will be on several."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=choose_attention(config), trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=choose_attention(config, device, dtype),
+            trust_remote_code=False,
         )
     return model.eval().requires_grad_(False)
 

@@ -28,13 +28,11 @@ from opd.records.types import Rollout, Teacher
 from opd.rollouts.weight_loading import swap_weights, wipe_cache
 from opd.rollouts.worker import EngineOptions, can_swap, read_model_shape, start_engine, stop_engine
 from opd.stream.schema import TargetRow
-from teachers.scorers import ScorerOptions
+from teachers.scorers import ENGINE_TOKENS, ScorerOptions
 from teachers.scorers.rows import build_logprob_answer, split_batches
 from teachers.scorers.transformers import TransformersScorer
-from teachers.weights import weight_key
+from teachers.weight_keys import weight_key
 
-BATCH_TOKENS = 32768
-"""Prompt and response tokens handed to the engine at a time; the engine schedules them itself."""
 MAX_NUM_SEQS = 256
 """Sequences that the engine computes at the same time."""
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.1}
@@ -91,7 +89,7 @@ class VLLMScorer:
         A response whose states or log-probs are not finite gets no row but an entry in `broken`: sample id -> reason.
         """
         key = self.head_key(teacher)
-        for batch in split_batches(rollouts, BATCH_TOKENS):
+        for batch in split_batches(rollouts, ENGINE_TOKENS):
             self._load_teacher(teacher)  # the caller may have asked for another teacher between two batches
             rows = []
             for rollout, answer in zip(batch, self._score_batch(batch, key), strict=True):

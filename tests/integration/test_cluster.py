@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from opd import cluster
-from opd.cluster import RemoteCall, Seat, Worker, WorkerDied, WorkerGroup, watching
+from opd.cluster import RemoteCall, Seat, SeatedWorker, Worker, WorkerDied, WorkerGroup, watching
 from opd.cluster.session import get_current_watch
 from opd.config.sections import ClusterConfig
 from opd.errors import RunError
@@ -67,6 +67,12 @@ def by_value() -> tuple[type, type, type]:
 
         def asked(self) -> int:
             return self.calls
+
+        def summed(self, size: int) -> tuple[float, np.ndarray]:
+            if size < 0:
+                raise RunError("no numbers")
+            numbers = np.ones(size)
+            return float(numbers.sum()), numbers
 
         def pid(self) -> int:
             return os.getpid()
@@ -139,6 +145,17 @@ def test_an_answer_is_made_when_it_is_fetched_and_by_whoever_fetches_it() -> Non
     assert ask(owner, Owner.asked) == 2
     np.testing.assert_array_equal(handles["one"].fetch(), np.arange(1, 100_001))
     assert ask(owner, Owner.asked) == 3, "again for the next"
+
+
+def test_of_a_pair_only_the_first_comes_here_and_the_second_where_its_handle_goes() -> None:
+    owner, other = start_owner(), start_owner()
+    pending, handle = owner.submit_pair(Owner.summed, 1 << 20)
+    assert pending.wait_for_result(timeout_s=60) == 1 << 20
+    numbers = cluster.fetch_object(handle)
+    assert numbers.nbytes == 8 << 20 and not numbers.flags.writeable, "a view into shared memory"
+    failing, _ = other.submit_pair(Owner.summed, -1)
+    with pytest.raises(RunError, match="no numbers"):
+        failing.wait_for_result(timeout_s=60)
 
 
 def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
@@ -334,16 +351,20 @@ def test_ray_does_not_take_the_signals_of_the_driver() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def seat_of(name: str, asks: dict[str, float], threads: int | None = None) -> Seat:
+    return Seat(workers=(SeatedWorker(name=name, asks=asks, threads=threads),), bundles=(asks,))
+
+
 def test_a_worker_goes_to_the_place_that_is_reserved_for_its_name() -> None:
     from ray.util import remove_placement_group
 
-    seat = Seat(worker="owner", asks={"CPU": 2.0}, threads=3)
+    seat = seat_of("owner", {"CPU": 2.0}, threads=3)
     places = cluster.reserve_seats([WorkerGroup(key="here", strategy="STRICT_PACK", seats=(seat,))], timeout_s=60)
     try:
-        assert places == {"owner": cluster.list_nodes()[0].address}
+        assert places == {"owner": cluster.list_nodes()[0].id}
         owner = start_owner()
         assert ask(owner, Owner.threads) == "3"
-        other = Seat(worker="reader", asks={"CPU": 1.0}, labels={"pool": "none"})
+        other = replace(seat_of("reader", {"CPU": 1.0}), labels={"pool": "none"})
         late = r"^there: no place for reader \(pack\) after 2 s .*reader asks for 1 CPU, label pool=none; nodes: 127.0.0.1 "
         with pytest.raises(RunError, match=late):
             cluster.reserve_seats([WorkerGroup(key="there", strategy="PACK", seats=(other,))], timeout_s=2)

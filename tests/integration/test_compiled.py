@@ -1,4 +1,4 @@
-"""`trainer.compile`: the layers of the real trainer are fused, and nothing but rounding changes."""
+"""`trainer.compile` and `objective.compile`: what is fused changes nothing but rounding."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ import torch
 
 from opd import cluster
 from opd.config import PipelineConfig
+from opd.interfaces import Objective
+from opd.losses import chunked
+from opd.losses.adaptive_kl import AdaptiveKL
+from opd.losses.sampled import SampledKL
+from opd.losses.top_k import TopK
 from tests.integration.parts import (
     PROBE,
     config,
@@ -24,6 +29,7 @@ from tests.integration.parts import (
     weights,
     with_n,
 )
+from tests.unit.opd.losses.test_gpu_path import make_case
 
 STEPS = (1, 2, 3)
 
@@ -56,6 +62,30 @@ def test_a_layer_is_compiled_once_and_in_one_piece(tiny_model_dir: Path) -> None
         assert (found - expected).abs().max() < 1e-5
         assert not torch.equal(found, expected), "what is compared would be the same code"
     assert len(lm.base_model.layers) > 1 and counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("objective", [AdaptiveKL(), SampledKL(), TopK(k=4)], ids=str)
+def test_the_loss_that_is_compiled_for_a_gpu_takes_chunks_of_any_length(
+    objective: Objective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled for a CPU here: once for the first length, and once for all others. For payloads that are cut and not multiplied with a
+    head once more, because those of the first chunk begin with their memory."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(chunked, "_runs_on_gpu", lambda values: True)
+    torch._dynamo.reset()
+    counters.clear()
+    for tokens in (16, 27, 39, 5):  # the last chunks have 11, 7 and 5
+        grads = []
+        for compiled in ("auto", False):
+            c = make_case(objective, tokens, 211, dtype=torch.float32)
+            c.loss(16, compiled=compiled).backward()
+            grads.append((c.hidden_N_D.grad, c.head_V_D.grad))
+        for found, want in zip(*grads, strict=True):
+            assert found is not None and want is not None
+            assert float((found - want).norm() / want.norm()) < 1e-6
+    assert counters["stats"]["unique_graphs"] == (2 if isinstance(objective, AdaptiveKL) else 3)
     assert not counters["graph_break"]
 
 

@@ -21,7 +21,7 @@ from opd.machine.orphans import SHARED_MEMORY
 from opd.records.types import Prompt
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.settings.yaml_files import validate_section
-from opd.sync import NetworkSync, SharedMemorySync, SyncSpec
+from opd.sync import DirectSync, NetworkSync, SharedMemorySync, SyncSpec
 from opd.train.deepspeed import DeepSpeedTrainer
 from tests.integration.parts import (
     PROBE,
@@ -135,7 +135,7 @@ def test_a_divided_engine_starts_again(tmp_path: Path, make_model_dir: Make, tin
 
 
 def assert_pushes_arrive(trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, root: Path) -> None:
-    """Other weights each time: through shared memory, and over the network."""
+    """Other weights each time: through shared memory, over the network, and directly."""
     spec = SyncSpec(trainer=trainer, engine=engine, probe=PROBE, tolerance=0.02, nbytes=1 << 20, tell=print)
     sync = SharedMemorySync(spec)
     assert sync.measure_gap() < 1e-4
@@ -145,6 +145,9 @@ def assert_pushes_arrive(trainer: DeepSpeedTrainer, engine: VLLMRolloutEngine, r
     trainer.load(altered(trainer, root / "second", 1.5))
     assert sync.measure_gap() > 0.1
     assert NetworkSync(spec).push(2).gap < 1e-3, "in buckets, each process takes its part"
+    trainer.load(altered(trainer, root / "third", 1.5))
+    assert sync.measure_gap() > 0.1
+    assert DirectSync(spec).push(3).gap < 1e-3, "each process is in the group"
 
 
 def assert_stops_without_a_trace(engine: VLLMRolloutEngine, shared: set[Path]) -> None:

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow  # what it runs on tiny sizes has tests of its own
 def test_every_part_runs_on_tiny_sizes(tmp_path: Path) -> None:
-    parts = ("trainer", "scorer", "engines")
+    parts = ("engines", "push", "merge", "trainer", "scorer")
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--output", str(tmp_path), "--device", "cpu", "--quick"]
     done = subprocess.run(
-        [*command, "--minutes", "5", "--parts", *parts],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400, check=False,
+        [*command, "--minutes", "9", "--parts", *parts],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "gpu.json").read_text())
@@ -34,5 +34,9 @@ def test_every_part_runs_on_tiny_sizes(tmp_path: Path) -> None:
     assert all(row["logprob_difference"] <= 1e-4 for row in tables["scorer"]["float32 against the CPU"])
     assert [row["bit_equal"] for row in tables["scorer"]["divided teacher, float32"]] == [True]
     assert all(row["probe_gap"] < 1e-4 and row["sampled_gap"] < 1e-4 for row in tables["engines"]["weight push"])
+    pushes = tables["push"]["weight push"]
+    assert [row["way"] for row in pushes] == ["shared_memory", "network", "direct"]
+    assert all(row["probe_gap"] < 0.15 and row["GB_per_s"] > 0 for row in pushes)
+    assert {row["phase"] for row in tables["merge"]["seconds of a step, median"]} >= {"rollout", "train", "sync"}
     page = (tmp_path / "gpu.md").read_text()
     assert "| device | CPU, not a GPU |" in page and "they are a GPU's" in page

@@ -201,7 +201,7 @@ def test_a_push_of_what_changed_reaches_the_engine(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shared_memory", "network"])
+@pytest.mark.parametrize("kind", ["shared_memory", "network", "direct"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "gpt_oss", "lfm2"])
 def test_the_rest_of_a_mixture_or_hybrid_stays_while_its_attention_is_pushed(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str, kind: str

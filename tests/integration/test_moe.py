@@ -82,7 +82,7 @@ def test_a_mixture_learns_from_mixtures(ray: None, tmp_path: Path, make_mixture_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["shared_memory", "network"])
+@pytest.mark.parametrize("kind", ["shared_memory", "network", "direct"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_a_mixtures_push_reaches_the_engine(
     ray: None, tmp_path: Path, make_mixture_dir: Make, tiny_tokenizer: Any, family: str, kind: str

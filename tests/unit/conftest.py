@@ -68,11 +68,22 @@ class InProcessWorker:
 
     def submit(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Answered:
         try:
-            return Answered(getattr(self.object, method.__name__)(*args, **kwargs))
+            return Answered(getattr(self.object, method.__name__)(*args, **kwargs), self)
         except cluster.WorkerDied as death:  # whoever waits for the answer gets it
             if death.worker is self.object:  # which knows no handle to itself
                 death.worker = self  # type: ignore[assignment]
-            return Answered(death)
+            return Answered(death, self)
+
+    def submit_pair(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Answered, Any]:
+        answered = self.submit(method, *args, **kwargs).handle
+        return (
+            (Answered(answered), None)
+            if isinstance(answered, cluster.WorkerDied)
+            else (
+                Answered(answered[0]),
+                answered[1],
+            )
+        )
 
     def on_demand(self, timeout_s: float, method: Callable[..., Any], *args: Any) -> Later:
         return Later(self.object, method.__name__, args)
@@ -92,6 +103,7 @@ class Answered:
     """Stands for `opd.cluster.Pending`: the answer, or the death of who should give it."""
 
     handle: Any
+    worker: Any = None
 
     def wait_for_result(self, *, timeout_s: float) -> Any:
         if isinstance(self.handle, cluster.WorkerDied):

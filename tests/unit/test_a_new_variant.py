@@ -36,7 +36,7 @@ from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import StreamError, TargetRow, read_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest, make_part
 from opd.train import rank
 from opd.train.rank import RankWork
 from opd.train.student import Student
@@ -227,7 +227,7 @@ def of_the_worker() -> list[np.ndarray]:
     assert worker.describe_head(TEACHER).key == ""
     worker.begin_rows([(TEACHER, 1.0, tuple(ROLLOUTS))], 0)
     parts = []
-    while (part := worker.next_part()) is not None:
+    while (part := worker.next_part()[1]) is not None:
         parts.append(part)
     return parts
 
@@ -237,7 +237,7 @@ def targets_of(parts: Sequence[np.ndarray], payload: str = "greedy") -> TargetSt
         rollouts=ROLLOUTS, teachers={"d": {"t": ExpectedRow(weight=1.0, head="")}}, kind=("float32", payload),
         max_quarantined=0.0,
     )  # fmt: skip
-    return TargetStream(iter(parts), asked, heads={})
+    return TargetStream((make_part(raw, "teachers") for raw in parts), asked, heads={})
 
 
 def test_a_pipeline_names_them_and_their_options_are_checked() -> None:

@@ -621,7 +621,9 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
         asked.append((config.seed, samples))
         tell("working")
         memory = (HostMemoryNeed(part="all of it", nbytes=3 << 29, knobs="trainer.ranks"),)
-        return CheckReport(vocab_size=76, measured=(measured,), findings=findings, memory=memory)
+        return CheckReport(
+            vocab_size=76, measured=(measured,), findings=findings, memory=memory, log="the log", numbers="chunk 128"
+        )
 
     monkeypatch.setattr(pipelines.check.measure, "check_pipeline", found)
     more = ["--samples", "5", "--set", "seed=3"] + ["--fix-up"] * fix_up
@@ -632,6 +634,7 @@ def test_a_check_prints_its_findings_and_fails_only_for_failures(
     assert (asked, result.stderr.splitlines()) == ([(3, 5)], ["working", end])
     assert re.search(rf"upper +│ +up +│ +0\.25 +│ +0\.20 +│ +50% +│ +1\.250 +│ +0\.23 +│ +{level}", result.stdout)
     assert re.search(r"all of it +│ +1\.50 +│ +trainer\.ranks", result.stdout)
+    assert "the log\nauto: chunk 128\n" in result.stdout
     lines = [f"{level}: upper: no better", "  fix: leave it out", "warn: of all", "  fix: look"]
     assert result.stdout.splitlines()[-len(lines) if fix_up else -2 :] == (lines if fix_up else lines[::2])
 

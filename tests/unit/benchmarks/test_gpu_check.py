@@ -106,7 +106,7 @@ def test_the_page_shows_every_figure_and_what_is_missing(tmp_path: Path) -> None
     assert "| float32 | 8 | 4 | 2 | 1.2 ms, 1.00 GiB, 2.1e-03 | out of memory |" in text
     assert "| bit equal | tokens/s | peak, GiB | gap |" in text and "| yes | 123,457 | 1.50 | 1.23e-05 |" in text
     assert "- liger: not installed" in text and "Ended with: RuntimeError: broken" in text
-    assert text.index("## Trainer") < text.index("## Loss"), "in the order of the parts"
+    assert text.index("## Loss") < text.index("## Trainer"), "in the order of the parts"
 
 
 def test_of_two_runs_the_later_ones_part_counts() -> None:

@@ -84,6 +84,12 @@ class Events:
     """The step after which a monitor ends the run."""
     commits_after: int = 0
     """How often a checkpoint is asked for before its files are there."""
+    logs_targets: bool = True
+    """False: the log has rollouts alone."""
+    max_logged: int | None = None
+    """Steps for which the log has room."""
+    steps_in_log: list[int] = field(default_factory=list)
+    most_in_log: int = 0
     under_way: list[int] = field(default_factory=list)
     """Step of the checkpoint that is being written, and how often it was asked for."""
 
@@ -111,7 +117,14 @@ class Events:
         self.seen.append("answer nothing")
         return []
 
-    def score(self, rollouts: Sequence[Rollout]) -> Any:
+    def begin(self, step: int) -> str:
+        return f"directory of {step}"
+
+    def lacks_room(self, steps: int) -> bool:
+        return self.max_logged is not None and len(self.steps_in_log) + steps > self.max_logged
+
+    def score(self, rollouts: Sequence[Rollout], directory: str | None = None) -> Any:
+        assert directory in (None, f"directory of {rollouts[0].step}")
         self.seen.append(f"score {rollouts[0].sample_id}")
         self.step_of_targets = rollouts[0].step
         self.targets = Targets(self, self.restarted.get(rollouts[0].step, ()))
@@ -125,7 +138,7 @@ class Events:
         batch = self.generate(prompts, step=step, policy_version=policy_version)
         targets = self.score(batch.rollouts)
         self.seen = [*before, f"replay {step} v{policy_version}"]
-        return batch, targets
+        return batch, targets if self.logs_targets else None
 
     def record(
         self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch, targets: Any
@@ -134,9 +147,12 @@ class Events:
         assert {r.policy_version for r in batch.rollouts} == {policy_version}
         assert list(prompts) == PROMPTS
         self.seen.append(f"log {step}")
+        self.steps_in_log.append(step)
+        self.most_in_log = max(self.most_in_log, len(self.steps_in_log))
 
     def prune(self, step: int) -> None:
         self.seen.append(f"prune {step}")
+        self.steps_in_log = [logged for logged in self.steps_in_log if logged > step]
 
     def train_step(
         self, step: int, rollouts: Sequence[Rollout], targets: Any, stale: frozenset[str], reward: Any = None
@@ -439,3 +455,28 @@ def test_a_step_that_trains_nothing_counts_no_truncated_response() -> None:
     assert record["skipped"] and record["truncated"] == 1
     assert record["domains"] == {} and record["token_ages"] == {}
     assert record["truncated_by_domain"] == {}, "a share needs samples to be a share of"
+
+
+@pytest.mark.parametrize("commits_after", [0, 1, 3])
+@pytest.mark.parametrize("room", [1, 2, 3, 5])
+def test_a_checkpoint_comes_early_where_the_log_lacks_room(room: int, commits_after: int) -> None:
+    events = Events(max_logged=room, commits_after=commits_after)
+    run(events.parts(), plan(last_step=12))
+    assert events.most_in_log <= room
+    assert len(events.of("save")) <= 12 // max(1, room - 1) + 1, "no more checkpoints than the room asks for"
+    assert events.seen[-1] == "prune 12" and events.steps_in_log == []
+
+
+def test_a_log_with_room_asks_for_no_checkpoint() -> None:
+    events = Events(max_logged=12)
+    run(events.parts(), plan(last_step=10))
+    assert events.of("save") == ["save 10 v10"]
+
+
+def test_a_step_of_which_the_log_has_the_rollouts_alone_is_scored_again() -> None:
+    events = Events(logged=frozenset({1}), logs_targets=False)
+    run(events.parts(), plan(last_step=2))
+    assert events.of("replay") == ["replay 1 v0"] and events.of("generate") == ["generate 2 v1"]
+    assert events.of("score") == ["score 000001/a/0", "score 000002/a/0"]
+    assert events.of("log") == ["log 2"], "it is in the log already"
+    assert [record.get("replayed") for record in events.records] == [True, None]

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from opd.config import PipelineConfig
+from opd.config.devices import PushKind
 from opd.config.sections import RolloutConfig, ScheduleConfig, SyncConfig
 from opd.config.teachers import ENGINES
 from pipelines import build
@@ -25,7 +26,8 @@ def test_every_engine_has_a_pool() -> None:
 
 def test_every_name_that_a_key_takes_stands_for_something() -> None:
     assert set(get_args(ScheduleConfig.model_fields["mode"].annotation)) == set(SCHEDULES)
-    assert set(get_args(SyncConfig.model_fields["kind"].annotation)) == set(SYNCS)
+    assert set(get_args(PushKind)) == set(SYNCS)
+    assert set(get_args(SyncConfig.model_fields["kind"].annotation)) == {"auto", *SYNCS}
     for name in ROLLOUT_ENGINES:
         assert RolloutConfig(engine=name).engine == name
     with pytest.raises(ValueError, match="engine"):

@@ -14,6 +14,7 @@ from pipelines import placement
 from pipelines.placement import (
     ROLLOUT,
     TEACHERS,
+    describe_divided_trainer,
     groups_of,
     local_worker_names,
     refuse_impossible_placement,
@@ -44,28 +45,30 @@ def changed(config: PipelineConfig, cluster: Any, **sections: Any) -> PipelineCo
 
 
 def names(groups: list[WorkerGroup]) -> list[tuple[str, ...]]:
-    return [tuple(seat.worker for seat in group.seats) for group in groups]
+    return [group.names for group in groups]
 
 
 def test_every_worker_of_a_merge_has_a_seat_by_the_name_that_it_is_started_with(config: PipelineConfig) -> None:
     found = groups_of(changed(config, {}, rollout={"workers": 2}))
     ranks = ("trainer rank 0", "trainer rank 1")
-    assert names(found) == [("rollout worker 0", "rollout worker 1"), ("teacher worker 0",), ranks]
+    assert names(found) == [ranks, ("rollout worker 0", "rollout worker 1"), ("teacher worker 0",)]
     assert {group.strategy for group in found} == {"PACK"}
     assert all(
-        seat.asks == {"CPU": 1} and seat.labels == {} and seat.threads is None for g in found for seat in g.seats
+        seat.asks == {"CPU": 1} and seat.labels == {} and seat.workers[0].threads is None
+        for g in found
+        for seat in g.seats
     )
 
 
 def test_a_critic_has_ranks_of_its_own_and_served_teachers_have_no_seat(config: PipelineConfig) -> None:
     served = groups_of(changed(config, {}, teachers={"engine": "flight", "address": "grpc://localhost:1"}))
-    assert names(served) == [("rollout worker 0",), ("trainer rank 0", "trainer rank 1")]
+    assert names(served) == [("trainer rank 0", "trainer rank 1"), ("rollout worker 0",)]
     domains = {
         name: d | {"eval": d["eval"] | {"verifier": "exact_match"}}
         for name, d in config.model_dump()["domains"].items()
     }
     objective = {"reward": {"baseline": {"kind": "critic"}}}
-    assert names(groups_of(changed(config, {}, domains=domains, objective=objective)))[-1] == (
+    assert names(groups_of(changed(config, {}, domains=domains, objective=objective)))[1] == (
         "critic rank 0",
         "critic rank 1",
     )
@@ -73,10 +76,11 @@ def test_a_critic_has_ranks_of_its_own_and_served_teachers_have_no_seat(config: 
 
 def test_what_a_role_asks_for(config: PipelineConfig) -> None:
     teachers = {"strategy": "spread", "cpus": 3, "label_selector": {"pool": "!head"}, "resources": {"big": 0.5}}
-    (group,) = groups_of(changed(config, {"teacher_gpus": 0.5, "placement": {"teachers": teachers}}), {TEACHERS})
+    (group,) = groups_of(changed(config, {"teacher_gpus": 1, "placement": {"teachers": teachers}}), {TEACHERS})
     assert (group.key, group.strategy) == ("cluster.placement.teachers", "SPREAD")
     (seat,) = group.seats
-    assert seat.asks == {"CPU": 3, "GPU": 0.5, "big": 0.5} and seat.labels == {"pool": "!head"} and seat.threads == 3
+    assert seat.asks == {"CPU": 3, "GPU": 1, "big": 0.5} and seat.labels == {"pool": "!head"}
+    assert seat.workers[0].threads == 3
 
 
 def test_an_engine_of_several_gpus_has_them_in_one_place(config: PipelineConfig) -> None:
@@ -93,8 +97,102 @@ def test_the_processes_of_an_engine_share_its_cpus(config: PipelineConfig, cpus:
     places = {"rollout": {"cpus": cpus}, "teachers": {"cpus": cpus}, "trainer": {"cpus": cpus}}
     divided = {"tensor_parallel_size": size}
     made = changed(config, {"placement": places}, rollout=divided, teachers={"engine": "vllm"} | divided)
-    found = [(seat.asks["CPU"], seat.threads) for group in groups_of(made) for seat in group.seats]
-    assert found == [(cpus, threads)] * 2 + [(cpus, cpus)] * 2
+    found = [(seat.asks["CPU"], seat.workers[0].threads) for group in groups_of(made) for seat in group.seats]
+    assert found == [(cpus, cpus)] * 2 + [(cpus, threads)] * 2
+
+
+SHARES = {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4}
+
+
+def test_rank_engine_and_scorer_with_shares_have_a_bundle_together(config: PipelineConfig) -> None:
+    cpus = {"rollout": {"cpus": 4}, "teachers": {"cpus": 2}, "trainer": {"resources": {"fast": 1}}}
+    shared = changed(config, SHARES | {"placement": cpus}, rollout={"workers": 2}, teachers={"workers": 2})
+    (group,) = groups_of(shared)
+    assert (group.key, group.strategy, group.one_node) == ("cluster.placement.trainer", "PACK", True)
+    assert [seat.names for seat in group.seats] == [
+        (f"trainer rank {i}", f"rollout worker {i}", f"teacher worker {i}") for i in (0, 1)
+    ]
+    for seat in group.seats:
+        assert seat.bundles == ({"CPU": 7, "GPU": 1, "fast": 1},)
+        rank, engine, scorer = seat.workers
+        assert rank.asks == {"CPU": 1, "GPU": 0.4, "fast": 1} and rank.threads is None
+        assert engine.asks == {"CPU": 4, "GPU": 0.4} and engine.threads == 4
+        assert scorer.asks == {"CPU": 2, "GPU": 0.2} and scorer.threads == 2
+
+
+def test_a_role_of_whole_gpus_is_beside_those_that_share(config: PipelineConfig) -> None:
+    shared, ranks = groups_of(changed(config, SHARES | {"trainer_gpus": 1}))
+    assert shared.names == ("rollout worker 0", "teacher worker 0") and not shared.one_node
+    assert [seat.asks for seat in ranks.seats] == [{"CPU": 1, "GPU": 1}] * 2 and ranks.one_node
+
+
+def test_a_critic_shares_with_the_ranks(config: PipelineConfig) -> None:
+    domains = {
+        name: d | {"eval": d["eval"] | {"verifier": "exact_match"}}
+        for name, d in config.model_dump()["domains"].items()
+    }
+    thirds = dict.fromkeys(SHARES, 0.25)
+    objective = {"reward": {"baseline": {"kind": "critic"}}}
+    (group,) = groups_of(changed(config, thirds, domains=domains, objective=objective))
+    assert [seat.names[:2] for seat in group.seats] == [(f"trainer rank {i}", f"critic rank {i}") for i in (0, 1)]
+
+
+def test_a_divided_engine_shares_its_gpus_with_as_many_ranks(config: PipelineConfig) -> None:
+    """All of its GPUs are on one node."""
+    divided = {"tensor_parallel_size": 2, "workers": 2}
+    (group,) = groups_of(changed(config, SHARES, rollout=divided, trainer={"ranks": 4}, teachers={"workers": 4}))
+    assert [len(seat.bundles) for seat in group.seats] == [2, 2]
+    second = {worker.name: worker for worker in group.seats[1].workers}
+    assert second["rollout worker 1"].bundles == (0, 1) and second["rollout worker 1"].asks["GPU"] == 0.4
+    assert second["trainer rank 2"].bundles == (0,) and second["trainer rank 3"].bundles == (1,)
+    assert [bundle["CPU"] for bundle in group.seats[1].bundles] == [3, 2]
+
+
+def test_a_users_engine_has_room_beside_the_workers_that_we_know(config: PipelineConfig) -> None:
+    mine = changed(config, SHARES, rollout={"engine": "my:Engine"}, trainer={"ranks": 1})
+    (group,) = groups_of(mine)
+    (seat,) = group.seats
+    assert seat.names == ("trainer rank 0", "teacher worker 0") and seat.asks["GPU"] == pytest.approx(0.6)
+
+
+def test_what_a_command_starts_beside_the_engines_shares_their_gpu(config: PipelineConfig) -> None:
+    (group,) = groups_of(changed(config, SHARES), {ROLLOUT, TEACHERS}, ["comparing worker"])
+    assert group.names == ("rollout worker 0", "comparing worker")
+
+
+def test_shared_gpus_that_no_node_has_are_refused(config: PipelineConfig) -> None:
+    shared = changed(config, SHARES | {"teacher_gpus": 0}, rollout={"tensor_parallel_size": 16}, trainer={"ranks": 16})
+    with pytest.raises(ConfigError, match=r"trainer rank 0 to 15, rollout worker 0 ask for 17 CPU, 16 GPU"):
+        refuse_impossible_placement(groups_of(shared), frozenset(), NODES)
+
+
+def test_ranks_on_several_nodes_are_said(config: PipelineConfig) -> None:
+    two = changed(config, {}, trainer={"ranks": 4})
+    nodes = {f"trainer rank {rank}": NODES[rank // 3] for rank in range(4)}
+    assert describe_divided_trainer(two, nodes) == (
+        "the trainer's 4 ranks are on several nodes (3 on 10.0.0.1, 1 on 10.0.0.2), because none had room for all of them: weights "
+        "and gradients cross the network in every micro-batch"
+    )
+    assert describe_divided_trainer(two, dict.fromkeys(nodes, NODES[0])) is None
+
+
+def test_who_has_least_choice_chooses_first(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that have to be here, and teachers that have to be on one node, are not left without room by the ranks."""
+    reserved: list[WorkerGroup] = []
+
+    def reserve_seats(groups: list[WorkerGroup], **_: Any) -> dict[str, str]:
+        reserved[:] = groups
+        return {name: NODES[1].id for group in groups for name in group.names}
+
+    monkeypatch.setattr(placement.cluster, "reserve_seats", reserve_seats)
+    monkeypatch.setattr(placement.cluster, "list_nodes", lambda: NODES)
+    ranks, engines, scorers = ("trainer rank 0", "trainer rank 1"), ("rollout worker 0",), ("teacher worker 0",)
+    assert set(reserve_places(config)) == {*ranks, *engines, *scorers}
+    assert names(reserved) == [ranks, engines, scorers], "all may go anywhere"
+    reserve_places(config, local_workers=local_worker_names(config))
+    assert names(reserved) == [engines, ranks, scorers]
+    reserve_places(changed(config, {"placement": {"teachers": {"label_selector": {"pool": "far"}}}}))
+    assert names(reserved) == [scorers, ranks, engines]
 
 
 def test_workers_of_a_users_engine_are_not_known(config: PipelineConfig) -> None:
@@ -103,9 +201,13 @@ def test_workers_of_a_users_engine_are_not_known(config: PipelineConfig) -> None
 
 def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement.cluster, "ray_session", lambda *_: pytest.fail("Ray is asked"))
+    monkeypatch.setattr(placement.cluster, "reserve_seats", lambda groups, **_: reserved.extend(groups))
+    reserved: list[WorkerGroup] = []
     alone = changed(config, {"address": "local"})
     refuse_unplaceable(alone)
-    assert reserve_places(alone) == {}
+    assert reserve_places(alone) == {} and reserved == []
+    assert reserve_places(changed(alone, SHARES | {"trainer_gpus": 1})) == {}
+    assert names(reserved) == [("rollout worker 0", "teacher worker 0")], "only GPUs that roles share"
 
 
 @pytest.mark.parametrize(
@@ -162,9 +264,9 @@ def test_what_can_be_had_is_not_refused(config: PipelineConfig, cluster: Any) ->
         (
             {},
             {"rollout": {"workers": 4}},
-            ["5 CPU for rollout worker 0,", "trainer rank 0", "at most the 4 CPU of this machine: 10.0.0.1 (this one: 4 CPU,"],
+            ["5 CPU for trainer rank 0, rollout worker 0,", "at most the 4 CPU of this machine: 10.0.0.1 (this one: 4 CPU,"],
         ),
-        ({}, {"trainer": {"ranks": 11}}, ["13 CPU for rollout worker 0", "at most the 12 CPU of all nodes"]),
+        ({}, {"trainer": {"ranks": 11}}, ["13 CPU for trainer rank 0 to 10, rollout worker 0", "at most the 12 CPU of all nodes"]),
     ],
 )  # fmt: skip
 def test_what_no_node_can_have_is_refused_with_what_they_have(

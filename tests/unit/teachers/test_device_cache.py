@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from opd.records.types import Teacher
 from teachers.device_cache import DeviceCache
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
+from teachers.staged_copies import StagedCopies
 from tests.unit.teachers.conftest import rollout
 
 
@@ -55,6 +57,56 @@ def test_whether_the_next_one_fits_beside_the_one_in_use() -> None:
     assert not near.has_room_for("c", state(8)), "nor with `a` gone"
 
 
+def read_in_thread(given: dict[str, torch.Tensor]) -> Future[dict[str, torch.Tensor]]:
+    reading = Future[dict[str, torch.Tensor]]()
+    reading.set_result(given)
+    return reading
+
+
+def test_the_next_one_is_copied_ahead_if_it_fits_beside_the_one_in_use() -> None:
+    near, given = cache(32), state()
+    for key in ("a", "b"):
+        near.copy_to_device(key, state())
+    near.copy_ahead("c", read_in_thread(given), 16)
+    assert [key for key in "abc" if near.find(key)] == ["b"], "`a` made room"
+    brought = near.copy_to_device("c", given)
+    assert all(torch.equal(brought[name], given[name]) for name in given)
+    assert brought["one"] is brought["tied"] and brought["one"].data_ptr() != given["one"].data_ptr()
+    assert [key for key in "abc" if near.find(key)] == ["b", "c"] and near._copying is None
+
+
+def test_what_was_copied_ahead_in_vain_is_dropped() -> None:
+    near, other = cache(32), state()
+    near.copy_to_device("a", state())
+    near.copy_ahead("b", read_in_thread(state()), 16)
+    assert torch.equal(near.copy_to_device("c", other)["two"], other["two"])
+    assert near.find("b") is None and near._copying is None
+    cancelled = Future[dict[str, torch.Tensor]]()
+    cancelled.cancel()
+    cancelled.set_running_or_notify_cancel()
+    near.copy_ahead("d", cancelled, 16)
+    assert torch.equal(near.copy_to_device("d", other)["two"], other["two"]), "it is copied when it is needed"
+
+
+def test_nothing_is_copied_ahead_without_room() -> None:
+    near = cache(31)
+    near.copy_to_device("a", state())
+    near.copy_ahead("b", read_in_thread(state()), 16)
+    assert near._copying is None and near.find("a") is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_staged_copies_are_the_same_bits_whatever_their_size(dtype: torch.dtype) -> None:
+    copies = StagedCopies(torch.device("cpu"), nbytes=64)
+    for shape in ((), (0, 3), (5,), (16,), (7, 9), (3, 5, 11)):
+        given = torch.randn(shape).mul(50).to(dtype)
+        copied = copies.copy(given)
+        assert torch.equal(copied, given) and copied.shape == given.shape and copied.dtype == dtype
+        assert given.numel() == 0 or copied.data_ptr() != given.data_ptr()
+    turned = torch.randn(6, 4).T
+    assert torch.equal(copies.copy(turned), turned)
+
+
 def test_a_cpu_has_its_weights_where_they_are() -> None:
     near, given = DeviceCache(torch.device("cpu"), 1 << 30), state()
     assert (
@@ -70,16 +122,22 @@ def teachers(make_model_dir: Callable[..., Path], tmp_path_factory: pytest.TempP
     return [*found, Teacher(name="other", model_dir=other)]
 
 
-def scorer(gpu_memory_bytes: int = 0) -> TransformersScorer:
-    options = {"payload": "hidden_states", "top_k": 4, "vocab_size": 76, "memory_bytes": 1}
+def scorer(gpu_memory_bytes: int = 0, memory_bytes: int = 1) -> TransformersScorer:
+    options = {"payload": "hidden_states", "top_k": 4, "vocab_size": 76, "memory_bytes": memory_bytes}
     return TransformersScorer(ScorerOptions(dtype="float32", gpu_memory_bytes=gpu_memory_bytes, **options))  # type: ignore[arg-type]
 
 
-def answers(scoring: Any, teachers: list[Teacher]) -> list[bytes]:
-    """Of two steps, in which each teacher scores the same rows."""
+def answers(scoring: Any, teachers: list[Teacher], *, ahead: bool = False) -> list[bytes]:
+    """Of two steps, in which each teacher scores the same rows; with `ahead` the next one is announced, as a worker does."""
     rows = [rollout(i) for i in range(3)]
     turns = [teacher for _ in range(2) for teacher in teachers]
-    return [row.answer.hidden for teacher in turns for batch in scoring.score(teacher, rows, {}) for row in batch]
+    found = []
+    for teacher, following in zip(turns, [*turns[1:], None], strict=True):
+        batches = scoring.score(teacher, rows, {})
+        if ahead and following is not None:
+            scoring.prefetch(following)
+        found += [row.answer.hidden for batch in batches for row in batch]
+    return found
 
 
 @pytest.mark.parametrize(("kept", "copied"), [(0, 8), (1, 8), (2, 8), (3, 8), (4, 4)])
@@ -102,6 +160,26 @@ def test_any_budget_gives_the_same_answers(
     assert answers(scoring, teachers) == wanted
     assert sum(new for new, _ in sizes) == copied
     assert max(size for _, size in sizes) <= max(1, kept) * one
+
+
+@pytest.mark.parametrize("kept", [0, 2, 3])
+def test_teachers_that_are_copied_ahead_give_the_same_answers(
+    kept: int, teachers: list[Teacher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = answers(scorer(), teachers)
+    one = sum(t.nbytes for t in scorer()._weights.get(teachers[0])[0].values())
+    scoring = scorer(kept * one, 1 << 30)
+    near = scoring._device_cache
+    near._copies_weights = True
+    copied, ahead = near._copy_in_thread, []
+
+    def noted(reading: Any) -> Any:
+        ahead.append(sum(near._sizes.values()))
+        return copied(reading)
+
+    monkeypatch.setattr(near, "_copy_in_thread", noted)
+    assert answers(scoring, teachers, ahead=True) == wanted
+    assert len(ahead) == (7 if kept else 0) and all(held <= (kept - 1) * one for held in ahead)
 
 
 def test_the_teacher_before_goes_before_the_next_one_comes(

@@ -41,7 +41,7 @@ def nbytes(path: Path) -> int:
 
 
 def skeleton(model_dir: Path) -> Any:
-    return _build_skeleton(_read_config(model_dir)[0], torch.float32)
+    return _build_skeleton(_read_config(model_dir)[0], torch.float32, None)
 
 
 @pytest.fixture(scope="module")

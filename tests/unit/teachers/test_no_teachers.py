@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
-from opd.stream.rank_parts import split_part
 from opd.stream.schema import PART_ROWS, read_stream
 from opd.stream.targets import TargetStream
 from opd.train.batch import build_micro_batch, gather_samples
@@ -50,8 +48,11 @@ def test_a_step_of_many_rows_comes_in_parts_that_ranks_can_share(in_process: Any
     rollouts = [rollout(i) for i in range(PART_ROWS + 7)]
     first, last = taken(POOL.score(rollouts))
     assert [len(part.samples) for part in (first, last)] == [PART_ROWS, 7]
-    shares = split_part(first, lambda sample_id: int(sample_id.rsplit("/")[-1]) % 2)
-    assert [len(read_stream(np.asarray(shares[rank]).tobytes()).rows) for rank in (0, 1)] == [PART_ROWS // 2] * 2
+    shares = [
+        read_stream(first.handle.tobytes(), wanted=lambda i, rank=rank: int(i.rsplit("/")[-1]) % 2 == rank).rows
+        for rank in (0, 1)
+    ]
+    assert [len(rows) for rows in shares] == [PART_ROWS // 2] * 2
 
 
 def test_a_micro_batch_of_such_rows_has_a_block_for_its_trained_tokens(in_process: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from opd import cluster
 from opd.config import PipelineConfig
@@ -16,12 +18,15 @@ from opd.models.heads import head_tensor
 from opd.models.logit_rule import IDENTITY
 from opd.records.types import Teacher, WeightedTeacher
 from opd.stream import schema
-from opd.stream.schema import Stream, read_stream
+from opd.stream.part_files import PartsDirectory, part_name
+from opd.stream.part_summaries import make_summary
+from opd.stream.schema import PartRecord, Stream, read_stream
 from opd.stream.targets import TargetStream
 from pipelines.specs import pool_spec
-from teachers.pool import PARTS_AHEAD, Pool, assign_rows
+from teachers.pool import PARTS_AHEAD, Pool
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.conftest import read_rows
 from tests.unit.teachers.conftest import rollout
 
@@ -151,19 +156,107 @@ def test_a_step_without_rollouts(teachers: dict[str, Teacher], in_process: Any) 
     assert [s.rows for s in streams_of(targets)] == [(), ()]
 
 
-def test_a_teachers_rows_stay_together_and_workers_are_balanced() -> None:
-    groups = [
-        (
-            Teacher(name=f"t{i}", model_dir=Path(f"t{i}")),
-            1.0,
-            tuple(rollout(j, f"d{i}") for j in range(i + 1)),
-        )
-        for i in range(8)
-    ]
-    shares = assign_rows(groups, 3)
-    assert sorted(t.name for share in shares for t, _, _ in share) == [f"t{i}" for i in range(8)]
-    loads = [sum(9 * len(rows) for _, _, rows in share) for share in shares]
-    assert max(loads) - min(loads) <= 9 * 8
+def test_no_bit_depends_on_the_number_of_workers(
+    teachers: dict[str, Teacher], monkeypatch: pytest.MonkeyPatch, in_process: Any
+) -> None:
+    """A teacher's rows are divided between two batches, never within one."""
+    monkeypatch.setattr("teachers.scorers.SCORE_TOKENS", 40)
+    monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 40)
+    rollouts = [rollout(i, domain) for i in range(12) for domain in ("upper", "reverse")]
+    wanted = contents(pool(teachers, 1).score(rollouts))
+    assert len(wanted) == 24
+    for workers in (2, 3, 5):
+        in_process.workers.clear()
+        targets = pool(teachers, workers).score(rollouts)
+        assert contents(targets) == wanted
+        assert targets.num_parts == workers, "every worker has some"
+
+
+# The target log
+
+
+ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row leaves alone."""
+    monkeypatch.setattr(schema, "PART_ROWS", 1)
+    monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 1)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> PartsDirectory:
+    return PartsDirectory.create(tmp_path / ".tmp-step-000001")
+
+
+def files_of(directory: PartsDirectory) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.path.glob("worker-*")}
+
+
+def test_workers_write_their_parts_into_the_log_and_the_driver_touches_no_answer(
+    teachers: dict[str, Teacher], small_parts: None, directory: PartsDirectory, in_process: Any
+) -> None:
+    targets = pool(teachers, 2).score(ROLLOUTS, directory)
+    parts = []
+    while (part := targets.take_part()) is not None:
+        parts.append(part)
+        assert (directory.path / part_name(part.summary.record)).read_bytes() == bytes(part.handle)
+        assert part.summary.file == blake3(part.handle).hexdigest()
+        assert part.summary.nbytes == len(part.handle)
+        stream = read_stream(memoryview(part.handle))
+        kind = (stream.dtype, stream.payload)
+        assert part.summary == make_summary(stream.rows, stream.part, kind, len(part.handle), part.summary.file)
+    assert len(files_of(directory)) == len(parts) == targets.num_parts
+    assert targets.driver_bytes == sum(len(part.summary.to_json()) for part in parts)
+
+
+@pytest.mark.parametrize("why", ["another machine's directory", "no such directory", "none"])
+def test_a_worker_that_does_not_reach_the_log_leaves_the_writing_to_the_driver(
+    why: str, teachers: dict[str, Teacher], directory: PartsDirectory, in_process: Any
+) -> None:
+    elsewhere = {
+        "another machine's directory": replace(directory, token="theirs"),
+        "no such directory": replace(directory, path=directory.path / "x"),
+        "none": None,
+    }[why]
+    targets = pool(teachers, 2).score(ROLLOUTS, elsewhere)
+    part = targets.take_part()
+    assert part is not None and part.summary.file == "" and files_of(directory) == {}
+
+
+def test_a_part_that_a_worker_cannot_write_leaves_nothing(directory: PartsDirectory) -> None:
+    (directory.path / "worker-0-part-0000.arrow").mkdir()
+    assert directory.write_part(PartRecord(), memoryview(b"x")) == ""
+    assert sorted(path.name for path in directory.path.iterdir()) == [".token", "worker-0-part-0000.arrow"]
+
+
+@pytest.mark.parametrize("method", ["begin", "part 1", "part 3"])
+def test_the_files_are_the_same_after_a_worker_died(
+    method: str, teachers: dict[str, Teacher], small_parts: None, directory: PartsDirectory, in_process: Any
+) -> None:
+    """What had come is not written again: its hash is with the driver."""
+    targets = pool(teachers, 2).score(ROLLOUTS, directory)
+    targets.wait_for_parts()
+    wanted = files_of(directory)
+    for path in directory.path.glob("worker-*"):
+        path.unlink()
+    in_process.workers.clear()
+    workers = mortal(in_process, {0: method})
+    targets = pool(teachers, 2).score(ROLLOUTS, directory)
+    (directory.path / "worker-0-part-0000.arrow").write_bytes(b"half a pa")
+    parts = []
+    while (part := targets.take_part()) is not None:
+        parts.append(part)
+    assert len(workers) == 3 and targets.restarted == ["teacher worker 0"]
+    if method == "begin":
+        assert files_of(directory) == wanted
+    else:
+        left = {name: raw for name, raw in wanted.items() if name != "worker-0-part-0000.arrow"}
+        assert files_of(directory) == {**left, "worker-0-part-0000.arrow": b"half a pa"}, "part 0 had come"
+    assert {part_name(part.summary.record): part.summary.file for part in parts} == {
+        name: blake3(raw).hexdigest() for name, raw in wanted.items()
+    }
 
 
 # Workers that die
@@ -179,11 +272,11 @@ class Mortal(TeacherWorker):
     """Shares that it was given."""
     asked = 0
 
-    def begin_rows(self, groups: Sequence[TeacherRows], worker: int) -> None:
+    def begin_rows(self, groups: Sequence[TeacherRows], worker: int, *where: Any) -> None:
         self.begun += 1
         self.asked = 0
         self._may_die("begin")
-        super().begin_rows(groups, worker)
+        super().begin_rows(groups, worker, *where)
 
     def next_part(self) -> Any:
         self.asked += 1
@@ -214,16 +307,6 @@ def mortal(in_process: Any, dies_in: dict[int, str]) -> list[Mortal]:
 
 def contents(targets: TargetStream) -> list[tuple[str, str, bytes]]:
     return sorted((row.rollout.sample_id, row.teacher, bytes(row.answer.hidden)) for row in read_rows(targets))
-
-
-ROLLOUTS = [rollout(i, domain) for i in range(4) for domain in ("upper", "reverse")]
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row leaves alone."""
-    monkeypatch.setattr(schema, "PART_ROWS", 1)
-    monkeypatch.setattr(transformers_scorer, "SCORE_TOKENS", 1)
 
 
 @pytest.mark.parametrize("method", ["begin", "part 0", "part 1", "part 3", "part 4", "part 5"])

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.rows import make_rollout
 
 
@@ -52,7 +53,7 @@ def score(scoring: Any, groups: list[TeacherRows]) -> list[bytes]:
     """All parts of a step."""
     scoring.begin_rows(groups, 0)
     parts = []
-    while (part := scoring.next_part()) is not None:
+    while (part := scoring.next_part()[1]) is not None:
         parts.append(bytes(part))
     return parts
 

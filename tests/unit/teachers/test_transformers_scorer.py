@@ -19,7 +19,7 @@ from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Teacher
 from opd.stream.schema import read_stream, write_stream
-from teachers.scorers import ScorerOptions
+from teachers.scorers import ScorerOptions, transformers
 from teachers.scorers.rows import split_batches
 from teachers.scorers.transformers import TransformersScorer
 from teachers.weights import weights_nbytes
@@ -157,6 +157,36 @@ def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(
     (same,) = (r for r in rows if r.rollout.sample_id == rollouts[3].sample_id)
     states = [torch.frombuffer(bytearray(r.answer.hidden), dtype=torch.float32) for r in (same, again[0])]
     torch.testing.assert_close(*states, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("payload", ["hidden_states", "sampled_logprobs"])
+def test_rows_that_are_made_while_the_next_batch_is_computed_are_the_same(
+    payload: str,
+    teachers: dict[str, Teacher],
+    tmp_path: Path,
+    damaged: Callable[..., Teacher],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU, also if a batch has a row whose states are not finite, and if a rank asks for another teacher's head."""
+    monkeypatch.setattr(transformers, "SCORE_TOKENS", 20)
+    bad = damaged(teachers["reverse"], tmp_path, "model.embed_tokens.weight", 70, tie=False)
+    rollouts = [
+        dataclasses.replace(rollout(i), prompt_ids=(5 + i, 6), response_ids=(7, 8, 9, 10, 11)) for i in range(7)
+    ]
+    rollouts[3] = dataclasses.replace(rollouts[3], prompt_ids=(70, 6))
+    scored = {}
+    for ahead in (0, 1):
+        scoring, broken, rows = scorer(payload=payload), dict[str, str](), []
+        scoring._batches_ahead = ahead
+        batches = 0
+        for batch in scoring.score(bad, rollouts, broken):
+            rows += batch
+            batches += 1
+            scoring.head(teachers["upper"])
+        assert batches == 4
+        scored[ahead] = [(r.rollout.sample_id, r.answer) for r in rows], broken
+    assert scored[0] == scored[1]
+    assert set(scored[0][1]) == {rollouts[3].sample_id} and len(scored[0][0]) == 6
 
 
 @pytest.mark.parametrize("tie", [True, False])

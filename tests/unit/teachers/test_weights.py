@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from opd.records.types import Teacher
-from teachers.weights import WeightCache, base_key, read_weights, weight_key, weights_nbytes
+from teachers.weight_keys import base_key, weight_key
+from teachers.weights import WeightCache, read_weights, weights_nbytes
 
 SIZES = {"base": 100, "other": 100, "third": 100, "a": 10, "b": 10, "c": 10}
 """Bytes of the only tensor in each directory."""

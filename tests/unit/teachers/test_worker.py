@@ -15,7 +15,8 @@ from opd.stream import schema
 from opd.stream.schema import PartRecord, Stream, read_stream
 from teachers.scorers import ScorerOptions
 from teachers.scorers import transformers as transformers_scorer
-from teachers.worker import TeacherRows, TeacherWorker
+from teachers.shares import TeacherRows
+from teachers.worker import TeacherWorker
 from tests.rows import make_rollout
 
 
@@ -54,8 +55,8 @@ def streams(made: TeacherWorker, groups: list[TeacherRows]) -> list[Stream]:
 
 def parts(made: TeacherWorker) -> Iterator[Stream]:
     """Those that are left."""
-    while (part := made.next_part()) is not None:
-        yield read_stream(memoryview(part))
+    while (raw := made.next_part()[1]) is not None:
+        yield read_stream(memoryview(raw))
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def test_a_part_leaves_with_the_batch_that_fills_it(
     monkeypatch.setattr(schema, "PART_BYTES", 1 << 30 if limit == "rows" else 3 * 3 * 64 * 4)
     made = worker()
     made.begin_rows([group(teachers["rev"], num=6), group(teachers["up"], num=3)], 5)
-    first = read_stream(memoryview(made.next_part()))
+    first = read_stream(memoryview(made.next_part()[1]))
     assert [row.teacher for row in first.rows] == ["rev"] * 4
     assert first.part == PartRecord(worker=5, number=0)
     rest = list(parts(made))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from opd.cluster import Node, Seat, placement
-from opd.cluster.placement import NODE, ReservedSeat, matches_selector
+from opd.cluster import Node, Seat, SeatedWorker, placement
+from opd.cluster.placement import NODE, ReservedSeat, WorkerGroup, join_names, join_nodes, matches_selector
 
 HERE = Node(
     id="a1", address="10.0.0.1", is_local=True, has={"CPU": 2, "memory": 5e9, "node:10.0.0.1": 1, "GPU": 0.5}, labels={"pool": "x", NODE: "a1"}
@@ -37,6 +37,10 @@ def test_labels_are_selected_as_ray_does(value: str | None, wanted: str, is_so: 
     assert matches_selector(value, wanted) is is_so
 
 
+def seat(asks: dict[str, float], labels: dict[str, str] | None = None) -> Seat:
+    return Seat(workers=(SeatedWorker(name="w", asks=asks),), bundles=(asks,), labels=labels or {})
+
+
 @pytest.mark.parametrize(
     ("asks", "labels", "fits"),
     [
@@ -49,12 +53,32 @@ def test_labels_are_selected_as_ray_does(value: str | None, wanted: str, is_so: 
     ],
 )
 def test_a_seat_fits_a_node(asks: dict[str, float], labels: dict[str, str], fits: bool) -> None:
-    assert Seat(worker="w", asks=asks, labels=labels).fits_node(HERE) is fits
+    assert seat(asks, labels).fits_node(HERE) is fits
 
 
 def test_nodes_and_seats_in_words() -> None:
     assert str(HERE) == "10.0.0.1 (this one: 2 CPU, 0.5 GPU, label pool=x)"
-    assert str(Seat(worker="w", asks={"CPU": 1.0}, labels={"pool": "x", NODE: "a1"})) == "1 CPU, label pool=x"
+    assert str(seat({"CPU": 1.0}, {"pool": "x", NODE: "a1"})) == "1 CPU, label pool=x"
+    ranks = [f"trainer rank {rank}" for rank in range(8)]
+    assert join_names([*ranks, "teacher worker 0", "comparing worker"]) == (
+        "trainer rank 0 to 7, teacher worker 0, comparing worker"
+    )
+    assert join_names(ranks[:2]) == "trainer rank 0, trainer rank 1"
+    assert join_nodes([HERE] * 9) == "; ".join([str(HERE)] * 6) + "; and 3 more"
+
+
+def test_a_seat_of_workers_that_share_gpus_asks_for_all_of_them() -> None:
+    """Two GPUs: a rank on each, and an engine on both."""
+    ranks = [SeatedWorker(name=f"rank {n}", asks={"CPU": 1, "GPU": 0.5}, bundles=(n,)) for n in (0, 1)]
+    engine = SeatedWorker(name="engine 0", asks={"CPU": 4, "GPU": 0.5}, bundles=(0, 1))
+    both = Seat(workers=(*ranks, engine), bundles=({"CPU": 5, "GPU": 1}, {"CPU": 1, "GPU": 1}))
+    assert both.asks == {"CPU": 6, "GPU": 2}
+    assert both.describe_request() == "rank 0, rank 1, engine 0 ask for 6 CPU, 2 GPU"
+    group = WorkerGroup(key="k", strategy="PACK", seats=(both, both))
+    assert group.shares_gpus and group.combine_seats().asks == {"CPU": 12, "GPU": 4}
+    assert not WorkerGroup(key="k", strategy="PACK", seats=(seat({"GPU": 2}),)).shares_gpus
+    second = ReservedSeat(ranks[1], both, group="group", first=2)
+    assert second.index == 3, "of the second seat's bundles"
 
 
 @pytest.fixture
@@ -76,7 +100,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         yield known
 
 
-PLACE = ReservedSeat(Seat(worker="w", asks={"CPU": 1}), group="group", index=0)
+PLACE = ReservedSeat(seat({"CPU": 1}).workers[0], seat({"CPU": 1}), group="group", first=0)
 
 
 def test_a_place_on_a_node_that_answers_or_on_none_is_settled(cluster: SimpleNamespace) -> None:

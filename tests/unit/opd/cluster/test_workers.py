@@ -22,6 +22,9 @@ class Counter:
     def add(self, number: int, times: int = 1) -> int:
         return number * times
 
+    def divide(self, number: int, by: int = 1) -> tuple[str, int]:
+        return f"{number} by {by}", number // by
+
     def fail(self) -> None: ...
 
 
@@ -34,6 +37,11 @@ class Actor:
 
     def __getattr__(self, method: str) -> Any:
         class Remote:
+            @staticmethod
+            def options(num_returns: int) -> Any:
+                assert num_returns == 2
+                return Remote
+
             @staticmethod
             def remote(*args: Any, **kwargs: Any) -> Any:
                 self.asked.append((method, args, kwargs))
@@ -89,6 +97,15 @@ def test_a_method_is_called_by_reference(watch: WorkerWatch) -> None:
     assert worker.submit(Counter.add, 8).wait_for_result(timeout_s=1) == 8
     assert actor.asked == [("add", (3,), {"times": 2}), ("add", (8,), {})]
     assert pending.wait_for_result(timeout_s=1) == 6
+
+
+def test_a_pair_comes_as_an_answer_and_a_handle_that_nobody_fetches(watch: WorkerWatch) -> None:
+    worker, actor = start(watch, "counter 0")
+    actor.answers.append((lambda: "about it", dies))  # type: ignore[arg-type]
+    pending, handle = worker.submit_pair(Counter.divide, 7, by=2)
+    assert (pending.worker, pending.method, handle) == (worker, "divide", dies)
+    assert pending.wait_for_result(timeout_s=1) == "about it"
+    assert actor.asked == [("divide", (7,), {"by": 2})]
 
 
 def test_an_answer_on_demand_is_asked_for_each_time_it_is_fetched(watch: WorkerWatch) -> None:

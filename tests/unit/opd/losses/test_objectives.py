@@ -1043,8 +1043,8 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
         shapes.add(args[1].shape)
         return chunked._compute_chunk_loss(*args)
 
-    monkeypatch.setattr(chunked, "can_compile", lambda *_: True)
-    monkeypatch.setattr(chunked, "_compiled_elementwise", lambda: elementwise)
+    monkeypatch.setattr(chunked, "can_compile", lambda *_, **__: True)
+    monkeypatch.setattr(chunked, "_compile_elementwise", lambda any_rows: elementwise)
     c = case(rules=(STUDENT_RULE, TEACHER_RULE))
     want, stats = run(c, objective, c.teachers, chunk)
     monkeypatch.setattr(chunked, "SLICE_VALUES", rows * V + V // 2)
@@ -1056,6 +1056,47 @@ def test_the_padding_for_the_compiled_loss_changes_nothing(
     assert_is(c, loss, want, 1e-12)
     for name in stats.__slots__:
         torch.testing.assert_close(getattr(found, name), getattr(stats, name), equal_nan=True)
+
+
+@every_setup
+def test_every_payload_can_be_padded(
+    setup: Callable[[], tuple[Case, Objective, list[Block]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = set()
+
+    def elementwise(*args: Any) -> Any:
+        rows.add(len(args[1]))
+        return chunked._compute_chunk_loss(*args)
+
+    monkeypatch.setattr(chunked, "can_compile", lambda *_, **__: True)
+    monkeypatch.setattr(chunked, "_compile_elementwise", lambda any_rows: elementwise)
+    c, objective, given = setup()
+    want, stats = run(c, objective, given)
+    loss, found = chunked_objective(
+        objective, c.hidden, c.head, given, c.weight, c.token, chunk=6, vocab_size=V, rule=c.rule, compiled=True
+    )
+    assert rows == {6}
+    assert_is(c, loss, want, 1e-12)
+    for name in stats.__slots__:
+        torch.testing.assert_close(getattr(found, name), getattr(stats, name), equal_nan=True)
+
+
+@pytest.mark.parametrize("compiled", [True, False, "auto"])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_auto_compiles_on_a_gpu_alone(compiled: Any, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def refuse(key: str, action: str, *, on_gpu: bool) -> bool:
+        asked.append(on_gpu)
+        return False
+
+    monkeypatch.setattr(chunked, "_runs_on_gpu", lambda values: on_gpu)
+    monkeypatch.setattr(chunked, "can_compile", refuse)
+    c = case()
+    chunked_objective(
+        ReverseKL(), c.hidden, c.head, c.teachers, c.weight, c.token, chunk=99, vocab_size=V, compiled=compiled
+    )
+    assert set(asked) == ({on_gpu} if compiled is True or (on_gpu and compiled == "auto") else set())
 
 
 def test_without_a_compiler_the_loss_runs_eagerly_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from opd.models.heads import HeadFile, head_array, head_key, head_tensor, logit_rule
+from opd import cluster
+from opd.models import heads
+from opd.models.heads import FileStamp, HeadFile, HeadSource, head_array, head_key, head_tensor, logit_rule
 from opd.models.logit_rule import IDENTITY, LogitRule
 
 
@@ -56,3 +60,27 @@ def test_of_a_heads_names_the_first_counts_in_whatever_file_it_is(tmp_path: Path
     assert (float(tied.sum()), float(own.sum())) == (6, 0)
     assert HeadFile(tmp_path, ("output.weight",), "float32").read() is None
     assert HeadFile(tmp_path / "elsewhere", ("lm_head.weight",), "float32").read() is None
+
+
+def test_a_head_that_is_read_again_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: Any
+) -> None:
+    weight_V_D = torch.randn(5, 3)
+    save_file({"lm_head.weight": weight_V_D}, tmp_path / "model.safetensors")
+    key, hashed, times = head_key(weight_V_D, IDENTITY), dict[str, FileStamp](), []
+
+    def count_hashes(head_V_D: torch.Tensor, rule: LogitRule) -> str:
+        times.append(rule)
+        return head_key(head_V_D, rule)
+
+    monkeypatch.setattr(heads, "head_key", count_hashes)
+    elsewhere = cluster.StoredValue(head_array(torch.zeros(5, 3)))
+    source = HeadSource(
+        key=key, rule=IDENTITY, file=HeadFile(tmp_path, ("lm_head.weight",), "float32"), handle=elsewhere
+    )
+    for _ in range(3):
+        assert torch.equal(source.read(hashed), weight_V_D)
+    assert len(times) == 1
+    save_file({"lm_head.weight": weight_V_D + 1}, tmp_path / "model.safetensors")
+    assert torch.equal(source.read(hashed), torch.zeros(5, 3)), "changed files are hashed, and not believed"
+    assert len(times) == 2

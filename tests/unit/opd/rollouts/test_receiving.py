@@ -15,6 +15,7 @@ from opd.models.buckets import Bucket, WeightStream
 from opd.rollouts import worker
 from opd.rollouts.vllm import VLLMRolloutEngine
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
+from tests.unit.conftest import Answered
 from tests.unit.opd.rollouts.test_vllm import PROMPTS, FakeWorker, engine
 
 STUDENT = Path("/student")
@@ -43,6 +44,19 @@ class Receiving(FakeWorker):
         if self.said and self.said[-1] != "held":
             self.said.append("held")
 
+    def memory_ids(self) -> list[str]:
+        return [""]
+
+    def join_channel(self, meeting: str, routes: Sequence[str]) -> str:
+        self._may_die("join_channel")
+        self.said.append((meeting, routes))
+        return ""
+
+    def receive_directly(self, model_dir: Path, push: str) -> str:
+        self._may_die("receive_directly")
+        self.said.append((model_dir, push))
+        return ""
+
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         self._may_die("generate")
         return super().generate(requests)
@@ -68,6 +82,37 @@ class Sender:
         for i in range(3):
             self._before(i)
             yield f"bucket {i}"
+
+
+class FakeSource(Sender):
+    """A trainer whose ranks do all that they are told, unless a test names what fails."""
+
+    def __init__(self, *, fails: str = "") -> None:
+        super().__init__()
+        self._fails = fails
+        self.joined: list[Any] = []
+        self.given_up = 0
+        self.stream = self
+
+    def is_joined(self, engines: Sequence[Any]) -> bool:
+        return bool(engines) and self.joined == list(engines)
+
+    def open_channel(self, engines: Sequence[Any], memory_ids: Sequence[Sequence[str]]) -> tuple[str, list[list[str]]]:
+        self.joined = list(engines)
+        return "here", [[f"route {index}"] for index in range(len(memory_ids))]
+
+    def join(self) -> list[Answered]:
+        return [Answered("no way" if self._fails == "join" else "")]
+
+    def plan(self) -> tuple[Path, str]:
+        return STUDENT, "push"
+
+    def send(self) -> list[Answered]:
+        return [Answered("late" if self._fails == "send" else "")]
+
+    def give_up(self) -> None:
+        self.given_up += 1
+        self.joined = []
 
 
 ALL = [(STUDENT, True), "bucket 0", "bucket 1", "bucket 2", "held"]
@@ -160,6 +205,50 @@ def test_the_death_of_a_trainer_rank_is_no_workers(mortal: Any) -> None:
     assert len(workers) == 2
 
 
+# Directly from the trainer's ranks
+
+
+def test_engines_join_once_and_take_every_push_directly(mortal: Any) -> None:
+    made, workers = mortal
+    source = FakeSource()
+    assert [made.receive_directly(source) for _ in range(2)] == ["", ""]
+    for index, one in enumerate(workers):
+        assert one.said == [("here", [f"route {index}"]), *[(STUDENT, "push"), "held"] * 2]
+    assert (source.begun, source.given_up) == (0, 0)
+
+
+@pytest.mark.parametrize("method", ["join_channel", "receive_directly"])
+def test_when_an_engine_dies_in_a_direct_push_all_take_the_stream(method: str, mortal: Any) -> None:
+    made, workers = mortal
+    workers[1].dies_in = method
+    source = FakeSource()
+    assert made.receive_directly(source) == f"died in {method}"
+    assert workers[0].said[-len(ALL) :] == ALL == workers[2].said and source.given_up == 1
+    assert made.generate(PROMPTS, step=1, policy_version=0).restarted == ("rollout worker 1",)
+    assert made.receive_directly(source) == "" and source.joined == made._workers, "the next one goes directly"
+
+
+def test_a_direct_push_that_is_late_is_repeated_as_a_stream(mortal: Any) -> None:
+    made, workers = mortal
+    assert made.receive_directly(FakeSource(fails="send")) == "late"
+    assert all(one.said[-len(ALL) :] == ALL for one in workers) and len(workers) == 2
+
+
+def test_engines_that_find_no_way_to_the_trainer_end_the_run(mortal: Any) -> None:
+    made, _ = mortal
+    with pytest.raises(RunError, match=r"no direct way to each other: no way; set sync\.kind to network$"):
+        made.receive_directly(FakeSource(fails="join"))
+
+
+def test_a_worker_that_dies_after_a_direct_push_takes_its_stream(mortal: Any) -> None:
+    made, workers = mortal
+    source = FakeSource()
+    made.receive_directly(source)
+    workers[0].dies_in = "generate"
+    made.generate(PROMPTS, step=1, policy_version=0)
+    assert workers[2].said == ALL and source.begun == 1 and not source.is_joined(made._workers)
+
+
 # Inside the worker
 
 OPTIONS = EngineOptions(
@@ -234,6 +323,15 @@ def test_a_stream_that_was_broken_off_leaves_nothing_to_rest_on(said: list[str])
     one = VLLMWorker(OPTIONS, (2,))
     one.begin_stream(STUDENT, whole=False)
     assert one._base is None
+
+
+def test_a_stream_after_one_that_broke_off_finishes_that_first(said: list[str]) -> None:
+    """vLLM would take a layer for complete when it has one of its weights twice."""
+    one = VLLMWorker(OPTIONS, (2,))
+    one.begin_stream(STUDENT, whole=True)
+    one.take_bucket(NOTHING)
+    pushed(one, whole=True)
+    assert said[1:] == ["all", "take 0", "finish", "all", "take 0", "finish", "cut"]
 
 
 def test_a_family_that_reloads_from_files_alone_is_refused(said: list[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from opd.records.episodes import Audit, EpisodesRecord, EpisodeStats
 from opd.records.guard import GuardEvent, GuardStats, Verdict
 from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch
 from opd.stream.log import ArrowTargetLog
+from opd.stream.part_files import PartsDirectory
 from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest, make_part
 from tests.rows import changed, make_rollout, make_row
 
 PROMPTS = [Prompt(id=f"{d}/{i}", domain=d, token_ids=(1, 2 + i)) for d in "ab" for i in range(2)]
@@ -64,9 +65,11 @@ def part(*rows: TargetRow, **record: Any) -> np.ndarray:
 TEACHERS = {"a": {"t": ExpectedRow(weight=1.0, head="h")}, "b": {"t": ExpectedRow(weight=1.0, head="h")}}
 
 
-def stream(batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS) -> TargetStream:
+def stream(
+    batch: RolloutBatch, parts: list[np.ndarray], teachers: Any = TEACHERS, made: Iterator[StreamPart] | None = None
+) -> TargetStream:
     return TargetStream(
-        iter(parts),
+        made or (make_part(raw, "teachers") for raw in parts),
         TeacherRequest(rollouts=batch.rollouts, teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0.0),
         heads={"h": HEADS["h"]},
     )  # fmt: skip
@@ -166,7 +169,7 @@ def test_a_step_comes_back_as_it_was_written(log: ArrowTargetLog, said: list[str
     assert (targets.heads, targets.rows) == ({"h": HEADS["h"]}, 3)
     taken = []
     while (each := targets.take_part()) is not None:
-        taken.append(each.handle.tobytes())
+        taken.append(each.handle.read_bytes())
     assert taken == [p.tobytes() for p in parts]
     assert said == []
 
@@ -192,8 +195,8 @@ def flip(data: bytes) -> bytes:
         ("step.json", None, "step.json"),
         ("step.json", lambda data: data[:-5], "cannot be used"),
         ("step.json", lambda _: b"[]", "cannot be used"),
-        ("step.json", lambda data: data.replace(b'"format": 5', b'"format": 4'), "format is 4, wanted 5"),
-        ("step.json", lambda data: data.replace(b'"weight": 1.0', b'"weight": 0.5'), "another weight or head"),
+        ("step.json", lambda data: data.replace(b'"format": 6', b'"format": 5'), "format is 5, wanted 6"),
+        ("step.json", lambda data: data.replace(b'{"weight": 1.0', b'{"weight": 0.5'), "another weight or head"),
         ("step.json", lambda data: data.replace(b'"t": {', b'"s": {'), "not asked for"),
         ("rollouts.arrow", flip, "rollouts.arrow: its bytes were changed"),
         ("rollouts.arrow", None, "rollouts.arrow"),
@@ -288,6 +291,58 @@ def test_a_full_disk_leaves_the_steps_before(
     assert log.replay(11, 10, PROMPTS) is not None
 
 
+def own_part(raw: np.ndarray, directory: PartsDirectory) -> StreamPart:
+    """As from a worker that wrote it; the bytes themselves nobody may fetch."""
+    made = make_part(raw, "teachers")
+    file = directory.write_part(made.summary.record, raw.data)
+    return StreamPart(handle="far away", summary=dataclasses.replace(made.summary, file=file), driver_bytes=300)
+
+
+def test_what_workers_wrote_goes_into_the_log_without_the_driver(log: ArrowTargetLog, tmp_path: Path) -> None:
+    batch, parts = a_step()
+    record(log, 11, 10, PROMPTS, *a_step(11))
+    directory = log.begin(12)
+    assert directory is not None and directory.is_here()
+    (directory.path / "worker-7-part-0000.arrow").write_bytes(b"of a worker that died")
+    targets = stream(batch, parts, made=(own_part(raw, directory) for raw in parts))
+    log.record(12, 11, PROMPTS, batch, targets)
+    targets.wait_for_parts()
+    targets.wait_for_sinks()
+    assert targets.driver_bytes == 900
+    path = tmp_path / "targets" / "step-000012"
+    assert names(path) == ["rollouts.arrow", "step.json", *PARTS]
+    found = log.replay(12, 11, PROMPTS)
+    assert found is not None and found[1] is not None and found[1].driver_bytes == 0
+    assert [path / PARTS[i] for i in (0, 2, 1)] == [part.handle for part in found[1].collected]
+
+
+def test_rollouts_alone_come_back_without_targets(tmp_path: Path, said: list[str], in_process: Any) -> None:
+    log = ArrowTargetLog(tmp_path / "targets", Teachers(), VOCABULARY, said.append, keeps_targets=False)  # type: ignore[arg-type]
+    batch, parts = a_step()
+    assert log.begin(12) is None
+    record(log, 12, 11, PROMPTS, batch, parts)
+    assert names(tmp_path / "targets" / "step-000012") == ["rollouts.arrow", "step.json"]
+    assert log.replay(12, 11, PROMPTS) == (batch, None) and said == []
+
+
+def test_the_log_says_when_it_lacks_room(tmp_path: Path, in_process: Any) -> None:
+    def opened(max_bytes: int | None) -> ArrowTargetLog:
+        return ArrowTargetLog(tmp_path / "targets", Teachers(), VOCABULARY, print, max_bytes=max_bytes)  # type: ignore[arg-type]
+
+    log = opened(None)
+    record(log, 11, 10, PROMPTS, *a_step(11))
+    size = sum(path.stat().st_size for path in (tmp_path / "targets" / "step-000011").iterdir())
+    assert not log.lacks_room(10**9)
+    log = opened(3 * size)
+    assert (log.lacks_room(2), log.lacks_room(3)) == (False, True), "a resume counts what is there"
+    record(log, 12, 11, PROMPTS, *a_step(12))
+    assert (log.lacks_room(1), log.lacks_room(2)) == (False, True)
+    log.prune(11)
+    assert not log.lacks_room(2)
+    log.prune(12)
+    assert (log.lacks_room(3), log.lacks_room(4)) == (False, True)
+
+
 def test_prune_drops_what_a_checkpoint_holds(log: ArrowTargetLog, tmp_path: Path) -> None:
     for step in (9, 10, 11):
         record(log, step, step - 1, PROMPTS, *a_step(step))
@@ -306,6 +361,7 @@ def test_the_manifest_is_small(log: ArrowTargetLog, tmp_path: Path) -> None:
         "policy_version",
         "prompts",
         "files",
+        "parts",
         "kind",
         "teachers",
         "refused",

@@ -14,7 +14,7 @@ from opd.errors import RunError
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout
 from opd.stream.schema import PartRecord, StreamError, TargetRow, write_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest, make_part
 from tests.rows import make_rollout, make_row
 
 TEACHERS = {
@@ -58,7 +58,7 @@ WORKER_1 = [part(Y_ROWS, worker=1, teachers={"y": 2})]
 
 def targets(parts: Iterator[Any] | list[Any], *, max_quarantined: float = 0.0, **changes: Any) -> TargetStream:
     return TargetStream(
-        iter(parts),
+        (make_part(raw, "teachers at HOST") for raw in parts),
         TeacherRequest(
             rollouts=ROLLOUTS, teachers=TEACHERS, kind=("float32", "hidden_states"), max_quarantined=max_quarantined,
             sender="teachers at HOST",
@@ -109,7 +109,9 @@ def test_answers_of_two_widths_in_two_parts_are_refused(in_process: Any) -> None
             kind=("float32", "top_k"),
             max_quarantined=0,
         )
-        return TargetStream(iter([part_of(0, 2), part_of(1, second)]), asked, heads={})
+        return TargetStream(
+            (make_part(raw, "teachers") for raw in (part_of(0, 2), part_of(1, second))), asked, heads={}
+        )
 
     stream(2).wait_for_parts()
     with pytest.raises(StreamError, match="teachers: row a/1 of teacher x: an answer of width 3, others have 2"):
@@ -128,11 +130,11 @@ def test_what_is_collected_is_taken_afterwards(in_process: Any) -> None:
 def test_a_sink_sees_each_part_before_it_is_taken_and_the_end(in_process: Any) -> None:
     seen: list[Any] = []
     stream = targets(WORKER_0 + WORKER_1)
-    stream.add_sink(lambda record, raw: seen.append((record, raw)))
+    stream.add_sink(lambda part: seen.append(part and (part.summary.record, part.handle)))
     assert stream.take_part() is not None
     assert seen == [(PartRecord(), WORKER_0[0])]
     stream.wait_for_parts()
-    assert [record for record, _ in seen] == [
+    assert [told and told[0] for told in seen] == [
         PartRecord(), PartRecord(number=1, teachers={"x": 4}), PartRecord(worker=1, teachers={"y": 2}), None,
     ]  # fmt: skip
 
@@ -140,7 +142,7 @@ def test_a_sink_sees_each_part_before_it_is_taken_and_the_end(in_process: Any) -
 def test_settling_waits_for_what_sinks_began(in_process: Any) -> None:
     waited: list[str] = []
     stream = targets(WORKER_0 + WORKER_1)
-    stream.add_sink(lambda record, raw: (lambda: waited.append("end")) if record is None else None)
+    stream.add_sink(lambda part: (lambda: waited.append("end")) if part is None else None)
     stream.wait_for_parts()
     assert waited == []
     stream.wait_for_sinks()
@@ -151,7 +153,7 @@ def test_settling_waits_for_what_sinks_began(in_process: Any) -> None:
 def test_the_end_is_not_told_if_a_row_is_missing(in_process: Any) -> None:
     seen: list[Any] = []
     stream = targets(WORKER_0)
-    stream.add_sink(lambda record, raw: seen.append(record))
+    stream.add_sink(lambda part: seen.append(part))
     with pytest.raises(StreamError, match="2 rows are missing, first b/0"):
         stream.wait_for_parts()
     assert None not in seen and not stream.arrived

@@ -9,7 +9,7 @@ import pytest
 
 from opd.errors import RunError
 from opd.records.types import Prompt
-from opd.sync import SYNCS, NetworkSync, ProvenSync, SharedMemorySync, SyncSpec
+from opd.sync import SYNCS, DirectSync, NetworkSync, ProvenSync, SharedMemorySync, SyncSpec
 from opd.sync.proof import choose_probe_sequences
 
 NAN = float("nan")
@@ -128,7 +128,7 @@ def test_the_tolerance_is_the_pipelines() -> None:
 
 
 def test_ways_are_found_by_name() -> None:
-    assert {"shared_memory": SharedMemorySync, "network": NetworkSync} == SYNCS
+    assert {"shared_memory": SharedMemorySync, "network": NetworkSync, "direct": DirectSync} == SYNCS
 
 
 # Probe

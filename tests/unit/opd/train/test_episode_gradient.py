@@ -20,7 +20,7 @@ from torch import Tensor
 
 from opd.losses.reverse_kl import ReverseKL
 from opd.models.heads import Head, HeadSource
-from opd.models.layouts import LAYOUTS, Packed
+from opd.models.layouts import Packed, list_candidate_layouts
 from opd.models.logit_rule import IDENTITY
 from opd.models.packing import SHARED
 from opd.payloads.hidden_states import HiddenStates
@@ -162,7 +162,7 @@ def predicting(packed: Packed, rollouts: Sequence[Rollout], places: Mapping[str,
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", list_candidate_layouts(share=True))
 def test_what_the_policy_did_not_write_here_has_no_gradient(layout: str, student: Kept) -> None:
     found, packed = moved(student, STEP, layout)
     wanted = predicting(packed, STEP, {r.sample_id: written(r) for r in STEP})
@@ -172,7 +172,7 @@ def test_what_the_policy_did_not_write_here_has_no_gradient(layout: str, student
     assert len(wanted) < len(student.kept) / 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", list_candidate_layouts(share=True))
 @pytest.mark.parametrize("index", [i for i, r in enumerate(STEP) if "environment" in {s.origin for s in r.spans}])
 def test_an_observation_that_is_called_the_policys_would_be_seen(index: int, layout: str, student: Kept) -> None:
     spans = STEP[index].spans
@@ -249,7 +249,7 @@ def cuts(layout: str) -> list[Cut]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", list_candidate_layouts(share=True))
 def test_no_split_over_ranks_and_micro_batches_changes_loss_or_gradient(layout: str, student: Kept) -> None:
     loss, reported, gradient = trained(student, [[list(ROWS)]])
     assert loss > 0.1 and reported == pytest.approx(loss, rel=1e-6)

@@ -88,7 +88,8 @@ from pathlib import Path
 import torch
 
 from opd.train.exchange import gather_in_place
-from opd.train.process_group import join_ranks, open_listener
+from opd.machine.network import open_listener
+from opd.train.process_group import join_ranks
 
 def most(what):
     return next(int(line.split()[1]) << 10 for line in Path("/proc/self/status").read_text().splitlines() if what in line)

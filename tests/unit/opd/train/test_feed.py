@@ -1,25 +1,25 @@
-"""Rounds get their rows in the order of the plan, early, and within the budget of bytes."""
+"""Rounds get their parts in the order of the plan, early, and within the budget of bytes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from opd.stream.targets import StreamPart
 from opd.train.feed import Feed
+from tests.rows import make_stream_part
 
 PLAN = [[["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]]
 """Two ranks, three rounds."""
 
 
 class Targets:
-    """Parts in a given order, each of 10 bytes; what was taken is there."""
+    """Parts in a given order, each of 10 bytes: a letter is a row, and the handle is the letters. What was taken is there."""
 
     def __init__(self, *parts: str) -> None:
-        self._parts = [StreamPart(handle=p, nbytes=10, samples=tuple(p)) for p in parts]
+        self._parts = [make_stream_part(letters, letters) for letters in parts]
         self._here: set[str] = set()
         self.arrived = False
         self.slow_s = 0.0
@@ -37,17 +37,6 @@ class Targets:
         return set(ids) <= self._here
 
 
-@pytest.fixture(autouse=True)
-def letters_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part's handle is the letters of its rows; how real parts are cut is tests/unit/opd/stream/test_split.py's."""
-
-    def split(part: StreamPart, rank_of: Callable[[str], int]) -> dict[int, str]:
-        ranks = {rank_of(letter) for letter in part.handle}
-        return {rank: "".join(x for x in part.handle if rank_of(x) == rank) for rank in ranks}
-
-    monkeypatch.setattr("opd.train.feed.split_part", split)
-
-
 def feed(*parts: str, queue: int = 1000) -> Feed:
     made: Any = Targets(*parts)
     return Feed(made, PLAN, queue_bytes=queue)
@@ -60,13 +49,13 @@ def none_at_work() -> bool:
 @pytest.mark.parametrize(
     ("order", "first_rank", "second_rank"),
     [
-        (("ab", "cd", "ef"), [["a"], ["c"], ["e"]], [["b"], ["d"], ["f"]]),
-        (("a", "cd", "b", "e", "f"), [["a", "c"], [], ["e"]], [["d", "b"], [], ["f"]]),
+        (("ab", "cd", "ef"), [["ab"], ["cd"], ["ef"]], [["ab"], ["cd"], ["ef"]]),
+        (("a", "cd", "b", "e", "f"), [["a", "cd"], [], ["e"]], [["cd", "b"], [], ["f"]]),
         (("f", "e", "d", "c", "b", "a"), [["e", "c", "a"], [], []], [["f", "d", "b"], [], []]),
-        (("abcdef", ""), [["ace"], [], []], [["bdf"], [], []]),
+        (("abcdef", ""), [["abcdef"], [], []], [["abcdef"], [], []]),
     ],
 )
-def test_a_round_gets_what_came_since_the_last_and_a_rank_its_own_rows(
+def test_a_round_gets_what_came_since_the_last_and_a_rank_the_parts_with_its_rows(
     order: tuple[str, ...], first_rank: list[list[str]], second_rank: list[list[str]]
 ) -> None:
     made = feed(*order)
@@ -100,9 +89,9 @@ def test_a_full_queue_waits_for_the_oldest_round() -> None:
         made.mark_trained(ended[-1])
         return True
 
-    assert made.send_rows(0, none_at_work) == [["a"], ["b"]]
-    assert made.send_rows(1, finish_oldest) == [["c"], ["d"]] and ended == [0]
-    assert made.send_rows(2, finish_oldest) == [["e"], ["f"]] and ended[:2] == [0, 1]
+    assert made.send_rows(0, none_at_work) == [["ab"], ["ab"]]
+    assert made.send_rows(1, finish_oldest) == [["cd"], ["cd"]] and ended == [0]
+    assert made.send_rows(2, finish_oldest) == [["ef"], ["ef"]] and ended[:2] == [0, 1]
     assert made.peak_bytes == 10
 
 
@@ -112,13 +101,13 @@ def test_a_queue_with_room_waits_for_nobody() -> None:
     def finish_oldest() -> bool:
         raise AssertionError("nobody has to be waited for")
 
-    assert [made.send_rows(index, finish_oldest) for index in range(2)] == [[["a"], ["b"]], [["c"], ["d"]]]
+    assert [made.send_rows(index, finish_oldest) for index in range(2)] == [[["ab"], ["ab"]], [["cd"], ["cd"]]]
     assert made.peak_bytes == 20
 
 
 def test_what_the_next_round_needs_is_let_in_though_the_queue_is_full() -> None:
     made = feed("ef", "cd", "ab", queue=10)
-    assert made.send_rows(0, none_at_work) == [["e", "c", "a"], ["f", "d", "b"]]
+    assert made.send_rows(0, none_at_work) == [["ef", "cd", "ab"], ["ef", "cd", "ab"]]
     assert made.peak_bytes == 30
 
 

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from opd.machine.address import GLOO_DEVICE
-from opd.train.process_group import find_network_device, set_gloo_device
+from opd.machine.network import find_network_device
+from opd.train.process_group import set_gloo_device
 from tests.unit.sources import ROOT
 
 
@@ -60,7 +61,8 @@ from datetime import timedelta
 import psutil
 import torch
 
-from opd.train.process_group import join_ranks, open_listener
+from opd.machine.network import open_listener
+from opd.train.process_group import join_ranks
 
 door = open_listener("127.0.0.1")
 port, rank = door.getsockname()[1], int(os.fork() == 0)

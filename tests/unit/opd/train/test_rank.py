@@ -33,7 +33,7 @@ from opd.train.rank import RankResult, RankWork
 from opd.train.totals import Totals
 from pipelines.specs import rank_options, trainer_spec
 from tests.engines import Still
-from tests.rows import changed, make_rollout, make_row, spans_of
+from tests.rows import changed, make_rollout, make_row, make_stream_part, spans_of
 from tests.unit.conftest import InProcessWorker
 
 
@@ -72,8 +72,22 @@ def test_a_rank_takes_its_own_rows_as_they_come() -> None:
     assert (batch.domains, batch.trained_lengths) == (("d",), (2,))
     with pytest.raises(RunError, match="no teacher scored"):
         step.micro_batch(["c"])  # what is trained is forgotten
-    with pytest.raises(AssertionError, match="b is of another rank"):
-        step.keep_rows([stream("b")])
+
+
+def test_a_rank_decodes_its_own_rows_of_a_part_alone(tmp_path: Path) -> None:
+    """Where they lie: in the part's memory, or in a file of the target log."""
+    part = stream("b", "a", "x", "c")
+    file = tmp_path / "worker-0-part-0000.arrow"
+    file.write_bytes(part)
+    batches = []
+    for handle in (part, file):
+        step = begun()
+        step.keep_rows([handle])
+        assert set(step._rows) == {"a", "c"}
+        batches.append(step.micro_batch(["a", "c"]))
+    for batch in batches:
+        (block,) = batch.blocks
+        assert batch.token_N.tolist() == [0, 1, 0, 1] and block.hidden[0].tolist() == [[1.0, 1.0]] * 4
 
 
 def test_streams_of_another_payload_are_taken_too() -> None:
@@ -385,12 +399,15 @@ class Targets:
         sample_id = self._left.pop(0)
         if sample_id in self._broken:
             self.quarantined[sample_id] = "not finite"
-            return StreamPart(handle=stream(), nbytes=1, samples=())
-        return StreamPart(handle=self._handle(sample_id), nbytes=10, samples=(sample_id,))
+            return make_stream_part(stream())
+        return make_stream_part(self._handle(sample_id), (sample_id,))
 
     def wait_for_parts(self) -> None:
         while (part := self._next_part()) is not None:
             self.collected.append(part)
+
+    def read_part(self, part: StreamPart) -> Any:
+        return part.handle
 
     def has_samples(self, ids: list[str]) -> bool:
         return set(ids) <= self._taken | set(self.quarantined)

@@ -205,7 +205,8 @@ def test_the_student_is_no_distance_from_itself(itself: TeacherComparison, fails
 def test_the_table_has_a_row_for_each_teacher_and_the_worst_of_its_domain() -> None:
     odd, ends = replace(one(None, None), domain="odd", expert="b"), replace(one(0.1, 0.9), domain="ends", expert="c")
     rows = (one(0.1, 0.05), odd, ends)
-    report = CheckReport(vocab_size=VOCABULARY, measured=rows, findings=tuple(judged(*rows)), memory=())
+    findings = tuple(judged(*rows))
+    report = CheckReport(vocab_size=VOCABULARY, measured=rows, findings=findings, memory=(), log="", numbers="")
     assert report.failed
     nll = f"{0.2 / math.log(VOCABULARY):.2f}"
     assert teacher_rows(report) == [

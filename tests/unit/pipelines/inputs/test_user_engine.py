@@ -50,7 +50,7 @@ def pipeline(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_methods_are_those_of_the_protocol() -> None:
-    assert set(METHODS) == {"generate", "answer", "load", "receive", "logprobs", "wait_ready"}
+    assert set(METHODS) == {"generate", "answer", "load", "receive", "receive_directly", "logprobs", "wait_ready"}
 
 
 @pytest.mark.parametrize("look", [refuse_at_once, read_inputs])
@@ -60,6 +60,14 @@ def test_an_engine_that_takes_no_weights_from_the_network(pipeline: Any, look: A
     message = str(refused.value)
     assert message.startswith(f"rollout.engine\n  found:  {NAME}:WithoutReceive without receive()\n"), message
     assert "sync.kind network" in message and "set sync.kind to shared_memory" in message
+
+
+def test_an_engine_that_takes_no_weights_directly_from_the_trainer(pipeline: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_at_once(pipeline("Whole", sync={"kind": "direct"}))
+    message = str(refused.value)
+    assert message.startswith(f"rollout.engine\n  found:  {NAME}:Whole without receive_directly()\n"), message
+    assert "sync.kind direct" in message and "set sync.kind to shared_memory" in message
 
 
 @pytest.mark.parametrize(("engine", "last"), [("Nothing", ", wait_ready()"), ("Inherited", "")])

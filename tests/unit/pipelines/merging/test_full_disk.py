@@ -21,7 +21,7 @@ from opd.run.checkpoints import CheckpointStore, choose_checkpoint
 from opd.run.paths import RunPaths
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PartRecord, write_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest, make_part
 from opd.train.shards import write_shard
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.directory import explain_what_is_intact
@@ -102,7 +102,7 @@ def test_the_target_log_leaves_the_steps_before(run: RunPaths, in_process: Any) 
         part = np.frombuffer(write_stream([row], "float32", part=PartRecord(teachers={"t": 1})), np.uint8)
         teachers = {"a": {"t": ExpectedRow(weight=1.0, head="h")}}
         targets = TargetStream(
-            iter([part]),
+            iter([make_part(part, "teachers")]),
             TeacherRequest(rollouts=[rollout], teachers=teachers, kind=("float32", "hidden_states"), max_quarantined=0), heads={},
         )  # fmt: skip
         log.record(step, 0, prompts, RolloutBatch(rollouts=(rollout,), quarantined=()), targets)

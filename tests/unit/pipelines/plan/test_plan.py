@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,16 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.catalog import find_pipeline, shipped_plans
 from pipelines.inputs.read import read_inputs
+from pipelines.placement import groups_of
 from pipelines.plan import measure
+from pipelines.plan.cost import apply_placement
 from pipelines.plan.models import read_models
 from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec, shipped_specs, with_lengths
 from pipelines.plan.tables import format_short, plan_tables
-from pipelines.sizing.gpu_memory import refuse_idle_gpus
+from pipelines.sizing import gpu_memory
+from pipelines.sizing.auto import choose_numbers
+from pipelines.sizing.gpu_memory import refuse_crowded_gpus, refuse_idle_gpus
 from pipelines.sizing.memory import estimate_memory
 from pipelines.sizing.models import read_shape
 
@@ -61,13 +66,13 @@ def test_744_billion_in_two_days(shipped: dict[str, MergePlan]) -> None:
     """Machines pass the weights on; rank 0 is slower, which copies all of them twice, as text on the page says."""
     made = shipped["merge-744b"]
     pushed = seconds(made)["sync"]
-    assert 46 < made.hours < 48
+    assert 52 < made.hours < 54
     assert made.experts == 12 and made.devices == 256
     copy = 2 * made.parameters / (50e9 * 0.7)
     gathered = 2 * 2 * made.parameters * 255 / 256 / (400e9 * 0.7)  # once more for the probe
     buckets = ceil(made.parameters / (154_880 * 6144))
     machine = (4.01 / 4 + 1 + 1 / 32) * copy / buckets
-    assert pushed == pytest.approx(gathered + 2 * copy + 31 * machine, rel=0.02)
+    assert pushed == pytest.approx(gathered + 2 * copy + 31 * machine, rel=0.03)
     assert made.device_hours == pytest.approx(256 * made.hours)
     assert made.hours == pytest.approx(made.steps * made.step_s / 3600)
 
@@ -129,7 +134,8 @@ def test_seconds_follow_rates() -> None:
     quick = seconds(plan("merge-7b", "8-gpus", rates={"memory": 6.7e12}))
     assert quick["rollout"] < before["rollout"] and quick["score"] == before["score"]
     fast = seconds(plan("merge-7b", "8-gpus", rates={"bfloat16": 1978e12}))
-    assert fast["train"] < 0.65 * before["train"] and fast["score"] < 0.65 * before["score"]
+    # Teachers that come to several workers cost the same copies at any rate.
+    assert fast["train"] < 0.65 * before["train"] and fast["score"] < 0.75 * before["score"]
     assert fast["rollout"] > 0.9 * before["rollout"], "decoding waits for memory"
     linked = seconds(plan("merge-744b", "256-gpus", links={"between": 100e9}))
     slow = seconds(plan("merge-744b", "256-gpus"))
@@ -168,19 +174,34 @@ def test_new_weights_through_shared_memory_stay_on_one_machine() -> None:
         own = {"placement": {"shared": False, "ranks": 8, "rollout": engine, "teachers": scorer}}
         return plan("merge-7b", "32-gpus", ["rollout.sleep=false"], **own)
 
-    assert all(note.startswith("auto: ") for note in beside(7).notes)
+    placed, auto = beside(7).notes
+    assert placed.startswith("planned in the placement of 32-gpus; `opd merge` has it with --set rollout.workers=1 ")
+    assert auto.startswith("auto: ")
     with pytest.raises(ConfigError, match="9 GPUs, and 8 on a machine"):
         beside(8)
+
+
+def test_weights_that_go_directly_do_not_pass_the_host() -> None:
+    """`auto` on GPUs; a bucket's gather hides behind the broadcast before it."""
+    kinds = ("auto", "direct", "network", "shared_memory")
+    auto, direct, network, files = (
+        seconds(plan("merge-7b", "8-gpus", [f"sync.kind={kind}"]))["sync"] for kind in kinds
+    )
+    assert auto == direct < network / 2 and direct < files / 2
+    spec = load_spec("8-gpus")
+    weights = 2 * read_models(load_pipeline(find_pipeline("merge-7b"))).student.parameters
+    assert direct > weights / spec.links.inside, "never faster than the link"
 
 
 def test_a_divided_teacher_takes_as_long_as_on_one_gpu() -> None:
     """Layers compute one after the other. What no GPU has comes to the first one in every pass."""
     own = {"placement": {"shared": False, "ranks": 2, "rollout": {"workers": 1}, "teachers": {"workers": 1}}}
-    awake = ["rollout.sleep=false", "teachers.device_map=auto"]
+    awake = ["rollout.sleep=false", "teachers.device_map=auto", "cluster.teacher_gpus=1"]
     one = plan("merge-7b", "8-gpus", awake, **own)
     own["placement"]["teachers"] = {"workers": 1, "devices": 4}
     four = plan("merge-7b", "8-gpus", awake, **own)
-    assert seconds(four)["score"] == pytest.approx(seconds(one)["score"]) and four.notes == one.notes
+    assert seconds(four)["score"] == pytest.approx(seconds(one)["score"])
+    assert "cluster.teacher_gpus=4" in four.notes[0] and len(four.notes) == len(one.notes)
     weights = "weights of one teacher"
     assert held(four, "scoring worker")[weights] < 0.5 * held(one, "scoring worker")[weights]
     activations = "activations of one pass"
@@ -200,6 +221,53 @@ def test_what_a_merge_refuses_is_not_planned(shipped: dict[str, MergePlan]) -> N
     with pytest.raises(ConfigError, match=r"cluster\.teacher_gpus"):
         config = load_pipeline(find_pipeline("merge-7b"), ["cluster.teacher_gpus=8"])
         make_plan(config, ClusterSpec.model_validate(data))
+
+
+def test_the_plan_of_eight_gpus_is_a_merge_that_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the very functions that `opd merge` and `opd check` call, on a machine like that of the plan."""
+    spec, config = load_spec("8-gpus"), load_pipeline(find_pipeline("merge-7b"))
+    made = plan("merge-7b", "8-gpus")
+    assert made.fits and not any("placement" in note for note in made.notes), "it has the plan's placement itself"
+    models = read_models(config).merge
+    config = choose_numbers(config, models, spec.hardware)
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(spec.hardware.gpus))
+    refuse_idle_gpus(config)
+    assert refuse_crowded_gpus(config, models) == []
+    (group,) = groups_of(config)
+    assert [seat.names for seat in group.seats] == [
+        (f"trainer rank {i}", f"rollout worker {i}", f"teacher worker {i}") for i in range(8)
+    ]
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(spec.hardware.gpus)[:7])
+    with pytest.raises(ConfigError, match="24 workers that need 8 GPUs, and 7 here"):
+        refuse_crowded_gpus(config, models)
+
+
+def test_a_shared_placement_is_said_as_keys_with_which_a_merge_has_it(world: Any) -> None:
+    config, spec = load_pipeline(world.write()), load_spec("8-gpus")
+    (note,) = [note for note in make_plan(config, spec).notes if note.startswith("planned in the placement")]
+    keys = [word for word in note.split() if "=" in word]
+    assert "cluster.trainer_gpus=0.33" in keys
+    assert load_pipeline(world.write(), keys) == apply_placement(config, spec)
+
+
+def test_a_placement_that_a_merge_refuses_is_said(shipped: dict[str, MergePlan]) -> None:
+    refusals = {name: [note for note in made.notes if "refuses" in note] for name, made in shipped.items()}
+    assert {name for name, notes in refusals.items() if notes} == {"merge-744b"}
+    assert (
+        "trainer rank 0 to 63, rollout worker 0, rollout worker 1, teacher worker 0 ask for 67 CPU, 64 GPU"
+        in refusals["merge-744b"][0]
+    )
+    rank_alone = ["cluster.rollout_gpus=0.4", "cluster.trainer_gpus=0.4", "rollout.engine=my:Engine"]
+    with pytest.raises(ConfigError, match=r"does not know the workers of this engine"):
+        load_pipeline(find_pipeline("merge-7b"), rank_alone)
+
+
+def test_a_share_lets_a_role_have_its_gpu_while_the_others_wait(shipped: dict[str, MergePlan]) -> None:
+    other = plan("merge-7b", "8-gpus", ["cluster.rollout_gpus=0.1", "cluster.teacher_gpus=0.1"])
+    assert other.step_s == shipped["merge-7b"].step_s
+    data = load_spec("8-gpus").model_dump() | {"placement": None}
+    alone = make_plan(load_pipeline(find_pipeline("merge-7b")), ClusterSpec.model_validate(data))
+    assert alone.step_s == shipped["merge-7b"].step_s and alone.fits
 
 
 def test_a_machine_more_costs_a_buckets_time() -> None:
@@ -392,3 +460,20 @@ def test_a_lora_student_trains_and_pushes_less() -> None:
     whole = plan("merge-7b", "8-gpus")
     assert held(made, "trainer rank")["optimiser"] < held(whole, "trainer rank")["optimiser"] / 50
     assert 0.6 < seconds(made)["train"] / seconds(whole)["train"] < 0.9
+
+
+def test_a_plan_says_what_the_target_log_takes(shipped: dict[str, MergePlan]) -> None:
+    """Of 512 responses of 2,048 tokens at most; a bound of the whole log brings checkpoints forward."""
+    a_step = 512 * 2048 * (2 * 3584 + 16 + 16)
+    assert {one.what: one.nbytes for one in shipped["merge-7b"].traffic}["target log, at most"] == a_step
+    assert shipped["merge-7b"].log == 64 << 30
+    unbound = plan("merge-7b", "8-gpus", ["target_log.max_size=1TiB", "checkpoint.every=10"])
+    assert unbound.log == 11 * a_step
+
+
+def test_a_small_disk_is_said_beside_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.sizing.target_log.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 30))
+    shown = CliRunner().invoke(app, ["plan", "merge-7b", "--cluster", "8-gpus"])
+    said = " ".join(shown.output.split())
+    assert "note: on this machine the target log takes up to 64.00 GiB, and the disk of runs has 1.00 GiB free" in said
+    assert "target_log.keep to rollouts" in said

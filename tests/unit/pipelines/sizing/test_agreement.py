@@ -158,13 +158,14 @@ def test_what_init_writes_for_a_machine_its_check_and_plan_accept(
 
 
 def test_roles_on_one_gpu_add_up_and_others_do_not(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two engines on halves of a GPU, beside a trainer on its own: a plan counts both, and the trainer elsewhere. The smallest share has
-    room for the weights, and none for a sequence."""
+    """Rollout and scoring engine on halves of a GPU, beside a trainer on its own: a plan counts both, and the trainer elsewhere. The smallest
+    share has room for the weights, and none for a sequence."""
     data = tiny("cluster", False).model_dump(mode="json")
-    data["cluster"] |= {"address": "local", "rollout_gpus": 0.5, "teacher_gpus": 1, "trainer_gpus": 1}
-    data["teachers"]["workers"] = data["trainer"]["ranks"] = 1
-    for share, gpus, fits in ((0.4, 3, True), (0.6, 3, False), (0.4, 2, False), (5e-5, 3, False)):
-        data["rollout"] |= {"workers": 2, "gpu_memory_utilization": share}
+    data["cluster"] |= {"address": "local", "rollout_gpus": 0.5, "teacher_gpus": 0.5, "trainer_gpus": 1}
+    data["trainer"]["ranks"] = data["rollout"]["workers"] = 1
+    for share, gpus, fits in ((0.4, 2, True), (0.6, 2, False), (0.4, 1, False), (5e-5, 2, False)):
+        data["rollout"]["gpu_memory_utilization"] = share
+        data["teachers"] = {"engine": "vllm", "gpu_memory_utilization": share}
         config = PipelineConfig.model_validate(data)
         machine = MachineFacts(cores=16, memory=64 * GIB, gpus=(40 * GIB,) * gpus)
         assert is_refused(config, by_check(config), machine, monkeypatch) != fits

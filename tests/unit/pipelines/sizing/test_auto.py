@@ -16,7 +16,8 @@ from pipelines.inputs.read import read_inputs
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging import run as merging
 from pipelines.plan.models import read_models
-from pipelines.sizing.auto import ORDER, choose_numbers, describe_numbers, keep_numbers
+from pipelines.sizing import auto
+from pipelines.sizing.auto import ORDER, choose_numbers, describe_numbers, keep_numbers, local_machine
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts
 from pipelines.sizing.memory import head_sizes
@@ -27,7 +28,8 @@ OWN_CARDS: dict[str, dict[str, Any]] = {
     "rollout": {"workers": 1, "sleep": False, "gpu_memory_utilization": 0.7},
     "objective": {"chunk": "auto"},
     "trainer": {"ranks": 1, "micro_batch_tokens": "auto"},
-    "cluster": {"address": "local"},
+    "teachers": {"workers": 1},
+    "cluster": {"rollout_gpus": 1, "teacher_gpus": 1, "trainer_gpus": 1},
 }
 """Changes of the shipped `merge-7b` by which each role has a card of its own, and every number is open."""
 
@@ -152,3 +154,14 @@ def test_the_inputs_of_a_merge_choose_as_a_plan_does(world: Any) -> None:
     machine = MachineFacts(cores=2, memory=24 * GIB)
     planned = choose_numbers(config, read_models(config).merge, machine)
     assert choose_numbers(config, read_inputs(config), machine) == planned
+
+
+def test_gpus_that_are_not_seen_are_of_unknown_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, on_cpus = seven_billion(), load_pipeline(find_pipeline("quickstart"))
+    without = MachineFacts(cores=2, memory=GIB)
+    monkeypatch.setattr(auto, "read_machine", lambda: without)
+    assert local_machine(config) is None and local_machine(on_cpus) == without
+    monkeypatch.setattr(auto, "read_machine", lambda: cards(80))
+    assert local_machine(config) == cards(80)
+    monkeypatch.setattr(auto, "read_machine", lambda: pytest.fail("it is another machine's"))
+    assert local_machine(seven_billion(cluster={"address": "auto"})) is None

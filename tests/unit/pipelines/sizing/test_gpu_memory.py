@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from opd.config import PipelineConfig, load_pipeline
+from opd.config.devices import WorkerGpus
 from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.merging.run import begin
 from pipelines.sizing import gpu_memory, memory
 from pipelines.sizing.gpu_memory import (
     ASLEEP,
@@ -174,22 +176,41 @@ def test_a_teacher_that_is_larger_than_all_it_may_have_is_refused(world: Any) ->
 
 
 def role(gpus: float, what: str = "r", **more: Any) -> GpuRole:
-    return GpuRole(name=what, gpus=gpus, **more)
+    return GpuRole(name=what, gpus=WorkerGpus(1, gpus) if gpus < 1 else WorkerGpus(int(gpus)), **more)
 
 
 @pytest.mark.parametrize(
-    ("gpus", "placed"),
+    ("roles", "placed"),
     [
-        ([0.3, 0.3, 0.4], [[0.3, 0.3, 0.4]]),
-        ([0.5, 0.5, 0.5], [[0.5, 0.5], [0.5]]),
-        ([0.6, 0.5, 0.4], [[0.6, 0.4], [0.5]]),
-        ([1, 0.5, 1], [[0.5], [1], [1]]),
-        ([2], [[2], [2]]),
-        ([0.1] * 10, [[0.1] * 10]),
+        ([(0.3, "e"), (0.3, "s"), (0.4, "t")], ["est"]),
+        ([(0.5, "e"), (0.5, "s"), (0.5, "t")], ["et", "s"]),
+        ([(1, "e"), (0.5, "s"), (1, "t")], ["s", "e", "t"]),
+        ([(2, "e")], ["e", "e"]),
+        ([(0.4, "e")] * 2 + [(0.1, "s")] * 4 + [(0.4, "t")] * 2, ["esst", "esst"]),
     ],
 )
-def test_fractions_share_a_gpu_as_far_as_they_add_up(gpus: list[float], placed: list[list[float]]) -> None:
-    assert [[r.gpus for r in together] for together in place_roles([role(g) for g in gpus])] == placed
+def test_shares_are_on_the_gpus_that_are_dealt_to_them(roles: list[tuple[float, str]], placed: list[str]) -> None:
+    made = [role(gpus, name, apart=name != "s") for gpus, name in roles]
+    assert ["".join(r.name for r in together) for together in place_roles(made)] == placed
+
+
+def test_every_gpu_of_a_machine_holds_a_rank_an_engine_and_a_scorer(
+    inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shape of the plan of eight GPUs, which a merge takes; with whole GPUs for each it is told the way out."""
+    workers = {"rollout": {"workers": 8, "gpu_memory_utilization": 0.4}, "teachers": {"workers": 8}}
+    eight = changed(inputs[0], cluster=ONE_GPU, trainer={"ranks": 8}, **workers)
+    names = [[role.name for role in gpu] for gpu in place_roles(gpu_roles(eight, inputs[1]))]
+    assert names == [["rollout engine", "scoring worker", "trainer rank"]] * 8
+    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 8)
+    assert refuse_crowded_gpus(eight, inputs[1]) == []
+    assert begin(eight, tmp_path / "run").notices == ()
+    whole = changed(eight, cluster=dict.fromkeys(ONE_GPU, 1))
+    with pytest.raises(ConfigError, match="24 workers that need 24 GPUs, and 8 here") as refused:
+        refuse_crowded_gpus(whole, inputs[1])
+    assert "cluster.rollout_gpus 0.4, cluster.teacher_gpus 0.2 and cluster.trainer_gpus 0.4" in str(refused.value)
+    large = changed(eight, rollout={"gpu_memory_utilization": 0.9, "sleep": True})
+    assert refuse_crowded_gpus(large, inputs[1]) == [], "it takes turns with the others"
 
 
 def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
@@ -319,8 +340,8 @@ def test_a_divided_engine_is_on_several_gpus_with_a_part_of_the_weights_on_each(
     )
     engine, teacher = gpu_roles(config, inputs[1])
     whole = gpu_roles(changed(inputs[0], cluster={"rollout_gpus": 1}), inputs[1])[0]
-    assert (engine.gpus, engine.least) == (2, whole.least // 2)
-    assert (teacher.gpus, teacher.least) == (2, 2 * PARAMETERS)
+    assert (engine.gpus, engine.least) == (WorkerGpus(2), whole.least // 2)
+    assert (teacher.gpus, teacher.least) == (WorkerGpus(2), 2 * PARAMETERS)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [80 * GIB] * 3)
     with pytest.raises(ConfigError, match="2 workers that need 4 GPUs, and 3 here"):
         refuse_crowded_gpus(config, inputs[1])

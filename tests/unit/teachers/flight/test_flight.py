@@ -36,7 +36,7 @@ from teachers.flight.access import ListenAddress, parse_endpoint
 from teachers.flight.client import FlightPool
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
-from tests.rows import changed, make_rollout
+from tests.rows import changed, make_rollout, make_stream_part
 from tests.unit.teachers.test_pool import mortal
 
 VOCABULARY = 76
@@ -455,7 +455,7 @@ class Answer:
         self._parts = parts
 
     def take_part(self) -> StreamPart | None:
-        return StreamPart(handle=self._parts.pop(0), nbytes=1, samples=()) if self._parts else None
+        return make_stream_part(self._parts.pop(0)) if self._parts else None
 
 
 class Tampered:
@@ -890,7 +890,7 @@ class Large:
     def take_part(self) -> Any:
         self.taken += 1
         raw = np.zeros(4 << 20, np.uint8)
-        return StreamPart(handle=cluster.put_object(raw), nbytes=raw.nbytes, samples=()) if self.taken < 100 else None
+        return make_stream_part(cluster.put_object(raw)) if self.taken < 100 else None
 
 
 def test_a_client_that_stops_reading_loses_its_turn(

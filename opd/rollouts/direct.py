@@ -1,0 +1,54 @@
+"""The end of a direct push (`opd.transfer`) in one process of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from opd.transfer.channel import BroadcastGroup, Signals, filled, open_store, taken
+from opd.transfer.handles import open_buffer
+from opd.transfer.routes import DirectPush, MeetingPoint, Route
+
+
+class EngineChannel:
+    """The channel through which new weights come into this process."""
+
+    def __init__(self, meeting: MeetingPoint, route: Route, device: torch.device) -> None:
+        """Join the channel; all of its processes do so at once. Raises: TransferBroken."""
+        self._route = route
+        self._device = device
+        self._signals = Signals(open_store(meeting), meeting.timeout_s)
+        self._group = (
+            None if route.group_rank is None else BroadcastGroup(self._signals, meeting, route.group_rank, device)
+        )
+
+    def take_buckets(self, push: DirectPush) -> Iterator[list[tuple[str, Tensor]]]:
+        """Yield names and values of the tensors of each bucket, on this process's device.
+
+        vLLM keeps them until a layer is complete, so every bucket lies in memory of its own. Taking raises: TransferBroken.
+        """
+        shared = (
+            []
+            if self._route.trainer_rank is None
+            else [open_buffer(handle, self._device) for handle in push.handles[self._route.process]]
+        )
+        for index, (slots, nbytes) in enumerate(zip(push.plan.buckets, push.plan.sizes, strict=True)):
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            if self._group is not None:
+                self._group.finish(self._group.begin(data))
+            else:
+                self._signals.take(filled(push.number, index, self._route.process))
+                data.copy_(shared[index % len(shared)][:nbytes])
+                if data.is_cuda:
+                    torch.cuda.current_stream().synchronize()  # the rank fills its buffer again as soon as it is told
+                if index == len(push.plan.buckets) - 1:
+                    shared.clear()  # the rank frees its buffers then
+                self._signals.post(taken(push.number, index, self._route.process))
+            yield [(slot.name, slot.view(data)) for slot in slots]
+
+    def close(self) -> None:
+        """Leave the channel."""
+        if self._group is not None:
+            self._group.close()
