@@ -79,6 +79,7 @@ def _make_pipeline(check: Check, root: Path) -> dict[str, Any]:
             "ranks": 1, "steps": 4 if check.quick else 8, "samples_per_step": 8 if check.quick else 128, "dtype": dtype,
             "micro_batch_tokens": 256 if check.quick else 16384,
         },
+        "schedule": {"mode": "sync"},
         "evaluate": {"every": 0},
         "cluster": {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4} if on_gpu else {},
     }  # fmt: skip

@@ -53,7 +53,7 @@ def _compute_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """Return [B, T, H, K] what the columns read, as transformers wants it; the tensors given are [B, H, T, K]."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     starts, longest = options.get("cu_seq_lens_q"), options.get("max_length_q")
     plain = (
@@ -61,7 +61,9 @@ def _compute_attention(
     )
     fits = query.dtype in KERNEL_TYPES and query.shape[-1] == value.shape[-1] <= WIDEST_HEAD
     if starts is None or longest is None or attention_mask is not None or not (plain and fits):
-        result: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        # What is registered as `sdpa`: ranks that share rows put their exchange there (`opd.train.sequence_parallel`).
+        sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        result: tuple[Tensor, None] = sdpa(module, query, key, value, attention_mask, **options)
         return result
     return _attend_within(query, key, value, starts, longest, options.get("scaling")), None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from opd.transfer.channel import BroadcastGroup, Signals, filled, open_store, taken
+from opd.transfer.channel import BroadcastGroup, Signals, name_filled_signal, name_taken_signal, open_store
 from opd.transfer.handles import open_buffer
 from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
@@ -39,13 +39,13 @@ class EngineChannel:
             if self._group is not None:
                 self._group.finish(self._group.begin(data))
             else:
-                self._signals.take(filled(push.number, index, self._route.process))
+                self._signals.take(name_filled_signal(push.number, index, self._route.process))
                 data.copy_(shared[index % len(shared)][:nbytes])
                 if data.is_cuda:
                     torch.cuda.current_stream().synchronize()  # the rank fills its buffer again as soon as it is told
                 if index == len(push.plan.buckets) - 1:
                     shared.clear()  # the rank frees its buffers then
-                self._signals.post(taken(push.number, index, self._route.process))
+                self._signals.post(name_taken_signal(push.number, index, self._route.process))
             yield [(slot.name, slot.view(data)) for slot in slots]
 
     def close(self) -> None:

@@ -12,7 +12,14 @@ from torch import Tensor
 from opd.machine.network import open_listener
 from opd.models.buckets import Bucket, BucketSlot
 from opd.train.export import FileTensors, plan_parts
-from opd.transfer.channel import BroadcastGroup, Signals, TransferBroken, filled, open_store, taken
+from opd.transfer.channel import (
+    BroadcastGroup,
+    Signals,
+    TransferBroken,
+    name_filled_signal,
+    name_taken_signal,
+    open_store,
+)
 from opd.transfer.handles import export_buffer, find_memory_id
 from opd.transfer.routes import SENDER, MeetingPoint, PushPlan
 
@@ -166,7 +173,7 @@ class _Sending:
                 self._under_way.append((self._index, operation))
                 for process in self._processes:
                     assert self._signals is not None
-                    self._signals.post(filled(self._number, self._index, process))
+                    self._signals.post(name_filled_signal(self._number, self._index, process))
             except TransferBroken as error:
                 self.problem = str(error)
         self._index += 1
@@ -185,7 +192,7 @@ class _Sending:
                 self._group.finish(operation)
             for process in self._processes:
                 assert self._signals is not None
-                self._signals.take(taken(self._number, index, process))
+                self._signals.take(name_taken_signal(self._number, index, process))
         except TransferBroken as error:
             self.problem = str(error)
 

@@ -29,12 +29,12 @@ PAUSE_S, LOOK_S = 0.0002, 0.05
 """Seconds between two looks at what is waited for, and at `GIVEN_UP`, which lies in another process."""
 
 
-def filled(push: int, bucket: int, process: int) -> str:
+def name_filled_signal(push: int, bucket: int, process: int) -> str:
     """Return the name of the signal that a bucket lies in the buffer that this process reads."""
     return f"push {push} bucket {bucket} filled {process}"
 
 
-def taken(push: int, bucket: int, process: int) -> str:
+def name_taken_signal(push: int, bucket: int, process: int) -> str:
     """Return the name of the signal that this process has copied a bucket."""
     return f"push {push} bucket {bucket} taken {process}"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import Any, Self
 
+from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import WorkerGpus, rollout_devices, teacher_devices, trainer_devices
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
@@ -183,9 +184,11 @@ def _worker_cores(spec: ClusterSpec, workers: int, roles: int) -> float:
 
 
 def apply_placement(config: PipelineConfig, spec: ClusterSpec) -> PipelineConfig:
-    """Return the pipeline with the workers and GPUs of the spec's placement, or as it is if the spec has none. Raises: ConfigError for
-    a placement that `opd merge` would refuse as keys of the pipeline."""
+    """Return the pipeline with the workers and GPUs of the spec's placement, on a Ray cluster if the spec has several machines. Raises:
+    ConfigError for a placement that `opd merge` would refuse as keys of the pipeline."""
     changes = placement_keys(config, spec)
+    if spec.machines > 1 and config.cluster.address == LOCAL:
+        changes = apply_change(changes, {"cluster": {"address": "auto"}})  # several machines are a Ray cluster
     if not changes:
         return config
     changed = apply_change(config.model_dump(mode="json", exclude_unset=True), changes)

@@ -28,7 +28,7 @@ from opd.settings.auto import OpenNumber
 from pipelines.sizing.cache import has_cpu_cache, value_bytes
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts, read_machine
-from pipelines.sizing.memory import GIB, LOGIT_COPIES, MIB, count_response_tokens, head_sizes, row_bytes, widest_unit
+from pipelines.sizing.memory import GIB, LOGIT_COPIES, MIB, head_sizes, row_bytes, step_rows_bytes, widest_unit
 from pipelines.sizing.models import MergeModels, read_body
 
 CPU_CHUNK, LARGEST_CHUNK = 128, 4096
@@ -166,4 +166,4 @@ def _gpu_chunk(config: PipelineConfig, models: MergeModels, gpu_memory: int) -> 
 def _queue_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of the scored rows of two rounds of micro-batches, in which every token is taken to be a response's."""
     tokens = 2 * config.trainer.ranks * (config.trainer.micro_batch_tokens + widest_unit(config))
-    return max(LEAST_QUEUE, min(tokens, count_response_tokens(config)) * row_bytes(config, models))
+    return max(LEAST_QUEUE, min(tokens * row_bytes(config, models), step_rows_bytes(config, models)))

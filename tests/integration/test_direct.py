@@ -104,7 +104,7 @@ def test_every_engine_is_sent_the_tensors_of_the_files_bit_for_bit(
             for worker in engines._workers:
                 found = worker.submit(TakingWorker.held).wait_for_result(timeout_s=60)
                 assert set(found) == set(files)
-                assert all(torch.equal(torch.from_numpy(found[name]), tensor) for name, tensor in files.items())
+                assert all(torch.equal(torch.tensor(found[name]), tensor) for name, tensor in files.items())
         stop(engines, trainer)
 
 

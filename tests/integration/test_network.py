@@ -72,19 +72,20 @@ def test_an_engine_on_another_machine_gets_what_was_pushed_and_nothing_newer(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["sync", "one_step_off"])
-def test_a_merge_over_the_network_ends_with_the_weights_of_one_through_files(
+def test_a_merge_over_the_network_or_directly_ends_with_the_weights_of_one_through_files(
     tmp_path: Path, pipeline: dict[str, Any], schedule: str
 ) -> None:
     runs = {}
     pipeline["schedule"] = {"mode": schedule}
-    for kind in ("shared_memory", "network"):
+    for kind in ("shared_memory", "network", "direct"):
         pipeline["sync"] = {"kind": kind}
         runs[kind] = tmp_path / kind
         done = opd("merge", write(tmp_path, pipeline), "--run-dir", runs[kind], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in runs.values())
-    assert set(ours) == set(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    exams = [Evaluation.load(RunPaths(run).evaluation_file("expert")) for run in runs.values()]
-    assert exams[0].scores == exams[1].scores and exams[0].answers == exams[1].answers != ()
-    for mine, other in zip(*map(records, runs.values()), strict=True):
-        assert (mine["loss"], mine["probe_gap"]) == (other["loss"], other["probe_gap"])
+    first, *others = (load_file(run / "model" / "model.safetensors") for run in runs.values())
+    exam, *exams = (Evaluation.load(RunPaths(run).evaluation_file("expert")) for run in runs.values())
+    for theirs, other_exam in zip(others, exams, strict=True):
+        assert set(first) == set(theirs) and all(torch.equal(first[name], theirs[name]) for name in first)
+        assert exam.scores == other_exam.scores and exam.answers == other_exam.answers != ()
+    for steps in zip(*map(records, runs.values()), strict=True):
+        assert len({(step["loss"], step["probe_gap"]) for step in steps}) == 1

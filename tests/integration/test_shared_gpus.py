@@ -7,7 +7,6 @@ test they are the engine, the scorer and the ranks of a whole merge, which compu
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,36 +23,13 @@ from pipelines import build
 from pipelines.merging import run as merging
 from pipelines.placement import describe_divided_trainer, groups_of, reserve_places
 from tests.integration.conftest import two_domain_pipeline
+from tests.placed import PlacedWorker, read_place
 
 SHARES = {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4}
 SERVED = {"engine": "flight", "address": "grpc://127.0.0.1:1"}
 TIMEOUT_S = 120
 
 pytestmark = pytest.mark.timeout(900)
-
-
-class Probe:
-    """A worker that says where it is."""
-
-    def place(self) -> tuple[str, str, list[str]]:
-        """Return the id of the node, CUDA_VISIBLE_DEVICES, and the GPUs that Ray counts for this worker."""
-        import ray
-
-        return (
-            ray.get_runtime_context().get_node_id(),
-            os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            [str(gpu) for gpu in ray.get_gpu_ids()],
-        )
-
-
-def read_place(_: Any) -> tuple[str, str, list[str]]:
-    """Return what `Probe.place` does, for workers that compute on the CPU: their CUDA_VISIBLE_DEVICES is empty, so only the core of Ray
-    still knows the GPU."""
-    import ray
-
-    core = ray._private.worker.global_worker.core_worker
-    gpus = {str(gpu) for name, parts in core.resource_ids().items() if name.startswith("GPU") for gpu, _ in parts}
-    return ray.get_runtime_context().get_node_id(), ",".join(gpus), list(gpus)
 
 
 def pipeline(ranks: int, engines: int, scorers: int, **sections: Any) -> PipelineConfig:
@@ -109,8 +85,8 @@ def ask_places(config: PipelineConfig) -> dict[str, tuple[str, str, list[str]]]:
     """Reserve the places of a merge, start a probe in each, and return name -> what it says."""
     reserve_places(config)
     names = [name for group in groups_of(config) for name in group.names]
-    probes = [cluster.spawn_worker(Probe, name=name, env={}) for name in names]
-    answers = cluster.wait_for_all([probe.submit(Probe.place) for probe in probes], timeout_s=TIMEOUT_S)
+    probes = [cluster.spawn_worker(PlacedWorker, name=name, env={}) for name in names]
+    answers = cluster.wait_for_all([probe.submit(PlacedWorker.place) for probe in probes], timeout_s=TIMEOUT_S)
     return dict(zip(names, answers, strict=True))
 
 
@@ -133,8 +109,8 @@ def test_eight_gpus_of_one_machine_have_a_rank_an_engine_and_a_scorer_each() -> 
         # A worker that is started again has the GPU that it had.
         first = next(worker for worker in get_current_watch().workers if worker.name == "rollout worker 5")
         first.kill()
-        again = cluster.spawn_worker(Probe, name="rollout worker 5", env={})
-        assert again.submit(Probe.place).wait_for_result(timeout_s=TIMEOUT_S) == places["rollout worker 5"]
+        again = cluster.spawn_worker(PlacedWorker, name="rollout worker 5", env={})
+        assert again.submit(PlacedWorker.place).wait_for_result(timeout_s=TIMEOUT_S) == places["rollout worker 5"]
 
 
 def test_an_engine_of_two_processes_sees_the_gpus_of_two_ranks() -> None:

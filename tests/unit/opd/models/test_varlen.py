@@ -195,6 +195,25 @@ def test_torchs_kernel_takes_what_it_is_given(key_heads: int) -> None:
     assert varlen._attend_within(query, key, value, starts, 11, 0.125).shape == (1, 16, 4, 64)
 
 
+def test_what_is_put_around_sdpa_is_around_these_calls_too(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks do that share rows."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    calls: list[torch.Size] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def watched(module: Any, query: Tensor, *args: Any, **options: Any) -> Any:
+        calls.append(query.shape)
+        return sdpa(module, query, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", watched)
+    lm = build_model("Llama")
+    body_of(lm)(LAYOUTS["padded"](SEQUENCES))
+    assert len(calls) == lm.config.num_hidden_layers
+    body_of(lm)(LAYOUTS[PACKED_VARLEN](SEQUENCES))
+    assert len(calls) == lm.config.num_hidden_layers
+
+
 # Gradients
 
 

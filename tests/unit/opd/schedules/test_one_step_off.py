@@ -7,7 +7,7 @@ changes, and what it writes follows from the hash and the prompt; a thread write
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -33,8 +33,9 @@ from opd.run.metrics import MetricsFile
 from opd.schedules import SCHEDULES
 from opd.schedules.spec import ScheduleSpec
 from opd.stream.log import ArrowTargetLog
+from opd.stream.part_files import PartsDirectory, read_part
 from opd.stream.schema import PartRecord, read_stream, write_stream
-from opd.stream.targets import ExpectedRow, TargetStream, TeacherRequest
+from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest, make_part
 from tests.rows import make_rollout, make_row
 
 DOMAINS = ("a", "b")
@@ -59,6 +60,8 @@ class Merge:
     mode: str = "one_step_off"
     kill: tuple[str, int] = ("", 0)
     balanced: bool = False
+    keeps_targets: bool = True
+    """False: the log has the rollouts alone."""
     max_staleness: int | None = None
     seen: Callable[[str, int], None] = lambda moment, step: None
     """Told of every moment, in the thread in which it happens."""
@@ -153,7 +156,8 @@ class Merge:
         balance = Balance(TokensBalance(kind="tokens", window=1), dict.fromkeys(DOMAINS, 1.0), 5, 3)
         return BalancedPrompts(PROMPTS, balance, 3, metrics.read(), ahead=SCHEDULES[self.mode].STEPS_AHEAD)
 
-    def score(self, rollouts: Sequence[Rollout]) -> TargetStream:
+    def score(self, rollouts: Sequence[Rollout], directory: PartsDirectory | None = None) -> TargetStream:
+        """Two parts: a worker that reaches the log writes the first, the log the second."""
         step = rollouts[0].step
         self.moment("score", step)
         rows = [
@@ -164,12 +168,23 @@ class Merge:
             )
             for r in rollouts
         ]  # fmt: skip
-        raw = write_stream(rows, "float32", "sampled_logprobs", PartRecord(teachers={"t": len(rows)}))
+        half = len(rows) // 2
+
+        def parts() -> Iterator[StreamPart]:
+            for number, some in enumerate((rows[:half], rows[half:])):
+                record = PartRecord(number=number, teachers={"t": len(rows)} if number else None)
+                raw = np.frombuffer(write_stream(some, "float32", "sampled_logprobs", record), dtype=np.uint8)
+                part = make_part(raw, "teachers")
+                if directory is not None and number == 0:
+                    part = replace(part, summary=replace(part.summary, file=directory.write_part(record, raw.data)))
+                yield part
+                self.moment("part", step)
+
         asked = TeacherRequest(
             rollouts=rollouts, teachers={d: {"t": ExpectedRow(weight=1.0, head="")} for d in DOMAINS},
             kind=("float32", "sampled_logprobs"), max_quarantined=0.0,
         )  # fmt: skip
-        return TargetStream(iter([np.frombuffer(raw, dtype=np.uint8)]), asked, heads={})
+        return TargetStream(parts(), asked, heads={})
 
 
 class Student:
@@ -186,7 +201,7 @@ class Student:
         self._merge.trained |= {r.sample_id: r for r in rollouts}
         said = blake3(self.weights.encode())
         while (part := targets.take_part()) is not None:
-            for row in read_stream(memoryview(part.handle)).rows:
+            for row in read_stream(read_part(part.handle).data).rows:
                 said.update(repr((row.rollout, row.answer)).encode())
         targets.wait_for_sinks()
         self.weights = said.hexdigest()
@@ -238,7 +253,7 @@ class Log(ArrowTargetLog):
     """The real one, which tells its moments."""
 
     def __init__(self, merge: Merge, pool: Any) -> None:
-        super().__init__(merge.root / "targets", pool, VOCABULARY, merge.told.append)
+        super().__init__(merge.root / "targets", pool, VOCABULARY, merge.told.append, keeps_targets=merge.keeps_targets)
         self._merge = merge
 
     def keep_written(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
@@ -337,7 +352,7 @@ def test_a_row_that_is_too_old_is_refused_before_it_is_scored(tmp_path: Path, mo
     assert Merge(tmp_path / "allowed", max_staleness=2).take_to()
 
 
-MOMENTS = ("write", "written", "keep", "kept", "score", "train", "trained", "push", "record")
+MOMENTS = ("write", "written", "keep", "kept", "score", "part", "train", "trained", "push", "record")
 KILLS = [
     pytest.param(moment, step, id=f"{moment}-{step}")
     for step in (1, 2, 4, 5, 7)
@@ -373,12 +388,16 @@ def test_killed_around_a_checkpoint(moment: str, step: int, tmp_path: Path) -> N
     assert Merge(tmp_path / "broken").take_to() == wanted
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_targets", [True, False])
+def test_killed_again_and_again(keeps_targets: bool, tmp_path: Path) -> None:
+    """Also if the log has the rollouts alone, so that their steps are scored again."""
     wanted, _ = whole(tmp_path)
-    for kill in (("written", 3), ("train", 2), ("push", 4), ("trained", 4), ("kept", 6), ("record", 6)):
+    for kill in (
+        ("written", 3), ("train", 2), ("part", 4), ("push", 4), ("trained", 4), ("kept", 6), ("record", 6),
+    ):  # fmt: skip
         with pytest.raises(Killed):
-            Merge(tmp_path / "broken", kill=kill).take_to()
-    assert Merge(tmp_path / "broken").take_to() == wanted
+            Merge(tmp_path / "broken", kill=kill, keeps_targets=keeps_targets).take_to()
+    assert Merge(tmp_path / "broken", keeps_targets=keeps_targets).take_to() == wanted
 
 
 def test_what_was_written_is_not_written_again(tmp_path: Path) -> None:

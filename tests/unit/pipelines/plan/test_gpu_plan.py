@@ -16,7 +16,13 @@ from pipelines.plan.plan import MergePlan, make_plan
 from pipelines.plan.spec import ClusterSpec, load_spec, with_lengths
 
 DOCS = Path(__file__).parents[4] / "docs"
-ONE_GPU = ("trainer.ranks=1", "cluster.rollout_gpus=0.4", "cluster.teacher_gpus=0.2", "cluster.trainer_gpus=0.4")
+ONE_GPU = (
+    "trainer.ranks=1",
+    "sync.kind=shared_memory",
+    "cluster.rollout_gpus=0.4",
+    "cluster.teacher_gpus=0.2",
+    "cluster.trainer_gpus=0.4",
+)
 MERGES: dict[str, tuple[tuple[str, ...], dict[str, float], tuple[int, float, float]]] = {
     "smollm2": (
         ("trainer.compile=false", "rollout.gpu_memory_utilization=0.1", "teachers.gpu_memory=5GiB"),
@@ -76,7 +82,7 @@ def test_the_table_of_the_page_is_what_was_measured_and_what_is_planned() -> Non
         seconds = {phase.name: phase.seconds for phase in plan.phases}
         for what, value in values.items():
             expected = plan.step_s if what == "step" else seconds[PHASES[what]]
-            off = f"{100 * (expected / value - 1):+.0f}"
+            off = f"{round(100 * (expected / value - 1)):+d}"
             assert next(rows) == (what, f"{value:.3f}", f"{expected:.3f}", off), f"{name}: {what}"
     assert list(rows) == []
 
