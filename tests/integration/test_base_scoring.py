@@ -90,7 +90,7 @@ def test_ranks_say_what_scoring_workers_say_and_go_on_bit_for_bit(
         ours = weights(trainer, tmp_path / f"ranks-{settings['ranks']}")
         stop(trainer)
         for a, b in zip(by_workers, reports, strict=True):
-            assert b.loss == pytest.approx(a.loss, rel=1e-5)
+            assert b.loss == pytest.approx(a.loss, rel=1e-5, abs=1e-7)  # a mean of either sign may be near 0
             assert b.grad_norm == pytest.approx(a.grad_norm, rel=1e-4)
         assert all(torch.allclose(ours[name], weight, rtol=0, atol=1e-5) for name, weight in wanted.items())
     trainer, pool = start({"engine": "trainer"}, **settings)
