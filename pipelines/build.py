@@ -77,6 +77,7 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
     "vllm": _start_own_pool,
     "openai": _start_own_pool,
     "flight": _start_flight_pool,
+    "trainer": _start_teacherless_pool,
     "none": _start_teacherless_pool,
 }
 """`teachers.engine` -> function that starts the pool."""
@@ -263,7 +264,7 @@ def _start_roles(
         # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own.
         start_up.wait("rollout engine", engine)
     pool = remote_pool or start_pool()
-    trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size))
+    trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size, inputs.scoring))
     # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)
     start_up.wait("teachers", pool)

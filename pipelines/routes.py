@@ -13,6 +13,7 @@ from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
 from opd.config.objectives import OBJECTIVES, find_objective_section
+from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.suggestions import did_you_mean
@@ -87,6 +88,22 @@ def start_student_weights(config: PipelineConfig) -> dict[str, float]:
         return {}
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
     return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
+
+
+def base_teacher_weights(
+    config: PipelineConfig, scoring: Mapping[str, tuple[WeightedTeacher, ...]]
+) -> dict[str, dict[str, float]]:
+    """Return name -> domain -> weight of the teachers with which the trainer's ranks score on the student's base, `START` among them.
+
+    `scoring` is the result of `scoring_routes`.
+    """
+    weights: dict[str, dict[str, float]] = {}
+    if isinstance(config.teachers, TrainerTeachers):
+        for domain, assigned in scoring.items():
+            for weighted_teacher in assigned:
+                weights.setdefault(weighted_teacher.teacher.name, {})[domain] = weighted_teacher.weight
+    start = start_student_weights(config)
+    return weights | ({START: start} if start else {})
 
 
 def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, RoutedExpert]) -> dict[str, float]:

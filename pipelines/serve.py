@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
-from opd.config.teachers import FlightTeachers
+from opd.config.teachers import FlightTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.machine.signals import raise_interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
@@ -30,11 +30,11 @@ def serve_teachers(
 
     Raises: OpdError before anything starts; RunError if a teacher does not load, or if the server cannot listen there.
     """
-    if isinstance(config.teachers, FlightTeachers):
+    if isinstance(config.teachers, FlightTeachers | TrainerTeachers):
         raise ConfigError.at(
             "teachers.engine",
-            found="flight",
-            wanted="an engine that scores here",
+            found=config.teachers.engine,
+            wanted="an engine that scores here, in workers of its own",
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
         )
     refuse_without_experts(config, "`opd teachers serve`")

@@ -14,10 +14,12 @@ from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
+from opd.records.types import WeightedTeacher
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
+from opd.train.base_scoring import BaseScoring, BaseTeacher
 from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
@@ -26,12 +28,11 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
-from opd.train.start import StartTeacher
 from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import START, start_student_weights
+from pipelines.routes import base_teacher_weights
 from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
@@ -39,6 +40,11 @@ from teachers.scorers import ScorerOptions, Server
 
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
+
+
+Scoring = Mapping[str, tuple[WeightedTeacher, ...]]
+"""Domain -> the teachers that score its responses, with their weights."""
+NO_SCORING: Scoring = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +109,10 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
     )
 
 
-def trainer_spec(config: PipelineConfig, vocab_size: int) -> TrainerSpec:
-    """Return the spec of the trainer; `vocab_size` is the tokenizer's."""
+def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> TrainerSpec:
+    """Return the spec of the trainer; `vocab_size` is the tokenizer's. `scoring`: `Teaching.scoring`."""
     return TrainerSpec(
-        rank=rank_options(config, vocab_size),
+        rank=rank_options(config, vocab_size, scoring),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         weighs_turns=any(turn_weights(config)),
@@ -155,8 +161,8 @@ def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size:
     return CriticOptions(**shared, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
 
 
-def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
-    """Return the options of one rank of the trainer."""
+def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> RankOptions:
+    """Return the options of one rank of the trainer; arguments as for `trainer_spec`."""
     trainer = config.trainer
     return RankOptions(
         name="student",
@@ -178,7 +184,7 @@ def rank_options(config: PipelineConfig, vocab_size: int) -> RankOptions:
         head_memory_bytes=trainer.head_memory,
         turn_weights=turn_weights(config),
         lora=lora_options(config),
-        start=start_teacher(config),
+        base_scoring=base_scoring(config, scoring),
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
@@ -208,10 +214,19 @@ def lora_options(config: PipelineConfig) -> LoraOptions | None:
     return LoraOptions(r=lora.r, alpha=lora.alpha, targets=targets, seed=config.seed % TORCH_SEEDS)
 
 
-def start_teacher(config: PipelineConfig) -> StartTeacher | None:
-    """Return the settings by which trainer ranks score with the start student; None if they do not."""
-    weights = start_student_weights(config)
-    return StartTeacher(name=START, weights=weights, payload=config.teachers.payload) if weights else None
+def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None:
+    """Return the settings by which trainer ranks score with teachers on the student's base; None if they do not."""
+    teachers = {weighted.teacher.name: weighted.teacher for assigned in scoring.values() for weighted in assigned}
+    on_base = tuple(
+        BaseTeacher(
+            name=name,
+            weights=weights,
+            adapter_dir=teachers[name].adapter_dir if name in teachers else None,
+            probe=teachers[name].probe if name in teachers else None,
+        )
+        for name, weights in base_teacher_weights(config, scoring).items()
+    )
+    return BaseScoring(teachers=on_base, payload=config.teachers.payload) if on_base else None
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:
@@ -324,5 +339,5 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
 
 
 def teacherless_spec(config: PipelineConfig) -> TeacherlessSpec:
-    """Return the spec of the pool without teachers."""
+    """Return the spec of the pool that asks no teacher."""
     return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)

@@ -1,4 +1,6 @@
-"""The pool of a run without teachers: it makes a row without a teacher's answer of every rollout.
+"""The pool that asks no teacher: it makes a row without a teacher's answer of every rollout.
+
+It serves a run without teachers, and one whose trainer ranks score by themselves (`opd.train.base_scoring`).
 
 The rows go through the same stream as scored rows. So the log, the feed of the ranks, the ranks and a resume need no
 special case, and the loop is the same as that of a merge.

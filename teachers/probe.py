@@ -6,19 +6,14 @@ The probe goes through the scorer's own `score`, so the check covers the same an
 
 from __future__ import annotations
 
-from statistics import fmean
-
 import torch
 
 from opd.errors import RunError
 from opd.interfaces import Scorer
 from opd.models.heads import Head
+from opd.models.probe_gap import refuse_other_weights
 from opd.records.types import Rollout, Teacher
 from teachers.scorers import ScorerOptions
-
-TOLERANCE = {"float32": 0.05, "bfloat16": 0.2}
-"""Compute type -> largest mean difference, in nats. The registration and this scorer may have computed in different
-types; the larger of the two tolerances holds."""
 
 
 def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> None:
@@ -37,17 +32,8 @@ def check_probe(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Non
     )
     if not differences:  # the payload holds no log-probs to compare
         return
-    gap = fmean(differences)
-    tolerance = max(TOLERANCE[options.dtype], TOLERANCE[probe.dtype])
-    if not gap <= tolerance:  # a gap of NaN is refused too
-        raise RunError(
-            f"teacher {teacher.name}: log-probs differ by {gap:.3f} nats on average from those of its registration, "
-            f"at most {tolerance} wanted: garbled or swapped weights under {_format_dirs(teacher)}"
-        )
-
-
-def _format_dirs(teacher: Teacher) -> str:
-    return f"{teacher.model_dir}" + (f" or {teacher.adapter_dir}" if teacher.adapter_dir else "")
+    directories = f"{teacher.model_dir}" + (f" or {teacher.adapter_dir}" if teacher.adapter_dir else "")
+    refuse_other_weights(teacher.name, differences, (options.dtype, probe.dtype), directories)
 
 
 def cut_head(scorer: Scorer, teacher: Teacher, options: ScorerOptions) -> Head:

@@ -28,7 +28,14 @@ from opd.config.sections import (
     TargetLogConfig,
     TrainerConfig,
 )
-from opd.config.teachers import NoTeachers, OpenAITeachers, TeachersConfig, TransformersTeachers, change_teachers
+from opd.config.teachers import (
+    NoTeachers,
+    OpenAITeachers,
+    TeachersConfig,
+    TrainerTeachers,
+    TransformersTeachers,
+    change_teachers,
+)
 from opd.settings.strict import Name, Strict, UserPath
 from opd.settings.yaml_files import apply_overrides, load_yaml, move_error, validate_section
 
@@ -112,6 +119,8 @@ class PipelineConfig(Strict):
             problem = PydanticCustomError(
                 "no_expert", "{wanted}", {"wanted": expected, "where": "experts", "found": "{}"}
             )
+        if isinstance(self.teachers, TrainerTeachers):
+            problem = problem or _find_base_problem(self)
         if problem is not None:
             raise problem
         return self
@@ -355,6 +364,22 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
     else:
         return None
     return PydanticCustomError("without_teachers", "{wanted}", {"wanted": expected, "where": key, "found": actual})
+
+
+def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Return why the trainer's ranks cannot score with this pipeline's experts; None if nothing in the pipeline forbids it."""
+    if config.student.lora is None:
+        key, actual = "teachers.engine", "trainer without student.lora"
+        expected = "student.lora, which leaves the base as the experts need it; or engine transformers"
+    elif config.objective.wants_baseline:
+        key, actual = "objective.baseline", "a baseline with teachers.engine trainer"
+        expected = "none: a baseline is needed before the trainer computes; or teachers.engine transformers"
+    elif config.cluster.teacher_gpus:
+        key, actual = "cluster.teacher_gpus", f"{config.cluster.teacher_gpus:g} with teachers.engine trainer"
+        expected = "0: the trainer's ranks score, on their own GPUs"
+    else:
+        return None
+    return PydanticCustomError("trainer_scores", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
 def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:

@@ -91,6 +91,11 @@ class Teachers(Strict):
         """Number of this merge's own processes that score."""
         return 0
 
+    @property
+    def sent_payload(self) -> str:
+        """Payload of the rows that reach the trainer."""
+        return self.payload
+
 
 class _WithWorkers(Teachers):
     workers: int = Field(1, ge=1)
@@ -213,6 +218,19 @@ class FlightTeachers(Teachers):
         return self
 
 
+class TrainerTeachers(Teachers):
+    engine: Literal["trainer"]
+    """The trainer's ranks, for a LoRA student and LoRA experts of its base: the base is in memory once, see [gpu.md](gpu.md)."""
+    payload: Literal["hidden_states", "sampled_logprobs"] = "hidden_states"
+    """What a teacher says of each trained token: the last hidden state, or the sampled token's log-prob."""
+    dtype: DType = "float32"
+    """Type in which the ranks keep hidden states; they compute in `trainer.dtype`."""
+
+    @property
+    def sent_payload(self) -> str:
+        return "none"
+
+
 class NoTeachers(Teachers):
     engine: Literal["none"]
     """Rewards alone, with `experts: {}`, `objective.kind: none` and `objective.reward`."""
@@ -225,6 +243,7 @@ ENGINES: dict[str, type[Teachers]] = {
     "vllm": VLLMTeachers,
     "openai": OpenAITeachers,
     "flight": FlightTeachers,
+    "trainer": TrainerTeachers,
     "none": NoTeachers,
 }
 """The classes that `teachers.engine` names."""
@@ -282,6 +301,7 @@ TeachersConfig = Annotated[
     | Annotated[VLLMTeachers, Tag("~vllm")]
     | Annotated[OpenAITeachers, Tag("~openai")]
     | Annotated[FlightTeachers, Tag("~flight")]
+    | Annotated[TrainerTeachers, Tag("~trainer")]
     | Annotated[NoTeachers, Tag("~none")],
     Discriminator(
         _choose_engine_section,

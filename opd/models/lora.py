@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -98,6 +99,15 @@ def read_updates(config: LoraConfig, tensors: Mapping[str, Tensor]) -> dict[str,
         module: Update(a_K_I=parts[module, "A"], b_O_K=parts[module, "B"], scaling=config.scaling(module))
         for module in modules
     }
+
+
+def load_updates(adapter_dir: Path, dtype: torch.dtype) -> dict[str, Update]:
+    """Return module -> update of an adapter that was checked, in this type, on the CPU."""
+    from safetensors.torch import load_file
+
+    config = LoraConfig.model_validate_json((adapter_dir / ADAPTER_CONFIG).read_bytes())
+    tensors = load_file(adapter_dir / ADAPTER_WEIGHTS)
+    return read_updates(config, {name: tensor.to(dtype) for name, tensor in tensors.items()})
 
 
 def merge_update(weight_O_I: Tensor, update: Update) -> Tensor:

@@ -37,6 +37,10 @@ from opd.rollouts.weight_loading import StreamedSwap, reset_prefix_cache, swap_w
 from opd.rollouts.worker_extension import EXTENSION
 from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
+SLEEPING = ("weights", "kv_cache")
+"""vLLM's names of the two parts of an engine's memory, in the order in which they wake up."""
+FOR_NEW_WEIGHTS = SLEEPING[:1]
+
 _shapes: dict[bytes, dict[str, Any]] = {}
 """Text of a model's config -> what `read_model_shape` returns for it; at most one entry."""
 
@@ -96,7 +100,8 @@ class VLLMWorker:
         self._stop = list(stop_token_ids)
         self._llm = start_engine(options)
         self._shape = read_model_shape(options.model_dir)
-        self._asleep = False
+        self._asleep: tuple[str, ...] = ()
+        """Those of `SLEEPING` whose memory the engine has given back."""
         self._base: Path | None = options.model_dir
         """Directory whose weights the engine holds, except those that a load with `base` replaced; None if it is not known."""
         self._stream: StreamedSwap | None = None
@@ -192,7 +197,7 @@ class VLLMWorker:
         only if the engine does not hold them already. Raises: RunError if the caches could not be reset."""
         if base is not None and base != self._base:
             self.load(base)
-        self._wake_engine()
+        self._wake_engine(FOR_NEW_WEIGHTS)
         self._base = None  # until all weights are there
         if base is not None:
             swap_weights(self._llm, model_dir, whole=False)
@@ -215,7 +220,7 @@ class VLLMWorker:
         fits = can_swap(self._shape, shape) if whole else model_dir == self._base
         if not fits:
             self.load(model_dir)
-        self._wake_engine()
+        self._wake_engine(FOR_NEW_WEIGHTS)
         self._base = None  # until all weights are there
         self._stream = StreamedSwap(self._llm, None if whole else model_dir)
 
@@ -262,6 +267,7 @@ class VLLMWorker:
         else:
             old, self._llm = self._llm, None
             stop_engine(old)  # frees its memory before the new one takes its own
+            self._asleep = ()
             self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
             self._shape = shape
 
@@ -291,12 +297,15 @@ class VLLMWorker:
         evaluation no new ones come."""
         if self._options.sleep:
             self._llm.sleep(level=1)
-            self._asleep = True
+            self._asleep = SLEEPING
 
-    def _wake_engine(self) -> None:
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+    def _wake_engine(self, parts: Sequence[str] = SLEEPING) -> None:
+        """Have the engine take its GPU memory again, or only that of some parts: for new weights that of the weights is enough, and the
+        trainer that gathers them still needs memory of its own."""
+        tags = [part for part in parts if part in self._asleep]
+        if tags:
+            self._llm.wake_up(tags=tags)
+            self._asleep = tuple(part for part in self._asleep if part not in tags)
 
 
 def read_model_shape(model_dir: Path) -> dict[str, Any]:

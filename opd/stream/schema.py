@@ -72,7 +72,7 @@ class TargetRow:
     """Name of the expert that scored the row."""
     weight: float = 1.0
     """Weight of this teacher in the row's domain. A sample has a row from each teacher of its domain, and their weights add up to
-    1. If the trainer itself scores with the start student (`opd.train.start`), that row is not in the stream."""
+    1. Rows with which the trainer scores itself (`opd.train.base_scoring`) are not in the stream."""
     answer: Answer
     """The teacher's answer about the trained tokens; its class is the payload's."""
 

@@ -85,10 +85,10 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             targets.wait_for_sinks()
             return skipped
         plan = self.plan_micro_batches(rollouts)
-        start = self._spec.rank.start
-        rounds = start.scored_micro_batches(plan, rollouts) if start else frozenset()
+        scoring = self._spec.rank.base_scoring
+        rounds = scoring.plan_rounds(plan, rollouts) if scoring else {}
         baselines = compute_baselines(targets) if self._objective.wants_baseline else None
-        step_work = replace(step_work, baselines=baselines, start_rounds=rounds)
+        step_work = replace(step_work, baselines=baselines, base_rounds=rounds)
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
         # Ranks that share rows get the same parts.

@@ -23,9 +23,11 @@ from opd.models.buckets import Bucket
 from opd.models.heads import OWN_HEAD, FileStamp, Head, HeadSource
 from opd.models.layouts import Packed
 from opd.models.lora import tensor_name
+from opd.payloads.none import Unscored
 from opd.records.types import DomainStats, PositionStats, Rollout, TurnStats, WrittenFile
 from opd.stream.part_files import read_part
 from opd.stream.schema import TargetRow, read_stream
+from opd.train.base_scoring import BaseScorer, BaseScoring
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
@@ -35,7 +37,6 @@ from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
 from opd.train.sequence_parallel import SequenceGroup, Shard
-from opd.train.start import StartTeacher
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
@@ -66,9 +67,9 @@ class RankWork:
     """Samples whose loss is reported token by token."""
     companions: Mapping[str, Component] = field(default_factory=dict)
     """Name of a companion -> weights of the tokens in its loss."""
-    start_rounds: frozenset[int] = frozenset()
-    """Indices of micro-batches in which the start student scores a sample on at least one rank. All ranks run its forward pass
-    for these, because they gather weights together."""
+    base_rounds: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Index of a micro-batch -> teachers on the student's base that score a sample in it on at least one rank. All ranks run the
+    forward passes of these, because they gather weights together."""
 
     def select_micro_batches(self, part: Sequence[Sequence[str]]) -> RankWork:
         """Return the work of the rank that trains these micro-batches; every field keeps the entries of their samples alone."""
@@ -116,9 +117,9 @@ class RankOptions(ModelOptions):
     """Domain -> weights of its turns; a domain whose turns all weigh the same is left out."""
     lora: LoraOptions | None = None
     """Settings of the adapters, which are trained in place of the student's own weights; None: the weights themselves."""
-    start: StartTeacher | None = None
-    """Settings with which the ranks score by the start student. None if it is no teacher, or if the teacher pool scores with
-    it as with any other. Needs `lora`."""
+    base_scoring: BaseScoring | None = None
+    """Settings with which the ranks score by teachers on the student's base; None if the teacher pool scores with all teachers.
+    Needs `lora`."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
 
@@ -136,6 +137,8 @@ class TrainerRank(ZeroEngine):
         self._companions: dict[str, Companion] = {}
         self._sequence_group: SequenceGroup | None = None
         """The ranks that share rows with this one; None if every rank has rows of its own."""
+        self._base_scorer: BaseScorer | None = None
+        """What scores with teachers on the student's base; None if there are none."""
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
 
@@ -145,6 +148,10 @@ class TrainerRank(ZeroEngine):
         for spec in self._options.companions:
             self._companions[spec.name] = spec.start(self._options, self._rank, self._engine.module, self._device)
         options = self._options
+        if options.base_scoring is not None:
+            student, compiled = self._engine.module, options.compile
+            self._base_scorer = BaseScorer(options.base_scoring, student, self._device, compiled=compiled)
+            self._base_scorer.check_probes()
         if options.sequence_parallel_size > 1:
             sizes = options.world_size, options.sequence_parallel_size
             self._sequence_group = SequenceGroup(self._rank, *sizes, options.timeout_s)
@@ -185,8 +192,8 @@ class TrainerRank(ZeroEngine):
         step, work = self._step, self._step.work
         step.keep_rows(parts)
         ids = [i for i in work.micro_batches[index] if i not in left_out]
-        if index in work.start_rounds:
-            self._score_by_start(ids)
+        for teacher in work.base_rounds.get(index, ()):
+            self._score_on_base(teacher, ids)
         batch = step.micro_batch(ids, self._layout, self._shard)
         # Each head is fetched once, even if several blocks share it: between two fetches, other heads could evict it.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
@@ -235,13 +242,11 @@ class TrainerRank(ZeroEngine):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
 
-    def _score_by_start(self, ids: Sequence[str]) -> None:
-        """Score these samples with the start student, and keep its rows beside those that other teachers sent."""
-        start, step = self._options.start, self._step
-        assert start is not None
-        step.add_rows(
-            start.score_rollouts(self._engine.module, step.select_rollouts(ids), self._layout, step.dtype, self._device)
-        )
+    def _score_on_base(self, teacher: str, ids: Sequence[str]) -> None:
+        """Score these samples with a teacher on the student's base, and keep its rows beside those of other teachers."""
+        scorer, step = self._base_scorer, self._step
+        assert scorer is not None
+        step.add_rows(scorer.score_rollouts(teacher, step.select_rollouts(ids), self._layout, step.dtype))
         self._trim_memory()
 
     def _make_inputs(
@@ -458,11 +463,14 @@ class _StepInput:
             self.add_rows(stream.rows)
 
     def add_rows(self, rows: Iterable[TargetRow]) -> None:
-        """Keep each of these rows until its micro-batch is trained."""
+        """Keep each of these rows until its micro-batch is trained; a row with an answer takes the place of one without."""
         for row in rows:
             sample_id = row.rollout.sample_id
             assert sample_id in self._sample_ids, f"{sample_id} is of another rank"
-            self._rows[sample_id].append(row)
+            rows_of_sample = self._rows[sample_id]
+            if rows_of_sample and isinstance(rows_of_sample[0].answer, Unscored):
+                rows_of_sample.clear()
+            rows_of_sample.append(row)
 
     def select_rollouts(self, ids: Sequence[str]) -> list[Rollout]:
         """Return the rollouts of these samples, whose rows stay. Raises: RunError if rows are missing."""

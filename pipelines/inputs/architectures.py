@@ -1,7 +1,7 @@
 """Check that every model of a merge is one that its roles can run, before any worker starts.
 
     the student                          trained by transformers, rolled out by vLLM
-    experts                              scored by transformers or vLLM, as `teachers.engine` says
+    experts                              scored by transformers, vLLM or the trainer, as `teachers.engine` says
     the leading expert of each exam      measured in the rollout engine
 
 Only headers are read. Whether the files' tensors fit the modules is tried with empty tensors of the same shapes.
@@ -19,7 +19,7 @@ from experts.weight_check import check_weights
 from experts.weight_files import weight_shards
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig
-from opd.config.teachers import VLLMTeachers
+from opd.config.teachers import TrainerTeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
@@ -67,7 +67,7 @@ def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, RoutedExpert
     for name, expert in experts.items():
         if isinstance(config.teachers, VLLMTeachers):
             _check_engine(expert.info, config.teachers, "teachers", not config.cluster.teacher_gpus)
-        elif config.teachers.engine == "transformers":
+        elif isinstance(config.teachers, TransformersTeachers | TrainerTeachers):
             key = (expert.info.path, *sorted(expert.info.weight_files.values()))
             if key not in namings:
                 namings[key] = _read_naming(Path(expert.info.path), expert.info)

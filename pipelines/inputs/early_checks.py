@@ -22,6 +22,7 @@ from opd.prompts.rows import refuse_wrong_start
 from opd.run.paths import RunPaths
 from opd.settings.user_objects import is_import_name
 from opd.verifiers import build_verifier
+from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.prompts import prompts_of, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.routes import route_domains
@@ -63,6 +64,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
     for name, (info, adapter, domain) in _named_experts(config).items():
         check_fits(student, info, name)
         experts[name] = unhashed_expert(name, domain, info, adapter)
+    refuse_other_bases(config, experts)
     if not isinstance(config.teachers, NoTeachers):
         route_domains(config, experts)
 

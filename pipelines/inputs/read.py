@@ -39,6 +39,7 @@ from pipelines.inputs.architectures import (
     refuse_unscorable,
     refuse_untrainable,
 )
+from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
@@ -104,6 +105,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     taught = not isinstance(config.teachers, NoTeachers)
     routes, notices = route_domains(config, by_name) if taught else ({}, [])
     start = RoutedExpert(teacher=as_teacher(START, student, None), domain="", info=student, prompts=None)
+    refuse_other_bases(config, by_name, start.teacher.digest)
     scoring = scoring_routes(config, routes, start.teacher)
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
@@ -337,9 +339,10 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
 def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
     """Return a warning if a role computes in bfloat16 on this machine's cores and they have no instructions for it."""
     gpus, teachers = config.cluster, config.teachers
+    scores_here = teachers.scoring_workers > 0 and not teachers.elsewhere
     asked = {
         "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
-        "teachers.dtype": not gpus.teacher_gpus and not teachers.elsewhere and teachers.dtype == "bfloat16",
+        "teachers.dtype": scores_here and not gpus.teacher_gpus and teachers.dtype == "bfloat16",
         "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
     }
     return slow_bf16_warnings([key for key, slow in asked.items() if slow])

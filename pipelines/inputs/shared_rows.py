@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from opd.config import PipelineConfig
+from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.models.weights import choose_attention, obeys_masks
 from opd.rollouts.served_families import find_indivisible_part
@@ -39,7 +40,9 @@ def _find_reasons(config: PipelineConfig, lm: Any) -> Iterator[str]:
         yield "a critic (objective.reward.baseline)"
     if any(weights.divergence for weights in turn_weights(config).values()):
         yield "weights of turns that depend on the divergence of earlier ones"
-    if start_student_weights(config):
+    if isinstance(config.teachers, TrainerTeachers):
+        yield "teachers.engine trainer"
+    elif start_student_weights(config):
         yield "the start student as a teacher (objective.extrapolate), which the ranks score with"
     size, text = config.trainer.sequence_parallel_size, lm.config.get_text_config(decoder=True)
     if choose_attention(lm.config) != "sdpa" or not obeys_masks(lm):

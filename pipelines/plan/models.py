@@ -15,6 +15,7 @@ from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
 from opd.prompts.balance import round_counts, samples_by_weight
+from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.sizing.models import (
     MergeModels,
@@ -68,6 +69,7 @@ def read_models(config: PipelineConfig) -> Models:
     shapes, experts, notes = {START: shape}, dict[str, RoutedExpert](), list[str]()
     for name, expert, expert_shape in _expert_shapes(config, shape, notes):
         experts[name], shapes[name] = expert, expert_shape
+    refuse_other_bases(config, experts)
     routes = {} if isinstance(config.teachers, NoTeachers) else route_domains(config, experts)[0]
     start = unhashed_expert(START, "", student)
     scoring = scoring_routes(config, routes, start.teacher)

@@ -11,13 +11,13 @@ A unit is what the trainer lays out together: a response with its prompt, or a t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 from opd.config import PipelineConfig
 from opd.config.sections import MAX_UNSHARDED
-from opd.config.teachers import TransformersTeachers
+from opd.config.teachers import TrainerTeachers, TransformersTeachers
 from opd.models.packing import pack_into_rows
 from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
@@ -28,9 +28,10 @@ from pipelines.plan.lengths import StepLengths
 from pipelines.plan.models import Models
 from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
-from pipelines.routes import start_student_weights
+from pipelines.routes import base_teacher_weights
 from pipelines.sizing.cache import cache_copies
 from pipelines.sizing.memory import in_memory, off_gpus, target_bytes
+from pipelines.sizing.shape import Shape
 from teachers.scorers import SCORE_TOKENS
 from teachers.shares import assign_batches
 from teachers.weight_keys import base_key
@@ -112,10 +113,10 @@ class PhaseCosts:
 
     def score_seconds(self, lengths: StepLengths) -> list[Seconds]:
         """Return the time of each scoring worker in a step; the batches are dealt out as in a merge (`teachers.shares`)."""
-        if self.config.teachers.elsewhere or not self.models.scorers:
+        if self.config.teachers.elsewhere or not self._scorers:
             return []
         workers = self.hardware.teachers.workers
-        bases = {name: base_key(self.models.merge.scorers[name].teacher) for name in self.models.scorers}
+        bases = {name: base_key(self.models.merge.scorers[name].teacher) for name in self._scorers}
         batches = [
             (name, batch)
             for name in sorted(bases, key=lambda name: bases[name])
@@ -129,6 +130,11 @@ class PhaseCosts:
         return [
             sum((self._teacher_seconds(name, own, lengths) for name, own in share.items()), phase) for share in shares
         ]
+
+    @property
+    def _scorers(self) -> Mapping[str, Shape]:
+        """The shapes of the teachers with which others than the trainer's ranks score."""
+        return {} if isinstance(self.config.teachers, TrainerTeachers) else self.models.scorers
 
     def _scored_units(self, name: str, lengths: StepLengths) -> list[tuple[int, int]]:
         """Return (tokens, tokens of its responses) of each unit of the domains that a teacher scores."""
@@ -201,13 +207,15 @@ class PhaseCosts:
         return TrainingCost(
             micro_batches=tuple(self._micro_batch_seconds(part) for part in busiest),
             last=self._optimiser_seconds(),
-            gathers=sum(3 if self._start_student_sizes(part) else 2 for part in busiest),
+            gathers=sum(2 + len(self._base_passes(part)) for part in busiest),
         )
 
-    def _start_student_sizes(self, units: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[int]:
-        """Return the tokens of each unit for which the ranks run the student without its adapters: that is one of its teachers."""
-        domains = start_student_weights(self.config)
-        return [unit.length for unit, _ in units if unit.domain in domains]
+    def _base_passes(self, units: Sequence[tuple[RowSize, tuple[int, ...]]]) -> list[list[int]]:
+        """Return the tokens of each unit in every pass that the ranks run without the student's adapters: one for each teacher on the
+        student's base that scores any of the units."""
+        by_teacher = base_teacher_weights(self.config, self.models.merge.scoring).values()
+        passes = [[unit.length for unit, _ in units if unit.domain in domains] for domains in by_teacher]
+        return [sizes for sizes in passes if sizes]
 
     def _micro_batch_seconds(self, units: Sequence[tuple[RowSize, tuple[int, ...]]]) -> Seconds:
         """Return the time of one micro-batch of a rank. `units`: each with the tokens of its responses, which are trained."""
@@ -221,14 +229,13 @@ class PhaseCosts:
         chunks = ceil(trained / config.objective.chunk)
         loss_calls = chunks * spec.overheads.loss_chunk.s
         loss_calls -= min(loss_calls, trainer.matmul_seconds(head_flops, dtype, spec.factors.backward.share))
-        start_sizes = self._start_student_sizes(units)
-        start_tokens, start_width = count_padded_tokens(start_sizes)
-        start_flops = shape.forward(start_tokens, start_width / 2)
-        compute += trainer.matmul_seconds(start_flops, dtype, spec.factors.forward.share)
+        passes = [count_padded_tokens(sizes) for sizes in self._base_passes(units)]
+        scored_flops = sum(shape.forward(scored, scored_width / 2) for scored, scored_width in passes)
+        compute += trainer.matmul_seconds(scored_flops, dtype, spec.factors.forward.share)
         rows = sum(len(responses) for _, responses in units)
         event = spec.overheads
         extra = event.micro_batch.seconds(shape.tensors) + rows * event.trained_row.s + tokens * event.trained_token.s
-        gathers = 3 if start_sizes else 2  # forward, backward, and the pass without adapters
+        gathers = 2 + len(passes)  # forward, backward, and the passes without the student's adapters
         link = self.gather_seconds(gathers) + self.reduce_gradients_seconds()
         hidden_link = min(spec.factors.hidden.share * link, compute)
         # Logits of student and teachers in float32: written and read once each.
@@ -254,12 +261,12 @@ class PhaseCosts:
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(
             scorer.forward(sum(size for size, _ in self._scored_units(name, lengths)), context)
-            for name, scorer in self.models.scorers.items()
+            for name, scorer in self._scorers.items()
         )
         laid_out = sum(unit.length for unit, _ in lengths.units)
-        start_tokens = sum(self._start_student_sizes(lengths.units))
+        scored_tokens = sum(sum(sizes) for sizes in self._base_passes(lengths.units))
         heads = 2 * responses * shape.head * self._head_passes()
-        train = self._body_passes * shape.forward(laid_out, context) + shape.forward(start_tokens, context) + heads
+        train = self._body_passes * shape.forward(laid_out, context) + shape.forward(scored_tokens, context) + heads
         return {
             "rollout": shape.forward(prompts + responses, context) + 2 * responses * shape.head,
             "score": scored,
@@ -274,12 +281,13 @@ class PhaseCosts:
         return 1 + back + self._teacher_heads()
 
     def _teacher_heads(self) -> float:
-        """Return the mean number of heads beside the student's for each trained token. Teachers that send log-probs need none, but the
-        ranks run a start student themselves, with its head."""
-        sends = answer_class(self.config.teachers.payload).SENDS_HEADS
-        start_samples = sum(self.models.samples[domain] for domain in start_student_weights(self.config))
+        """Return the mean number of heads beside the student's for each trained token. Teachers that send log-probs need none, but with
+        those on the student's base the ranks score themselves, with its head."""
+        sends = answer_class(self.config.teachers.sent_payload).SENDS_HEADS
+        on_base = base_teacher_weights(self.config, self.models.merge.scoring)
+        base_rows = sum(self.models.samples[domain] for domains in on_base.values() for domain in domains)
         head_rows = self.models.target_rows if sends else 0
-        return (head_rows + start_samples) / max(1, self.config.trainer.samples_per_step)
+        return (head_rows + base_rows) / max(1, self.config.trainer.samples_per_step)
 
     def gather_seconds(self, times: int = 2) -> float:
         """Return the seconds in which the ranks gather all weights so many times; a micro-batch does it forward and backward."""

@@ -12,6 +12,7 @@ from opd.cluster.placement import NODE
 from opd.config import PipelineConfig
 from opd.config.pipeline import rounds_of
 from opd.config.placement import PlacementConfig
+from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.placement import groups_of, local_worker_names, refuse_impossible_placement
@@ -222,15 +223,16 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
     # An id takes 4 bytes; a response token has its log-prob too.
     rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
     yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
-    if models.scorers:
+    on_base = isinstance(config.teachers, TrainerTeachers)
+    if models.scorers and not on_base:
         teachers_per_row = models.target_rows / rows
         targets = teachers_per_row * (rollouts + target_bytes(config, merge) * responses)
         yield Transfer(what="target rows", link="teachers → driver, log → ranks", nbytes=targets)
         loaded = sum(teacher_bytes(config, models).values())
         yield Transfer(what="teachers' weights", link="host or storage → scoring workers", nbytes=loaded)
-        yield Transfer(
-            what="target log, at most", link="scoring workers → disk", nbytes=estimate_step_bytes(config, merge)
-        )
+    if models.scorers:
+        link = "driver → disk" if on_base else "scoring workers → disk"
+        yield Transfer(what="target log, at most", link=link, nbytes=estimate_step_bytes(config, merge))
     ranks, copy = config.trainer.ranks, DTYPE_BYTES[config.trainer.dtype]
     if ranks > 1:
         trained = costs.train_seconds(lengths)

@@ -35,6 +35,7 @@ from pipelines.sizing.memory import (
     heads_bytes,
     micro_batch_bytes,
     offloaded_bytes,
+    scores_bytes,
     scoring_bytes,
     summed_bytes,
     teacher_sizes,
@@ -214,10 +215,12 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
     if cluster.teacher_gpus and not config.teachers.elsewhere:
         roles += [_teacher_memory(config, models)] * config.teachers.scoring_workers
     if cluster.trainer_gpus:
-        heads = heads_bytes(config, models) if answer_class(config.teachers.payload).SENDS_HEADS else 0
+        heads = heads_bytes(config, models) if answer_class(config.teachers.sent_payload).SENDS_HEADS else 0
         state = trainer_state_bytes(config, models) - offloaded_bytes(config, models)
         rank = _rank_memory(config, models, "trainer rank", state, models.trained)
-        roles += [replace(rank, resident=rank.resident + heads)] * config.trainer.ranks
+        scores = scores_bytes(config, models)
+        rank = replace(rank, resident=rank.resident + heads, passing=rank.passing + scores)
+        roles += [rank] * config.trainer.ranks
         if config.objective.has_critic:
             critic, parameters = critic_state_bytes(config, models), student.parameters
             roles += [_rank_memory(config, models, "critic rank", critic, parameters)] * config.trainer.ranks

@@ -23,7 +23,7 @@ from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig
 from opd.config.drift import count_worker_engines
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
-from opd.config.teachers import Teachers, TransformersTeachers, VLLMTeachers
+from opd.config.teachers import Teachers, TrainerTeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.models.buckets import BUCKET_BYTES
 from opd.models.packing import compute_tree_limit, count_columns
@@ -75,6 +75,7 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMem
     gpu_copies = _gpu_copy_needs(config, models)
     return [
         *trainer,
+        *_base_teacher_needs(config, models),
         *rollout,
         *teachers,
         *gpu_copies,
@@ -198,7 +199,7 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
             ranks=ranks,
         ),
     ]
-    if answer_class(config.teachers.payload).SENDS_HEADS:
+    if answer_class(config.teachers.sent_payload).SENDS_HEADS:
         needs.append(
             HostMemoryNeed(
                 part="trainer: teachers' output heads",
@@ -208,6 +209,38 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
             )
         )
     return [*needs, *_critic_needs(config, models)]
+
+
+def _base_teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the memory of what trainer ranks score with by themselves: every rank keeps every expert's adapter, also beside GPUs."""
+    if not isinstance(config.teachers, TrainerTeachers):
+        return []
+    adapters = sum(expert.adapter.parameters for expert in models.experts.values() if expert.adapter)
+    scores = 0 if config.cluster.trainer_gpus else scores_bytes(config, models)
+    return [
+        HostMemoryNeed(
+            part="trainer: experts' adapters, and their scores of a micro-batch",
+            nbytes=config.trainer.ranks * (adapters * DTYPE_BYTES[config.trainer.dtype] + scores),
+            knobs="trainer.ranks, trainer.dtype, trainer.micro_batch_tokens",
+            ranks=config.trainer.ranks,
+        )
+    ]
+
+
+def scores_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that one rank adds to a micro-batch where it scores by itself: an adapter, and what the teachers say of the
+    tokens. A pass without gradients needs less than the one that trains, and is over before it."""
+    if not isinstance(config.teachers, TrainerTeachers):
+        return 0
+    adapter = max((expert.adapter.parameters for expert in models.experts.values() if expert.adapter), default=0)
+    token_bytes = answer_class(config.teachers.payload).token_bytes(
+        hidden_size=models.student.hidden_size,
+        itemsize=DTYPE_BYTES[config.teachers.dtype],
+        top_k=config.objective.top_k,
+    )
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1) + 1  # and the start student
+    tokens = config.trainer.micro_batch_tokens + widest_unit(config)
+    return adapter * DTYPE_BYTES[config.trainer.dtype] + most_teachers * tokens * token_bytes
 
 
 def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
@@ -384,7 +417,7 @@ def _rollout_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
 
 def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
     teachers = config.teachers
-    if teachers.elsewhere or not models.experts:
+    if teachers.elsewhere or not teachers.scoring_workers or not models.experts:
         return []
     sizes, adapters = teacher_sizes(config, models)
     _, activations = scoring_bytes(config, models)
@@ -496,7 +529,7 @@ def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that teachers send for one token of a target row."""
-    return answer_class(config.teachers.payload).token_bytes(
+    return answer_class(config.teachers.sent_payload).token_bytes(
         hidden_size=max((expert.info.hidden_size for expert in models.scorers.values()), default=0),
         itemsize=DTYPE_BYTES[config.teachers.dtype],
         top_k=config.objective.top_k,

@@ -17,6 +17,7 @@ from pipelines.sizing.memory import (
     gathered_bytes,
     heads_bytes,
     micro_batch_bytes,
+    scores_bytes,
     scoring_bytes,
     summed_bytes,
     target_bytes,
@@ -44,10 +45,12 @@ def worker_parts(
     parts["gathered weights"] = gathered_bytes(config, models)
     parts["gradients on their way to the sum over ranks"] = summed_bytes(config, models.trained)
     parts["activations and logits of a micro-batch"] = micro_batch_bytes(config, models)
-    if answer_class(config.teachers.payload).SENDS_HEADS:
+    if answer_class(config.teachers.sent_payload).SENDS_HEADS:
         parts["teachers' output heads"] = heads_bytes(config, models)
         longest_row = target_bytes(config, models) * config.rollout.max_new_tokens
         parts["target rows of a step (host)"] = longest_row * rows / ranks
+    if scores := scores_bytes(config, models):
+        parts["an expert's adapter, and teachers' scores of a micro-batch"] = scores
     held = [MemoryPart(role="trainer rank", part=part, nbytes=nbytes) for part, nbytes in parts.items()]
     weights = (engine_weights if on_gpus else cpu_engine_weights)(config, models)
     working = engine_activations(config, models)

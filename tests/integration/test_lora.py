@@ -127,8 +127,8 @@ def test_ranks_that_ask_the_start_student_are_told_what_a_teacher_says(
         cfg, pool = beyond_config(student, payload, ranks=ranks, micro_batch_tokens=tokens), pools[asked]
         pool.wait_ready()
         spec = trainer_spec(cfg, VOCABULARY)
-        assert spec.rank.start is not None
-        trainer = DeepSpeedTrainer(spec if asked == 1 else replace(spec, rank=replace(spec.rank, start=None)))
+        assert spec.rank.base_scoring is not None
+        trainer = DeepSpeedTrainer(spec if asked == 1 else replace(spec, rank=replace(spec.rank, base_scoring=None)))
         trainer.wait_ready()
         assert trainer.layout.layout == "shared"
         key = (asked, ranks)

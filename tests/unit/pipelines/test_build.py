@@ -21,7 +21,7 @@ from tests.unit.sleeping import sleeping_pipeline
 def test_every_engine_has_a_pool() -> None:
     assert set(POOLS) == set(ENGINES)
     assert [engine for engine in ENGINES if POOLS[engine] is POOLS["flight"]] == ["flight"]
-    assert set(ENGINES) - {"flight", "none"} == set(SCORERS)
+    assert set(ENGINES) - {"flight", "trainer", "none"} == set(SCORERS)
 
 
 def test_every_name_that_a_key_takes_stands_for_something() -> None:
@@ -47,6 +47,8 @@ def test_teachers_elsewhere_need_no_workers_here() -> None:
     assert num_workers(PipelineConfig.model_validate(data)) == 10
     elsewhere = {"engine": "flight", "address": "grpc://localhost:1"}
     assert num_workers(PipelineConfig.model_validate(data | {"teachers": elsewhere})) == 5
+    lora = {"student": {"model": "base", "lora": {}}, "teachers": {"engine": "trainer"}}
+    assert num_workers(PipelineConfig.model_validate(data | lora)) == 5
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from experts.sft import ImitationSpec
 from opd.config import PipelineConfig
 from opd.config.sections import RolloutConfig, TrainerConfig
 from opd.config.teachers import ENGINES
+from opd.records.types import Teacher, WeightedTeacher
 from opd.rollouts.vllm import RolloutSpec
+from opd.train.base_scoring import BaseScoring, BaseTeacher
 from opd.train.deepspeed import TrainerSpec
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
@@ -56,6 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
     "vllm": {},
     "openai": {"payload": "sampled_logprobs", "servers": {"e": SERVER}},
     "flight": {"address": "grpc://localhost:1"},
+    "trainer": {},
     "none": {},
 }
 ALONE: dict[str, Any] = {
@@ -80,9 +83,11 @@ def config(**sections: Any) -> PipelineConfig:
 
 
 def specs(config: PipelineConfig) -> list[Any]:
-    made = {"flight": flight_spec, "none": lambda config, _: teacherless_spec(config)}
+    made = {"flight": flight_spec} | dict.fromkeys(("trainer", "none"), lambda config, _: teacherless_spec(config))
     teachers = made.get(config.teachers.engine, pool_spec)(config, 76)
-    return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76), teachers]
+    expert = Teacher(name="e", model_dir=Path("base"), adapter_dir=Path("m"))
+    scoring = {"d": (WeightedTeacher(teacher=expert, weight=1.0),)}
+    return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76, scoring), teachers]
 
 
 @pytest.mark.parametrize(
@@ -102,14 +107,17 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
         objective = {"kind": kinds[teachers.get("payload", "hidden_states")]}
         alone = ALONE if engine == "none" else {"objective": objective}
-        cluster = {"rollout_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 0 if teachers.get("device_map") else 1}
-        return specs(config(teachers=teachers, cluster=cluster, **alone))
+        without = teachers.get("device_map") or engine == "trainer"
+        cluster = {"rollout_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 0 if without else 1}
+        student = {"model": "base", "lora": {} if engine == "trainer" else None}
+        return specs(config(teachers=teachers, cluster=cluster, student=student, **alone))
 
     before = made()
     one_value = {"payload"} if engine == "none" else set()
     for key in set(ENGINES[engine].model_fields) - ELSEWHERE - one_value:
         more = {"tls_root_certs": {"address": "grpc+tls://h:1"}, "max_memory": {"device_map": "auto"}}.get(key, {})
-        assert made(**{key: TEACHERS[key]}, **more) != (made(**more) if key == "max_memory" else before), key
+        value = "sampled_logprobs" if (engine, key) == ("trainer", "payload") else TEACHERS[key]
+        assert made(**{key: value}, **more) != (made(**more) if key == "max_memory" else before), key
     if engine == "transformers":
         assert made(device_map="auto")[2].scorer.device_map == "auto"
 
@@ -151,6 +159,18 @@ def test_a_lora_student_reaches_the_rank_with_the_runs_seed() -> None:
     assert spec.rank.lora == LoraOptions(r=2, alpha=3, targets=("q_proj", "v_proj"), seed=5)
     default = trainer_spec(config(student={"model": "base", "lora": {}}), 76).rank.lora
     assert default == LoraOptions(r=16, alpha=32, targets="all-linear", seed=0)
+
+
+def test_the_rank_scores_with_lora_experts_where_the_pipeline_says_so() -> None:
+    lora = {"student": {"model": "base", "lora": {}}, "objective": {"extrapolate": 1.5}}
+    expert = Teacher(name="e", model_dir=Path("base"), adapter_dir=Path("m"))
+    scoring = {"d": (WeightedTeacher(teacher=expert, weight=1.5),)}
+    start = BaseTeacher(name="start student", weights={"d": -0.5})
+    by_workers = trainer_spec(config(**lora), 76, scoring).rank.base_scoring
+    assert by_workers == BaseScoring(teachers=(start,), payload="hidden_states")
+    by_ranks = trainer_spec(config(**lora, teachers={"engine": "trainer"}), 76, scoring).rank.base_scoring
+    on_base = BaseTeacher(name="e", weights={"d": 1.5}, adapter_dir=Path("m"))
+    assert by_ranks == BaseScoring(teachers=(on_base, start), payload="hidden_states")
 
 
 def test_a_seed_that_torch_does_not_take_gives_adapters_all_the_same() -> None:

@@ -805,7 +805,10 @@ def test_a_misspelt_key_is_told_from_one_of_another_engine() -> None:
 @pytest.mark.parametrize("engine", ["openia", "", None, 3, ["vllm"]])
 def test_an_engine_that_is_none_is_refused_with_those_there_are(engine: Any) -> None:
     message = refusal(changed("teachers", {"engine": engine}))
-    assert message.startswith("p.yaml: teachers.engine\n") and "transformers, vllm, openai, flight" in message
+    assert (
+        message.startswith("p.yaml: teachers.engine\n")
+        and "transformers, vllm, openai, flight, trainer, none" in message
+    )
 
 
 def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing() -> None:
@@ -821,6 +824,30 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
         kept = validate_section(PipelineConfig, changed("teachers", elsewhere), "p.yaml").teachers
         own = {"memory", "gpu_memory", "workers", "device_map", "max_memory"}
         assert set(kept.model_dump()) == {*written, "address", "tls_root_certs", "token_file"} - own
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "found"),
+    [
+        ({"student": {"model": "base"}}, "teachers.engine", "trainer without student.lora"),
+        ({"cluster": {"teacher_gpus": 1}}, "cluster.teacher_gpus", "1 with teachers.engine trainer"),
+        ({"teachers": {"engine": "trainer", "payload": "top_k"}}, "teachers.payload", "'top_k'"),
+        ({"teachers": {"engine": "trainer", "workers": 2}}, "teachers.workers", "2, with teachers.engine trainer"),
+        (
+            {
+                "objective": {"kind": "sampled", "baseline": "leave_one_out"},
+                "teachers": {"engine": "trainer", "payload": "sampled_logprobs"},
+            },
+            "objective.baseline",
+            "a baseline with teachers.engine trainer",
+        ),
+    ],
+)
+def test_what_goes_not_with_teachers_on_the_students_base(change: dict[str, Any], where: str, found: str) -> None:
+    lora = {"student": {"model": "base", "lora": {}}, "teachers": {"engine": "trainer"}}
+    validate_section(PipelineConfig, VALID | lora, "p.yaml")
+    message = refusal(VALID | lora | change)
+    assert message.startswith(f"p.yaml: {where}\n  found:  {found}"), message
 
 
 @pytest.mark.parametrize("stage", [1, 2, 0, "two"])

@@ -34,12 +34,16 @@ class Engine:
         self.settings = settings
         self.said = []
         self.called: list[str] = []
-        self.asleep = False
+        self.sleeping: set[str] = set()
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace())  # one process: no further ones
+
+    @property
+    def asleep(self) -> bool:
+        return bool(self.sleeping)
 
     def sleep(self, level: int) -> None:
         assert not self.asleep
-        self.asleep = True
+        self.sleeping = {"weights", "kv_cache"}
         self.said.append(f"sleep {level}")
 
     def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[None]:
@@ -47,14 +51,13 @@ class Engine:
         return [None]
 
     def reset_prefix_cache(self) -> bool:
-        assert not self.asleep
         self.said.append("empty")
         return True
 
-    def wake_up(self) -> None:
-        assert self.asleep
-        self.asleep = False
-        self.said.append("wake")
+    def wake_up(self, tags: list[str]) -> None:
+        assert tags and set(tags) <= self.sleeping, "vLLM would only warn"
+        self.sleeping -= set(tags)
+        self.said.append(f"wake {' and '.join(tags)}")
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         assert not self.asleep
@@ -78,7 +81,12 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(worker, "own_files", nullcontext)
     monkeypatch.setattr(cpu_settings, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=False))
     monkeypatch.setattr(worker, "cut_vocabulary", lambda llm, vocab_size: None)
-    monkeypatch.setattr(worker, "swap_weights", lambda llm, model_dir, whole=True: llm.said.append("load"))
+
+    def swap(llm: Engine, model_dir: Path, whole: bool = True) -> None:
+        assert "weights" not in llm.sleeping
+        llm.said.append("load")
+
+    monkeypatch.setattr(worker, "swap_weights", swap)
     return found
 
 
@@ -117,8 +125,40 @@ def test_an_engine_sleeps_from_the_last_token_it_wrote_to_the_next_push(platform
         assert one.logprobs([(1, 2)]) == [[-2.0]]
         assert [s.token_ids for s in one.generate([request])] == [(5,)]
     one.generate([request])  # an evaluation comes without a push before it
-    step = ["load", "score", "empty", "write", "sleep 1"]
-    assert one._llm.said == [*step, "wake", *step, "wake", "empty", "write", "sleep 1"]
+    write = ["empty", "write", "sleep 1"]
+    morning = [
+        "wake weights",
+        "load",
+        "wake kv_cache",
+        "score",
+    ]  # the trainer has the cache's memory while it sends weights
+    evaluation = ["wake weights and kv_cache", *write]
+    assert one._llm.said == ["load", "score", *write, *morning, *write, *evaluation]
+
+
+def test_weights_that_come_in_buckets_wake_the_cache_after_them_too(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = VLLMWorker(OPTIONS, (2,))
+    one.generate([])
+    one.begin_stream(OPTIONS.model_dir, whole=True)
+    assert one._llm.sleeping == {"kv_cache"} and one._llm.called[-1] == "opd_begin_stream"
+    one.finish_stream()
+    assert one._llm.sleeping == {"kv_cache"}
+    one.logprobs([(1, 2)])
+    assert one._llm.said == ["empty", "write", "sleep 1", "wake weights", "empty", "wake kv_cache", "score"]
+
+
+def test_a_new_engine_in_place_of_one_that_slept_is_awake(
+    platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = VLLMWorker(OPTIONS, (2,))
+    one.generate([])
+    monkeypatch.setattr(worker, "stop_engine", lambda llm: None)
+    monkeypatch.setattr(worker, "can_swap", lambda old, new: False)
+    one.load(Path("other"))
+    assert one.logprobs([(1, 2)]) == [[-2.0]]
+    assert one._llm.said == ["score"]
 
 
 def test_an_engine_that_has_nothing_to_write_sleeps_all_the_same(platform: SimpleNamespace) -> None:

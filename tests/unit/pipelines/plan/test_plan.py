@@ -113,6 +113,21 @@ def test_a_start_student_that_the_ranks_ask_is_their_work_and_not_the_teachers()
     assert asked.memory == without.memory
 
 
+def test_lora_experts_on_the_students_base_are_the_ranks_work_and_need_no_worker() -> None:
+    lora = ["student.lora.r=16"]
+    by_workers = plan("merge-7b", "8-gpus", lora)
+    keep = {"engine": "trainer", "dtype": "bfloat16"}
+    by_ranks = plan("merge-7b", "8-gpus", [*lora, f"teachers={json.dumps(keep)}", "cluster.teacher_gpus=0"])
+    assert seconds(by_ranks)["score"] == 0 < seconds(by_workers)["score"]
+    assert seconds(by_workers)["train"] < seconds(by_ranks)["train"]
+    assert by_ranks.fits and not held(by_ranks, "scoring worker")
+    flops = [{phase.name: phase.flops for phase in made.phases} for made in (by_workers, by_ranks)]
+    assert flops[1]["score"] == 0 and flops[1]["train"] > flops[0]["train"]
+    assert {one.what for one in by_workers.traffic} - {one.what for one in by_ranks.traffic} == {
+        "target rows", "teachers' weights"
+    }  # fmt: skip
+
+
 def test_seconds_follow_rates() -> None:
     """Each rate moves the phases that use it, and no others."""
     before = seconds(plan("merge-7b", "8-gpus"))

@@ -223,6 +223,28 @@ def test_a_start_student_that_the_trainer_asks_is_in_memory_once(world: Any) -> 
     assert lines((config, read_inputs(config))) == without
 
 
+def test_ranks_that_score_with_adapters_keep_these_and_no_teacher(world: Any, make_adapter: Any) -> None:
+    for name in ("rev", "up"):
+        make_adapter(world.root / f"{name}-lora", world.root / "base", seed=len(name))
+        world.data["experts"][name] |= {"model": f"{name}-lora"}
+    world.data["student"]["lora"] = {"r": 4}
+    config = load_pipeline(world.write())
+    by_workers = lines((config, read_inputs(config)))
+    world.data["teachers"] = {"engine": "trainer"}
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    found = lines((config, inputs))
+    adapters = [expert.adapter.parameters for expert in inputs.experts.values() if expert.adapter]
+    own = "trainer: experts' adapters, and their scores of a micro-batch"
+    tokens = config.trainer.micro_batch_tokens + config.rollout.max_model_len
+    # All adapters, one on the device, and the states of an expert and the start student.
+    assert found[own] == config.trainer.ranks * 4 * (sum(adapters) + max(adapters) + 2 * tokens * WIDTH)
+    assert set(by_workers) - set(found) == {
+        "teachers: weights", "teachers: activations", "trainer: teachers' output heads"
+    }  # fmt: skip
+    assert found["a step's scored rows"] < by_workers["a step's scored rows"] / 8
+
+
 def test_heads_stay_within_theirs(given: Any) -> None:
     head, what = VOCABULARY * WIDTH * 4, "trainer: teachers' output heads"
     for budget, kept in ((1, head), (10 * head, 2 * head)):

@@ -1,4 +1,4 @@
-"""The student as the merge begins, asked by a rank and not by a scoring worker: the same loss, and the same gradients."""
+"""Teachers on the student's base, with which a rank scores in place of a scoring worker: the same loss, and the same gradients."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from opd import cluster
 from opd.config import PipelineConfig
@@ -18,28 +19,31 @@ from opd.errors import RunError
 from opd.models.heads import HeadSource, head_array, head_key
 from opd.models.layouts import LAYOUTS, SHARED
 from opd.models.logit_rule import IDENTITY
+from opd.models.lora import attach_updates, load_updates
 from opd.models.weights import load_causal_lm
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
+from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import SampledLogprobs
-from opd.records.types import Rollout
+from opd.records.types import Probe, Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed
+from opd.train.base_scoring import BaseScorer, BaseTeacher
 from opd.train.components import Component
 from opd.train.lora import add_adapters, without_adapters
 from opd.train.rank import RankOptions, RankResult, RankWork, TrainerRank
 from opd.train.student import Student
+from pipelines.routes import scoring_routes
 from pipelines.specs import rank_options, trainer_spec
 from tests.engines import Still
 from tests.rows import make_rollout
 from tests.unit.opd.train.test_rank import FakeRank, Optimizer, Targets
 
 Make = Callable[..., Path]
-Assigned = tuple[str, Path, float]
-"""Name, model and weight of a teacher."""
+Assigned = tuple[str, Path, Path | None, float]
+"""Name, model, adapter and weight of a teacher."""
 FACTOR = 1.5
 SAMPLED = {"objective": {"kind": "sampled"}, "teachers": {"payload": "sampled_logprobs"}}
-NONE: frozenset[str] = frozenset()
 
 
 def config(model: Path, **sections: Any) -> PipelineConfig:
@@ -81,11 +85,27 @@ def rollouts() -> list[Rollout]:
 ROLLOUTS = rollouts()
 
 
+def on_base(student: Path, adapters: dict[str, Path], **sections: Any) -> RankOptions:
+    """A rank that scores with LoRA experts of the student; `plain` has a mixture of both."""
+    teachers = {name: Teacher(name=name, model_dir=student, adapter_dir=path) for name, path in adapters.items()}
+    shares = {"beyond": {"beyond": 1.0}, "plain": {"plain": 0.75, "beyond": 0.25}}
+    routes = {
+        domain: tuple(WeightedTeacher(teacher=teachers[name], weight=weight) for name, weight in own.items())
+        for domain, own in shares.items()
+    }
+    sections = {**sections, "teachers": {"engine": "trainer"} | sections.get("teachers", {})}
+    made = config(student, **sections)
+    start = Teacher(name="start student", model_dir=student)
+    return rank_options(made, 76, scoring_routes(made, routes, start))
+
+
 @torch.no_grad()
 def scored(teacher: Assigned, mine: Sequence[Rollout], payload: str, dtype: str) -> list[TargetRow]:
     """The rows of a teacher, by plain passes over one sequence each."""
-    name, model_dir, weight = teacher
+    name, model_dir, adapter_dir, weight = teacher
     lm = load_causal_lm(model_dir, getattr(torch, dtype))
+    if adapter_dir is not None:
+        attach_updates(lm, load_updates(adapter_dir, lm.dtype))
     head = lm.get_output_embeddings().weight.detach()
     rows = []
     for rollout in mine:
@@ -139,35 +159,44 @@ class Case:
     dtype: str = "float32"
 
     def step(self, *, asks: bool) -> tuple[RankResult, Engine]:
-        """One step, in which the rank asks the start student, or a teacher has scored in its name."""
-        start = self.options.start
-        assert start is not None
+        """One step, in which the rank scores by the student's base, or teachers have scored in the names of these."""
+        scoring = self.options.base_scoring
+        assert scoring is not None
+        on_base = {teacher.name: teacher for teacher in scoring.teachers}
         mine = [r for r in ROLLOUTS if r.sample_id in {i for ids in self.micro_batches for i in ids}]
         rows = []
-        for domain, factor in (("beyond", FACTOR), ("plain", 1.0)):
+        for domain in ("beyond", "plain"):
             some = [r for r in mine if r.domain == domain]
-            teachers = [(domain, self.models[domain], factor)]
-            if factor > 1 and not asks:
-                teachers.append((start.name, self.options.model_dir, 1 - factor))
-            rows += [row for one in teachers for row in scored(one, some, start.payload, self.dtype)]
-        rank = TrainerRank(dataclasses.replace(self.options, start=start if asks else None, world_size=1), 0)
+            teachers: list[Assigned] = []
+            if domain not in on_base:
+                teachers.append((domain, self.models[domain], None, FACTOR if domain == "beyond" else 1.0))
+            elif asks:
+                rows += [TargetRow(rollout=r, teacher="nobody", answer=Unscored()) for r in some]
+            if not asks:
+                teachers += [
+                    (name, self.options.model_dir, teacher.adapter_dir, teacher.weights[domain])
+                    for name, teacher in on_base.items()
+                    if domain in teacher.weights
+                ]
+            rows += [row for one in teachers for row in scored(one, some, scoring.payload, self.dtype)]
+        rank = TrainerRank(dataclasses.replace(self.options, world_size=1), 0)
         engine: Any = Engine(self.options)
         rank._engine, rank._device, rank._layout = engine, torch.device("cpu"), self.layout
-        rounds = start.scored_micro_batches([self.micro_batches], mine) if asks else NONE
+        rank._base_scorer = BaseScorer(scoring, engine.module, rank._device, compiled=False)
         weights = {r.sample_id: 0.01 + 0.001 * place for place, r in enumerate(mine)}
         work = RankWork(
             step=1,
             lr=0.0,
             micro_batches=self.micro_batches,
             components={"divergence": Component(weights=weights)},
-            start_rounds=rounds,
+            base_rounds=scoring.plan_rounds([self.micro_batches], mine) if asks else {},
         )
-        teaching = [name for name in self.models if not (asks and name == "student")]
-        heads = [source(self.models[name], self.dtype) for name in teaching]
+        heads = [source(path, self.dtype) for name, path in self.models.items() if not (asks and name == "student")]
         rank.begin_step(work, {head.key: head for head in heads})
-        stream = np.frombuffer(write_stream(rows, self.dtype, start.payload), dtype=np.uint8)
+        payload = "none" if asks and len(on_base) > 1 else scoring.payload
+        stream = np.frombuffer(write_stream(rows, self.dtype, payload), dtype=np.uint8)
         for index in range(len(self.micro_batches)):
-            rank.accumulate_micro_batch(index, NONE, *([stream] if index == 0 else []))
+            rank.accumulate_micro_batch(index, frozenset(), *([stream] if index == 0 else []))
         return rank.finish_step(1.0), engine
 
 
@@ -177,6 +206,13 @@ def models(request: pytest.FixtureRequest, tmp_path: Path, make_model_dir: Make)
     return {name: make_model_dir(tmp_path / name, seed=i, tie=request.param) for i, name in enumerate(names)}
 
 
+@pytest.fixture
+def adapters(models: dict[str, Path], tmp_path: Path, make_adapter: Make) -> dict[str, Path]:
+    for seed, name in enumerate(("beyond", "plain")):
+        make_adapter(tmp_path / f"{name}-lora", models["student"], seed=seed)
+    return {name: tmp_path / f"{name}-lora" for name in ("beyond", "plain")}
+
+
 IDS = [r.sample_id for r in ROLLOUTS]
 SPLITS = {
     "one": (tuple(IDS),),
@@ -184,13 +220,7 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("sections", [{}, SAMPLED], ids=["states", "log-probs"])
-@pytest.mark.parametrize(("layout", "split"), [("packed", "one"), (SHARED, "several"), ("padded", "several")])
-def test_loss_and_gradients_are_those_with_a_teacher(
-    sections: Any, layout: str, split: str, models: dict[str, Path], in_process: Any
-) -> None:
-    options = rank_options(config(models["student"], **sections), 76)
-    case = Case(options, models, layout, SPLITS[split])
+def is_the_same(case: Case) -> None:
     (wanted, by_teacher), (found, by_rank) = case.step(asks=False), case.step(asks=True)
     assert abs(wanted.loss) > 1e-3 and found.loss == pytest.approx(wanted.loss, abs=1e-5)
     for name, stats in wanted.domains.items():
@@ -202,23 +232,108 @@ def test_loss_and_gradients_are_those_with_a_teacher(
     for name, gradient in by_teacher.gradients().items():
         assert torch.allclose(gradients[name], gradient, rtol=0, atol=1e-5), name
     assert max(float(g.abs().max()) for g in gradients.values()) > 1e-3
-    key = source(models["student"]).key
+    key = source(case.models["student"]).key
     assert all(key not in heads and "own" not in heads for heads in by_rank.heads), "its head is the student's own"
-    assert sections or any(key in heads for heads in by_teacher.heads)
+    scoring = case.options.base_scoring
+    assert scoring and (scoring.payload != "hidden_states" or any(key in heads for heads in by_teacher.heads))
+
+
+@pytest.mark.parametrize("sections", [{}, SAMPLED], ids=["states", "log-probs"])
+@pytest.mark.parametrize(("layout", "split"), [("packed", "one"), (SHARED, "several"), ("padded", "several")])
+def test_loss_and_gradients_are_those_with_a_teacher(
+    sections: Any, layout: str, split: str, models: dict[str, Path], in_process: Any
+) -> None:
+    is_the_same(Case(rank_options(config(models["student"], **sections), 76), models, layout, SPLITS[split]))
+
+
+@pytest.mark.parametrize("sections", [{}, SAMPLED], ids=["states", "log-probs"])
+@pytest.mark.parametrize(("layout", "split"), [("packed", "one"), (SHARED, "several")])
+def test_lora_experts_are_the_base_with_their_adapters(
+    sections: Any, layout: str, split: str, adapters: dict[str, Path], models: dict[str, Path], in_process: Any
+) -> None:
+    """One domain with a mixture of experts, and one with a target beyond its expert."""
+    student = models["student"]
+    options = on_base(student, adapters, **sections)
+    assert options.base_scoring is not None
+    assert {t.name: dict(t.weights) for t in options.base_scoring.teachers} == {
+        "beyond": {"beyond": FACTOR, "plain": 0.25},
+        "plain": {"plain": 0.75},
+        "start student": {"beyond": 1 - FACTOR},
+    }
+    case = Case(options, {"student": student}, layout, SPLITS[split])
+    is_the_same(case)
+    swapped = dict(zip(adapters, reversed(adapters.values()), strict=True))
+    other = dataclasses.replace(case, options=on_base(student, swapped, **sections)).step(asks=True)[0].loss
+    assert abs(other - case.step(asks=True)[0].loss) > 1e-3, "the adapters decide"
+
+
+def test_an_expert_is_compared_with_its_probe(adapters: dict[str, Path], models: dict[str, Path]) -> None:
+    options = on_base(models["student"], adapters)
+    assert options.base_scoring and options.lora
+    ids = tuple(range(4, 24))
+    rollout = Rollout.from_tokens("probe", ids[:1], ids[1:])
+    answer: Any = scored(
+        ("plain", models["student"], adapters["plain"], 1.0), [rollout], "sampled_logprobs", "float32"
+    )[0].answer
+    probe = Probe(token_ids=ids, logprobs=tuple(answer.teacher_logprobs), dtype="float32")
+
+    def check(name: str) -> None:
+        teachers = tuple(dataclasses.replace(t, probe=probe) for t in options.base_scoring.teachers if t.name == name)
+        scoring = dataclasses.replace(options.base_scoring, teachers=teachers)
+        BaseScorer(scoring, Engine(options).module, torch.device("cpu"), compiled=False).check_probes()
+
+    check("plain")
+    with pytest.raises(RunError, match=r"teacher beyond: log-probs differ by .* nats on average from those of its reg"):
+        check("beyond")
+
+
+def test_scores_that_are_not_finite_end_the_run_with_the_teachers_name(
+    adapters: dict[str, Path], models: dict[str, Path]
+) -> None:
+    options = on_base(models["student"], adapters)
+    file = adapters["plain"] / "adapter_model.safetensors"
+    save_file({name: tensor * float("nan") for name, tensor in load_file(file).items()}, file)
+    assert options.base_scoring
+    scorer = BaseScorer(options.base_scoring, Engine(options).module, torch.device("cpu"), compiled=False)
+    assert len(scorer.score_rollouts("beyond", ROLLOUTS, "packed", torch.float32)) == len(ROLLOUTS)
+    with pytest.raises(RunError, match="teacher plain: what it says of plain/0/0 and others is not finite"):
+        scorer.score_rollouts("plain", ROLLOUTS, "packed", torch.float32)
+
+
+def test_compiled_layers_compute_with_the_adapter_too(adapters: dict[str, Path], models: dict[str, Path]) -> None:
+    """torch.compile looks at a module's hooks only when it compiles: each teacher would be the first one."""
+    options = on_base(models["student"], adapters)
+    plain, compiled = Engine(options).module, Engine(options).module
+    for layer in compiled.lm.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
+    answers = []
+    for student, is_compiled in ((plain, False), (compiled, True)):
+        student.hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
+        assert options.base_scoring
+        scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=is_compiled)
+        for name in ("start student", "beyond", "plain"):
+            rows = scorer.score_rollouts(name, ROLLOUTS, "packed", torch.float32)
+        answers.append([row.answer for row in rows])
+    gaps = [a.gap(b, 1, torch.float32) for a, b in zip(*answers, strict=True)]
+    assert max(gaps) < 1e-5
 
 
 def test_the_target_is_not_that_of_the_expert_alone(models: dict[str, Path], in_process: Any) -> None:
     """Else the comparison would not notice a start student that is forgotten."""
     case = Case(rank_options(config(models["student"]), 76), models)
-    start = case.options.start
-    assert start is not None
-    other = dataclasses.replace(case.options, start=dataclasses.replace(start, name="a teacher of another name"))
-    assert dataclasses.replace(case, options=other).step(asks=True)[0].loss == pytest.approx(
-        case.step(asks=True)[0].loss
-    )
+    scoring = case.options.base_scoring
+    assert scoring is not None
+    (start,) = scoring.teachers
+
+    def changed(**fields: Any) -> Case:
+        teachers = (dataclasses.replace(start, **fields),)
+        options = dataclasses.replace(case.options, base_scoring=dataclasses.replace(scoring, teachers=teachers))
+        return dataclasses.replace(case, options=options)
+
+    other = changed(name="a teacher of another name").step(asks=True)[0]
+    assert other.loss == pytest.approx(case.step(asks=True)[0].loss)
     with pytest.raises(RunError, match=r"scored by beyond 1\.5; the weights of its teachers do not add up to 1"):
-        wrong = dataclasses.replace(case.options, start=dataclasses.replace(start, weights={"nobody": -0.5}))
-        dataclasses.replace(case, options=wrong).step(asks=True)
+        changed(weights={"nobody": -0.5}).step(asks=True)
 
 
 @pytest.mark.parametrize(("student", "teachers"), [("float32", "bfloat16"), ("bfloat16", "float32")])
@@ -260,20 +375,24 @@ class Rank(FakeRank):
         return 0.5
 
 
-def test_all_ranks_ask_in_the_same_micro_batches_or_none_does(in_process: Any, tmp_path: Path) -> None:
-    start = rank_options(config(tmp_path), 76).start
-    assert start is not None
-    assert (start.name, dict(start.weights), start.payload) == ("start student", {"beyond": -0.5}, "hidden_states")
+def test_all_ranks_score_in_the_same_micro_batches_or_none_does(in_process: Any, tmp_path: Path) -> None:
+    scoring = rank_options(config(tmp_path), 76).base_scoring
+    assert scoring is not None and scoring.payload == "hidden_states"
+    assert scoring.teachers == (BaseTeacher(name="start student", weights={"beyond": -0.5}),)
     beyond, plain = IDS[0], IDS[-1]
     plan = [[[plain], [plain], [beyond], []], [[], [beyond], [plain], [plain]]]
-    assert start.scored_micro_batches(plan, ROLLOUTS) == {1, 2}
+    assert scoring.plan_rounds(plan, ROLLOUTS) == {1: ("start student",), 2: ("start student",)}
+    experts = on_base(tmp_path, {"beyond": tmp_path, "plain": tmp_path}).base_scoring
+    assert experts is not None
+    every = ("beyond", "plain", "start student")
+    assert experts.plan_rounds(plan, ROLLOUTS) == {0: every[:2], 1: every, 2: every, 3: every[:2]}
 
     in_process.replace = Rank
     trainer = deepspeed.DeepSpeedTrainer(trainer_spec(config(tmp_path), 76))
     two = [r for r in ROLLOUTS if r.sample_id in (beyond, plain)]
     trainer.train_step(1, two, Targets(beyond, plain))  # type: ignore[arg-type]
     works = [fake.works[0][0] for fake in in_process.workers]
-    assert [work.start_rounds for work in works] == [{0}, {0}] and len(works[0].micro_batches) == 1
+    assert [work.base_rounds for work in works] == [{0: every[2:]}] * 2 and len(works[0].micro_batches) == 1
 
 
 @pytest.mark.parametrize(
@@ -289,7 +408,7 @@ def test_all_ranks_ask_in_the_same_micro_batches_or_none_does(in_process: Any, t
     ids=["all weights are trained", "toward the experts", "a baseline that has to be known before"],
 )
 def test_nobody_is_asked_without_need(sections: Any, tmp_path: Path) -> None:
-    assert rank_options(config(tmp_path, **sections), 76).start is None
+    assert rank_options(config(tmp_path, **sections), 76).base_scoring is None
 
 
 def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None:
@@ -301,9 +420,10 @@ def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None
         asked.append(packed)
         return torch.zeros(packed.input_ids_B_T.numel(), 64)
 
-    assert options.start is not None
+    assert options.base_scoring is not None
     student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden_states=hidden)
     plain = [r for r in ROLLOUTS if r.domain == "plain"]
+    scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=False)
     for layout in LAYOUTS:
-        assert options.start.score_rollouts(student, plain, layout, torch.float32, torch.device("cpu")) == []
+        assert scorer.score_rollouts("start student", plain, layout, torch.float32) == []
     assert [packed.input_ids_B_T.tolist()[0][0] for packed in asked] == [0] * len(LAYOUTS)
