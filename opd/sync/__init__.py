@@ -10,6 +10,6 @@ SYNCS: dict[str, type[ProvenSync]] = {
     "network": NetworkSync,
     "direct": DirectSync,
 }
-"""Way of a push, as `PipelineConfig.push_kind` names it -> class that pushes weights in that way."""
+"""Way of a push, as `opd.config.devices.PushKind` names it -> class that pushes weights in that way."""
 
 __all__ = ["SYNCS", "DirectSync", "NetworkSync", "ProvenSync", "SharedMemorySync", "SyncSpec"]

@@ -42,6 +42,7 @@ ROLLOUT = {
 TRAINER = {
     "ranks": 3, "dtype": "bfloat16", "steps": 9, "lr": 0.5, "warmup_steps": 1, "lr_scheduler_type": "linear",
     "min_lr_ratio": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 0.5, "weight_decay": 0.5,
+    "deepspeed": {"communication_data_type": "bf16"}, "sequence_parallel_size": 2,
     "max_grad_norm": 0.5, "micro_batch_tokens": 99, "head_memory": 99, "grad_accum_dtype": "bfloat16",
     "gradient_checkpointing": True, "compile": True, "bucket": 99, "extended": [{"at": 2, "steps": 3}],
 }  # fmt: skip

@@ -48,8 +48,8 @@ def test_small_weights_are_gathered_in_one_exchange_after_a_step() -> None:
 
     told: list[object] = []
 
-    def weight(name: str, status: Status) -> SimpleNamespace:
-        made = SimpleNamespace(name=name, ds_status=status)
+    def weight(name: str, status: Status, copied: bool = False) -> SimpleNamespace:
+        made = SimpleNamespace(name=name, ds_status=status, ds_secondary_tensor="copy" if copied else None)
 
         def gather(together: list[SimpleNamespace]) -> SimpleNamespace:
             told.append([each.name for each in together])
@@ -58,14 +58,21 @@ def test_small_weights_are_gathered_in_one_exchange_after_a_step() -> None:
         made.all_gather_coalesced = gather
         return made
 
-    weights = [weight("a", Status.NOT_AVAILABLE), weight("b", Status.AVAILABLE), weight("c", Status.NOT_AVAILABLE)]
+    weights = [
+        weight("a", Status.NOT_AVAILABLE),
+        weight("b", Status.AVAILABLE),
+        weight("frozen", Status.NOT_AVAILABLE, copied=True),
+        weight("c", Status.NOT_AVAILABLE),
+    ]
     optimizer = SimpleNamespace(persistent_parameters=weights)
+    optimizer.invalidate_secondary_tensor = lambda: told.append(["old copies dropped"])
     optimizer._post_step = lambda timers: told.append([timers, *(each.ds_status for each in weights)])
     patch_post_step(optimizer)
     optimizer._post_step("timers")
     optimizer._post_step("timers")
-    whole = ["timers", *[Status.AVAILABLE] * 3]
-    assert told == [["a", "c"], whole, whole]
+    whole = ["timers", *[Status.AVAILABLE] * 4]
+    dropped = ["old copies dropped"]
+    assert told == [dropped, ["a", "c"], ["frozen"], whole, dropped, whole]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -204,6 +204,7 @@ class Rank(rank.TrainerRank):
         self._device = torch.device("cpu")
         self._layout = "packed"
         self._companions = {}
+        self._sequence_group = None
         self._engine = Passes(student)
         self._student = student
         self.lasts: list[bool] = []
