@@ -1,6 +1,6 @@
 """Writes what follows from the code: in docs/pipelines.md key tables and the shipped files, in docs/commands.md the commands, in
-docs/plan.md the keys of a cluster spec and the shipped plans, in docs/results/plans.json the tables of these plans; and the keys that
-the shell offers behind `--set`.
+docs/cluster_spec.md the keys of a cluster spec, in docs/plan.md the shipped plans, in docs/results/plans.json their tables; and the
+keys that the shell offers behind `--set`.
 
     python docs/make_reference.py            rewrite the text between the markers
     python docs/make_reference.py --check    write nothing; exit code 1 and a diff if the text is out of date
@@ -38,7 +38,7 @@ from pipelines.plan.spec import ClusterSpec, load_spec
 from pipelines.plan.tables import plan_tables
 
 PLANS = Path(__file__).with_name("results") / "plans.json"
-PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md"))
+PAGES = tuple(Path(__file__).with_name(name) for name in ("pipelines.md", "commands.md", "plan.md", "cluster_spec.md"))
 MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 TYPE_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true/false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
@@ -281,7 +281,7 @@ def fill(page: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description="Rewrite the generated parts of docs/pipelines.md, docs/commands.md and docs/plan.md."
+        description="Rewrite the generated parts of docs/pipelines.md, docs/commands.md, docs/plan.md and docs/cluster_spec.md."
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a part is out of date")
     check = parser.parse_args().check

@@ -33,7 +33,7 @@ from pipelines.sizing.models import MergeModels, read_body
 
 CPU_CHUNK, LARGEST_CHUNK = 128, 4096
 BUSY_CHUNK = {"float32": 512, "bfloat16": 1024}
-"""Tokens of a chunk with which the loss keeps a GPU busy: docs/gpu.md#the-loss-on-one-h200."""
+"""Tokens of a chunk with which the loss keeps a GPU busy: docs/gpu_check.md#the-loss-on-one-h200."""
 LOGITS_SHARE = 16
 """A chunk grows further while its logits take no more than this part of a GPU."""
 CPU_TOKENS, GPU_TOKENS = 4096, 16384
