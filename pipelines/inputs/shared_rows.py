@@ -8,10 +8,8 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
-from opd.models.weights import choose_attention, obeys_masks
 from opd.rollouts.served_families import find_indivisible_part
 from pipelines.routes import start_student_weights
-from pipelines.specs import turn_weights
 
 KEY = "trainer.sequence_parallel_size"
 
@@ -34,11 +32,15 @@ def refuse_shared_rows(config: PipelineConfig, lm: Any) -> None:
 
 
 def _find_reasons(config: PipelineConfig, lm: Any) -> Iterator[str]:
+    # Not at the top: it imports torch, and refusals of other things come without the seconds that this takes.
+    from opd.models.weights import choose_attention, obeys_masks
+
     if config.trainer.compile:
         yield "trainer.compile"
     if config.objective.has_critic:
         yield "a critic (objective.reward.baseline)"
-    if any(weights.divergence for weights in turn_weights(config).values()):
+    environments = [domain.environment for domain in config.domains.values() if domain.environment]
+    if any(e.turn_weights.divergence for e in environments if e.turn_weights):
         yield "weights of turns that depend on the divergence of earlier ones"
     if isinstance(config.teachers, TrainerTeachers):
         yield "teachers.engine trainer"

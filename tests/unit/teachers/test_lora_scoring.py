@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from opd.errors import RunError
 from opd.records.types import Rollout, Teacher
-from teachers.pool import assign_rows
 from teachers.scorers import ScorerOptions
 from teachers.scorers.transformers import TransformersScorer
+from teachers.shares import assign_rows
 from teachers.worker import TeacherRows
 from tests.rows import make_rollout
 
@@ -175,7 +175,7 @@ def test_a_worker_takes_the_adapters_of_one_base_one_after_the_other() -> None:
         return teacher, 1.0, tuple(rollouts(num))
 
     sizes = {"a": ("x", 6), "b": ("y", 5), "c": ("x", 4), "d": ("y", 3)}  # by size alone: a, b, c, d
-    (share,) = assign_rows([group(name, *of) for name, of in sizes.items()], 1)
+    (share,) = assign_rows([group(name, *of) for name, of in sizes.items()], 1, lambda rows: [rows[2]])
     assert [teacher.name for teacher, _, _ in share] == ["a", "c", "b", "d"]
 
 
