@@ -111,9 +111,9 @@ class Engines:
 
     def _wait_for_transfer(self, calls: Sequence[Pending[str]], source: DirectSource) -> tuple[str, bool]:
         """Wait for all calls of engines and ranks, which wait for each other. As soon as one fails, or an engine dies, the others are told
-        to give up. Returns the reason of the first failure, empty if there is none, and True if an engine died. Raises: what
+        to give up. Returns the reason, empty if there is no failure, and True if an engine died. Raises: what
         `opd.cluster.wait_first` raises, except for the death of an engine."""
-        open_calls, first_problem, died = list(calls), "", False
+        open_calls, first_problem, death = list(calls), "", ""
         while open_calls:
             try:
                 index = cluster.wait_first(open_calls, timeout_s=self._timeout_s)
@@ -121,12 +121,13 @@ class Engines:
             except cluster.WorkerDied as error:
                 if error.worker not in self._workers:
                     raise
-                problem, died = str(error), True
+                problem = death = str(error)
                 open_calls = [call for call in open_calls if call.worker is not error.worker]
             if problem and not first_problem:
                 first_problem = problem
                 source.give_up()
-        return first_problem, died
+        # If an engine died, others may have failed first, because their connections broke; its death is what a user has to know.
+        return death or first_problem, bool(death)
 
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self._call(lambda worker, _: worker.submit(VLLMWorker.logprobs, token_ids))
