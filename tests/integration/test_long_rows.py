@@ -19,8 +19,8 @@ from tests.integration.test_merge import records, write
 from tests.integration.test_rank_memory import write_student
 
 LAYERS, WIDTH, TOKENS = 6, 512, 4096
-LIMIT = 1500 * MIB
-"""Memory of a rank: more than half of a row needs, less than a whole row."""
+LIMIT = 2350 * MIB
+"""Memory of a rank, with what malloc takes ahead: a rank that shares its rows needs some 2,150 MiB, one with whole rows 2,550."""
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
@@ -62,12 +62,11 @@ def test_ranks_that_share_rows_train_what_one_has_no_memory_for(
         return process.returncode, output
 
     alone = merge("alone", str(file), "--set", "trainer.sequence_parallel_size=1")
-    assert alone[0] == 1 and "trainer rank" in alone[1], alone[1][-3000:]
-    assert "memory" in alone[1], alone[1][-3000:]
+    assert alone[0] == 1 and "can't allocate memory" in alone[1], alone[1][-3000:]
 
     whole = merge("whole", str(file))
     assert whole[0] == 0, whole[1][-3000:]
-    assert [record["response_tokens"] for record in records(tmp_path / "whole")]
+    assert [record["step"] for record in records(tmp_path / "whole")] == [1, 2, 3]
     run = tmp_path / "killed"
     kill_at(limited_opd(["merge", file, "--run-dir", run], tmp_path, LIMIT), run / "targets" / "step-000003")
     resumed = limited_opd(["merge", "--resume", run], tmp_path, LIMIT)
