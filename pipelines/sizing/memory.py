@@ -41,6 +41,9 @@ TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
+EXCHANGE_COPIES = 56
+"""Copies of a token's hidden state that ranks with shared rows make around the attention of a layer. Measured: 34 and 55, at widths of 512
+and 256 (`benchmarks/long_rows.py`)."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk of the loss: logits, log-softmax, probabilities and gradient of student and teacher."""
 MASK_COPIES = 5
@@ -329,12 +332,12 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     # Ranks that share rows each have a part of the columns.
     tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
     body = models.read_body(student)
-    activations = (
-        tokens * body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing) * width
-    )
+    values = body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing)
+    if trainer.sequence_parallel_size > 1:
+        values += EXCHANGE_COPIES * student.hidden_size
     head = 0 if models.lora else student.vocab_size * student.hidden_size
     return (
-        activations
+        tokens * values * width
         + tree_mask_bytes(config, tokens)
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
         + 4 * head

@@ -369,3 +369,18 @@ def test_each_group_that_gathers_by_itself_has_a_copy_of_the_weights(inputs: tup
     groups = changed(four, trainer={"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}})
     weights = [memory.trainer_state(c, read)["weights"] for c in (four, groups)]
     assert weights == [4 * PARAMETERS, 4 * PARAMETERS + 2 * 4 * PARAMETERS]
+
+
+def test_ranks_that_share_rows_hold_part_of_the_activations_and_the_exchange(
+    inputs: tuple[PipelineConfig, Inputs],
+) -> None:
+    config, read = inputs
+    alone, shared = (changed(config, trainer={"ranks": 2, "sequence_parallel_size": size}) for size in (1, 2))
+    hidden = read.student.hidden_size
+    rest = memory.micro_batch_bytes(changed(alone, trainer={"micro_batch_tokens": 16}), read)
+    sizes = [memory.micro_batch_bytes(c, read) for c in (alone, shared)]
+    body = read.read_body(read.student).activation_width(hidden, checkpointing=False)
+    tokens = (sizes[0] - rest) // (4 * body)
+    assert tokens > 1000
+    fewer = sizes[0] - sizes[1]
+    assert fewer == pytest.approx(tokens * 2 * (body - memory.EXCHANGE_COPIES * hidden), rel=0.2)
