@@ -82,7 +82,8 @@ class PlainRank(CriticRank):
 
     def start(self, address: str, port: int) -> None:
         # There is nobody to share with.
-        with mock.patch.object(critic_rank, "load_share", lambda path, dtype, **_: load_causal_lm(path, dtype)):
+        load = lambda options: load_causal_lm(options.model_dir, getattr(torch, options.dtype))  # noqa: E731
+        with mock.patch.object(critic_rank, "load_model_share", load):
             self._engine = PlainEngine(self._build().eval(), self._options.max_grad_norm)
         self._device = torch.device("cpu")
 

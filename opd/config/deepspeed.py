@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.settings.auto import AUTO
 from opd.settings.strict import Strict
 
 _OTHER_BITS = (
@@ -42,8 +43,6 @@ _REFUSED = {
     "stage3_param_persistence_threshold": "which weights stay whole decides how layers are gathered, and that is proven for one bound",
 }
 """DeepSpeed's key -> reason for which it is refused."""
-_AUTO = "auto"
-"""Value that a configuration written for Hugging Face's trainer has where the trainer decides; here our own keys decide."""
 
 
 class _DeepSpeedSection(Strict):
@@ -57,7 +56,8 @@ class _DeepSpeedSection(Strict):
         `Strict` looks for unknown keys."""
         if not isinstance(data, Mapping):
             return data
-        own = {key: value for key, value in data.items() if value != _AUTO and (key, value) != ("stage", 3)}
+        # A configuration written for Hugging Face's trainer has `auto` where that decides; here our own keys decide.
+        own = {key: value for key, value in data.items() if value != AUTO and (key, value) != ("stage", 3)}
         for key, value in own.items():
             if key in _DECIDED_BY:
                 raise _deepspeed_error(

@@ -154,8 +154,8 @@ class ArrowTargetLog:
     ) -> tuple[RolloutBatch, TargetStream | None] | None:
         """Return the step as it was logged, with its files verified; None if it is not there or cannot be used.
 
-        The stream is None if the rollouts alone were logged. In the latter cases the step and all later ones are deleted: their responses were written by weights that do not exist
-        any more once the step is rolled out again.
+        In the latter cases the step and all later ones are deleted: their responses were written by weights that do not exist
+        any more once the step is rolled out again. The stream is None if the rollouts alone were logged.
         """
         if self._step_path(step).exists():
             try:

@@ -140,7 +140,9 @@ def build_micro_batch(
         # All samples of a micro-batch have one payload, whose class makes the blocks.
         blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
         trained_lengths=tuple(r.num_trained for r in rollouts),
-        earlier_tokens=tuple(
+        earlier_tokens=(0,) * len(rollouts)
+        if shard is None
+        else tuple(
             bisect_left(whole.trained_positions, own.trained_positions[0]) if own.num_trained else 0
             for whole, own in zip(whole_rollouts, rollouts, strict=True)
         ),

@@ -14,7 +14,7 @@ from opd.machine.devices import to_device
 from opd.records.types import Rollout
 from opd.train.batch import build_unscored_batch
 from opd.train.components import Component
-from opd.train.load import load_share
+from opd.train.load import load_model_share
 from opd.train.value import Critic, find_state_indices
 from opd.train.zero import ModelOptions, ZeroEngine
 
@@ -99,12 +99,5 @@ class CriticRank(ZeroEngine):
 
 
 def _load_critic(options: CriticOptions) -> Critic:
-    dtype = getattr(torch, options.dtype)
-    lm = load_share(
-        options.model_dir,
-        dtype,
-        bucket=options.bucket,
-        eager_attention=options.eager_attention,
-        deepspeed=options.deepspeed,
-    )
+    lm = load_model_share(options)
     return Critic(lm, clip=options.value_clip, freeze_attention=options.freeze_attention)

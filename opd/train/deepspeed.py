@@ -148,8 +148,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
                 return False
             pending = [
                 rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
-                for number, rank in enumerate(self._ranks)
-                for own in (handles[number // self._sharing],)
+                for rank, own in zip(self._ranks, self._repeat_for_ranks(handles), strict=True)
             ]
             running.append((index, pending))
         while finish_oldest():

@@ -14,13 +14,27 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from opd.models.files import weight_files
 from opd.models.weights import Naming, choose_attention
+
+if TYPE_CHECKING:
+    from opd.train.zero import ModelOptions
+
+
+def load_model_share(options: ModelOptions) -> Any:
+    """Load a rank's share of its model, as the rank's options say: see `load_share`."""
+    return load_share(
+        options.model_dir,
+        getattr(torch, options.dtype),
+        bucket=options.bucket,
+        eager_attention=options.eager_attention,
+        deepspeed=options.deepspeed,
+    )
 
 
 def load_share(

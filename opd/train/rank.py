@@ -33,7 +33,7 @@ from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
 from opd.train.direct import RankChannel
 from opd.train.export import WeightSender, gather_parameters
-from opd.train.load import load_share
+from opd.train.load import load_model_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
 from opd.train.sequence_parallel import SequenceGroup, Shard
@@ -185,9 +185,9 @@ class TrainerRank(ZeroEngine):
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
 
         `parts` came since the last call, and have rows of this rank among others: Arrow streams, or files of the target log that hold
-        them. Each is an argument of its own, because Ray hands over top-level arguments as views into shared memory. `left_out` are samples that one of their
-        teachers could not score: they are not trained, whatever the other teachers sent. If there are such samples, and
-        components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
+        them. Each is an argument of its own, because Ray hands over top-level arguments as views into shared memory. `left_out` are
+        samples that one of their teachers could not score: they are not trained, whatever the other teachers sent. If there are such
+        samples, and components beside the divergence, the driver calls `rescale` afterwards. Raises: RunError if rows are missing.
         """
         step, work = self._step, self._step.work
         step.keep_rows(parts)
@@ -418,14 +418,7 @@ class TrainerRank(ZeroEngine):
 
 
 def _load_student(options: RankOptions) -> Student:
-    dtype = getattr(torch, options.dtype)
-    lm = load_share(
-        options.model_dir,
-        dtype,
-        bucket=options.bucket,
-        eager_attention=options.eager_attention,
-        deepspeed=options.deepspeed,
-    )
+    lm = load_model_share(options)
     if options.lora is not None:
         add_adapters(lm, options.lora)
     loss = options.objective
@@ -478,7 +471,10 @@ class _StepInput:
         return [self._rows[sample_id][0].rollout for sample_id in ids]
 
     def micro_batch(self, ids: Sequence[str], layout: str = "packed", shard: Shard | None = None) -> MicroBatch:
-        """Return the tensors of these samples, and drop their rows; with `shard` only those of this rank's columns. Raises: RunError if rows are missing."""
+        """Return the tensors of these samples, and drop their rows; with `shard` only those of this rank's columns.
+
+        Raises: RunError if rows are missing.
+        """
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work

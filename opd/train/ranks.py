@@ -123,7 +123,11 @@ class Ranks(Generic[E]):
         sizes = measure_row_sizes(rollouts, share=layout == SHARED)
         tokens = self._ranks_spec.micro_batch_tokens
         plan = plan_micro_batches(sizes, len(self._ranks) // self._sharing, tokens, padded=layout == "padded")
-        return [part for part in plan for _ in range(self._sharing)]
+        return self._repeat_for_ranks(plan)
+
+    def _repeat_for_ranks(self, parts: Sequence[R]) -> list[R]:
+        """Return the part of each rank, from one for each group of ranks that share rows."""
+        return [part for part in parts for _ in range(self._sharing)]
 
     def begin_save(self, path: Path) -> None:
         """Copy weights and optimiser state, and begin to write them into an existing directory."""

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from opd.config.deepspeed import DeepSpeedConfig
 from opd.train.load import load_share
 from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.zero import ZeroEngine, ZeroOptions
+from tests.integration.rank_processes import run_ranks
+from tests.integration.test_shards import Says
 
-ROOT = Path(__file__).parents[2]
 IDS = torch.arange(4, 40)[None]
 OFFLOADED = {"device": "cpu"}
 CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
@@ -42,23 +40,11 @@ CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
 QUICK = ("all_in_memory", "groups_of_two")
 
 
-class MeanSquare(nn.Module):
-    """A loss in which every weight takes part."""
-
-    def __init__(self, lm: Any) -> None:
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, ids: Tensor) -> Tensor:
-        loss: Tensor = self.lm(input_ids=ids, use_cache=False).logits.float().square().mean()
-        return loss
-
-
-def build_module(model: Path, lora: bool, settings: dict[str, Any]) -> MeanSquare:
+def build_module(model: Path, lora: bool, settings: dict[str, Any]) -> Says:
     lm = load_share(model, torch.float32, deepspeed=settings)
     if lora:
         add_adapters(lm, LoraOptions(r=4, alpha=8.0, targets=("q_proj", "down_proj"), seed=3))
-    return MeanSquare(lm)
+    return Says(lm)
 
 
 def start_engine(model: Path, lora: bool, settings: dict[str, Any], rank: int, ranks: int) -> ZeroEngine:
@@ -99,22 +85,10 @@ def run_rank(model: Path, out: Path, name: str, run: str, rank: int) -> None:
         (out / run / "norms.json").write_text(json.dumps(norms))
 
 
-def run_ranks(model: Path, out: Path, name: str, run: str) -> tuple[list[float], bytes]:
+def run_all_ranks(model: Path, out: Path, name: str, run: str) -> tuple[list[float], bytes]:
     """Run all ranks. Returns the norms of the gradients, and the exported weights."""
     (out / run / "saved").mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", __name__, str(model), str(out), name, run, str(rank)],
-            env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(CASES[name][0])
-    ]  # fmt: skip
-    outputs = [process.communicate(timeout=240)[0] for process in running]
-    assert not any(process.returncode for process in running), "\n".join(text[-3000:] for text in outputs)
+    run_ranks(__name__, [[str(model), str(out), name, run, str(rank)] for rank in range(CASES[name][0])], 240)
     return json.loads((out / run / "norms.json").read_text()), (out / run / "model.safetensors").read_bytes()
 
 
@@ -137,7 +111,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_settings_change_where_things_are_and_no_bit(name: str, model: Path, tmp_path: Path) -> None:
     (default_norms, default), (norms, chosen), (last_norms, resumed) = (
-        run_ranks(model, tmp_path, name, run) for run in ("default", "chosen", "resumed")
+        run_all_ranks(model, tmp_path, name, run) for run in ("default", "chosen", "resumed")
     )
     assert chosen == resumed == default != (model / "model.safetensors").read_bytes()
     assert last_norms == norms[2:]

@@ -9,8 +9,6 @@ import gc
 import json
 import os
 import resource
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,9 +34,9 @@ from opd.train.zero import ZeroEngine, ZeroOptions
 from pipelines.sizing import memory
 from pipelines.sizing.shape import Body
 from tests.integration.limited_rank import MIB, kept
+from tests.integration.rank_processes import run_ranks
 from tests.integration.test_shards import Says
 
-ROOT = Path(__file__).parents[2]
 RANKS, ROWS = 2, 1000
 TARGETS = ("q_proj", "down_proj")
 
@@ -155,21 +153,9 @@ def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str
 def run(case: dict[str, Any], out: Path) -> list[dict[str, int]]:
     for name in ("saved", "model"):
         (out / name).mkdir(parents=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | FREES_MEMORY | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", "tests.integration.test_rank_memory"]
-    running = [
-        subprocess.Popen(
-            [*command, json.dumps([case, rank, str(out)])],
-            env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=600)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * RANKS, "\n".join(text[-3000:] for text in said)
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    arguments = [[json.dumps([case, rank, str(out)])] for rank in range(RANKS)]
+    outputs = run_ranks("tests.integration.test_rank_memory", arguments, 600, FREES_MEMORY)
+    return [json.loads(text.splitlines()[-1]) for text in outputs]
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from opd.train.lora import LoraOptions, add_adapters
 from opd.train.optimizer import AdamWOptions
 from opd.train.shards import compute_part_sizes
 from opd.train.zero import ZeroEngine, ZeroOptions
+from tests.integration.rank_processes import run_ranks
 from tests.models.families import FAMILIES, build_models
 
 ROOT = Path(__file__).parents[2]
@@ -131,19 +132,9 @@ def compare(case: dict[str, Any], out: Path, rank: int, ranks: int) -> None:
 
 
 def ranks_of(ranks: int, cases: list[dict[str, Any]], out: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(port)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.test_shards", json.dumps([cases, str(out), rank, ranks])],
-            env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * ranks, "\n".join(text[-3000:] for text in said)
+    run_ranks(
+        "tests.integration.test_shards", [[json.dumps([cases, str(out), rank, ranks])] for rank in range(ranks)], 240
+    )
 
 
 @pytest.fixture(scope="module")
