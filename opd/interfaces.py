@@ -413,7 +413,7 @@ class Monitors(Protocol):
 
 
 class Traces(Protocol):
-    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
+    def keep(self, step: int, batch: RolloutBatch, report: StepReport) -> None:
         """Store some episodes of a step for people to read, with the trainer's numbers. Raises: StorageError."""
         ...
 

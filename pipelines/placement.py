@@ -62,7 +62,7 @@ class _PlacedRole:
         )
 
 
-def groups_of(
+def list_worker_groups(
     config: PipelineConfig, keys: Collection[str] = ALL_ROLES, scorers: Sequence[str] | None = None
 ) -> list[WorkerGroup]:
     """Return the workers of these roles and what each asks for: first those that share GPUs, then those that exchange most.
@@ -157,7 +157,7 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
     if config.cluster.address == LOCAL:
         return
     with cluster.ray_session(config.cluster, 0):
-        refuse_impossible_placement(groups_of(config), local_worker_names(config), cluster.list_nodes())
+        refuse_impossible_placement(list_worker_groups(config), local_worker_names(config), cluster.list_nodes())
 
 
 def reserve_places(
@@ -168,7 +168,7 @@ def reserve_places(
 ) -> dict[str, Node]:
     """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> address of its node;
     nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
-    groups, timeout_s = groups_of(config, keys, scorers), config.cluster.start_timeout_s
+    groups, timeout_s = list_worker_groups(config, keys, scorers), config.cluster.start_timeout_s
     if config.cluster.address == LOCAL:
         sharing = [group for group in groups if group.shares_gpus]
         if sharing:
@@ -182,7 +182,7 @@ def reserve_places(
 
 
 def _order_groups(groups: Sequence[WorkerGroup], nodes: Sequence[Node]) -> list[WorkerGroup]:
-    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `groups_of` has them."""
+    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `list_worker_groups` has them."""
 
     def count_choices(group: WorkerGroup) -> int:
         return max(sum(seat.fits_node(node) for node in nodes) for seat in group.seats)
@@ -225,7 +225,7 @@ def _place_roles(
     config: PipelineConfig, keys: set[str], local_workers: Collection[str], scorers: Sequence[str] | None = None
 ) -> None:
     if config.cluster.address != LOCAL:
-        refuse_impossible_placement(groups_of(config, keys, scorers), local_workers, cluster.list_nodes())
+        refuse_impossible_placement(list_worker_groups(config, keys, scorers), local_workers, cluster.list_nodes())
     reserve_places(config, keys, local_workers, scorers)
 
 

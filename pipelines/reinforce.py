@@ -82,12 +82,12 @@ def reinforce_experts(spec: ReinforceSpec, tell: Tell, callbacks: MergeCallbacks
     return [expert.job.directory for expert in experts]
 
 
-def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
+def build_pipeline(spec: ReinforceSpec, name: str) -> PipelineConfig:
     """Return the pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
     return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
-def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
+def make_expert_record(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
     """Return everything that decides the expert's weights. `base` is what made the base, `prompts` the hash of the tasks."""
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()
@@ -108,11 +108,11 @@ def _task_options(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
 
 
 def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _ReinforcedExpert:
-    config = pipeline_of(spec, name)
+    config = build_pipeline(spec, name)
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
     directory = spec.output_dir / name
-    record = _keep_compatible_record(directory, record_of(config, spec, base.record, source.content_hash()))
+    record = _keep_compatible_record(directory, make_expert_record(config, spec, base.record, source.content_hash()))
     return _ReinforcedExpert(
         config=config,
         job=TrainingJob(name=name, directory=directory, lines=(), train=None, record=record),

@@ -13,7 +13,7 @@ from opd.config.pipeline import (
     load_pipeline,
     load_run_pipeline,
     max_staleness,
-    rounds_of,
+    split_rounds,
     sync_tolerance,
     trainer_has_start,
 )
@@ -26,7 +26,7 @@ __all__ = [
     "load_pipeline",
     "load_run_pipeline",
     "max_staleness",
-    "rounds_of",
+    "split_rounds",
     "sync_tolerance",
     "trainer_has_start",
 ]

@@ -382,7 +382,7 @@ def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
     return PydanticCustomError("trainer_scores", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
-def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
+def split_rounds(config: PipelineConfig) -> list[PipelineConfig]:
     """Return for each round a pipeline of that round alone. All of them name the student with which the first round starts."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
     return [PipelineConfig.model_validate(_build_round_data(config, index)) for index in range(num)]

@@ -73,7 +73,7 @@ class View:
     quarantined: int = 0
     """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
-    """Pairs of a kind of process and its bytes; see `opd.live.memory.memory_of`."""
+    """Pairs of a kind of process and its bytes; see `opd.live.memory.measure_memory`."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     notes: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ def _list_domains(course: Course) -> tuple[DomainView, ...]:
     return tuple(views)
 
 
-def view_of(course: Course) -> View:
+def build_view(course: Course) -> View:
     """Build the view of a merge's course. The caller adds name, directory, state and what the merge does now."""
     domains, last = _list_domains(course), course.recent[-1] if course.recent else None
     headrooms = [domain.headroom for domain in domains if domain.headroom is not None]

@@ -20,7 +20,7 @@ from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
 from opd.report.exams import agent_exams, latest_exam, moves_label
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
-from opd.report.stale import stale_matrix
+from opd.report.stale import explain_stale_matrix
 from opd.report.tables import trained_on
 
 SAMPLES_PER_DOMAIN = 4
@@ -311,7 +311,7 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 def _matrix_plot(run: RunFiles) -> Plot:
     domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
-    out_of_date = {MERGED: f"{MERGED} (out of date)"} if stale_matrix(run) else {}
+    out_of_date = {MERGED: f"{MERGED} (out of date)"} if explain_stale_matrix(run) else {}
     return figures.draw_matrix(
         {show_control_characters(out_of_date.get(name, name)): e.accuracy for name, e in run.matrix.items()}, domains
     )

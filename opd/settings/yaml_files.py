@@ -234,7 +234,7 @@ _TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function
 """Matches names that pydantic gives to the members of a union, and puts among the keys of an error."""
 
 
-def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
+def find_error_keys(error: ErrorDetails, data: Any = None) -> list[str]:
     """Return the keys that lead to the error in the user's data.
 
     pydantic puts names of a union's members among them: its own, and our tags that begin with `~`. The user did not write
@@ -263,7 +263,7 @@ def describe_found(error: ErrorDetails) -> str:
 def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
     """Return the first error about a part of a file as an error about the whole file. The part lies at the keys `above`."""
     error = errors.errors()[0]
-    key = ".".join([*above, *keys_of(error, data)])
+    key = ".".join([*above, *find_error_keys(error, data)])
     moved_context = {"wanted": describe_wanted(error), "found": describe_found(error), "where": key}
     return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **moved_context})
 
@@ -292,7 +292,7 @@ def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
 
 def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, source: object) -> ConfigError:
     error = errors[0]
-    keys = keys_of(error, data)
+    keys = find_error_keys(error, data)
     context = error.get("ctx", {})
     if isinstance(context.get("error"), ConfigError):  # a validator raised it, with all its words
         return ConfigError(f"{source}: {context['error']}")
@@ -306,7 +306,7 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
             fix=hint or suggest_key_elsewhere(context["key"], iterate_keys(model)) or "remove the key",
         )
     key = ".".join(keys) or "the file as a whole"
-    same_key_errors = [other for other in errors if other["type"] != "missing" and keys_of(other, data) == keys]
+    same_key_errors = [other for other in errors if other["type"] != "missing" and find_error_keys(other, data) == keys]
     # Several errors about the same value come from the members of a union; any of their forms would do.
     in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(

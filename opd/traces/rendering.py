@@ -23,7 +23,7 @@ Losses = Mapping[str, Sequence[float]]
 """Sample id -> the loss of each of its trained tokens, in nats."""
 
 
-def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
+def list_guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
     """Return what the guard saw in a step, in all domains."""
     return [
         event

@@ -31,7 +31,7 @@ from opd.train.base_scoring import BaseScorer, BaseScoring
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
-from opd.train.direct import RankChannel
+from opd.train.rank_channel import RankChannel
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_model_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter

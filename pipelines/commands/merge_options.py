@@ -83,9 +83,9 @@ class MergeArguments:
         from pipelines.catalog import find_pipeline
         from pipelines.inputs.early_checks import refuse_at_once
         from pipelines.merging.directory import refuse_existing
-        from pipelines.merging.origin import origin_of
+        from pipelines.merging.origin import find_origin
 
-        origin = None if self.start_from is None else origin_of(self.start_from)
+        origin = None if self.start_from is None else find_origin(self.start_from)
         file = find_pipeline(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
         assert file is not None, "`__post_init__` refuses that"
         config = load_pipeline(file, self.overrides)

@@ -77,7 +77,7 @@ def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     file, load = (
         (find_pipeline(options.pipeline), load_pipeline)
         if options.pipeline is not None
-        else (_pipeline_of(dirs[0]), load_run_pipeline)
+        else (_find_pipeline(dirs[0]), load_run_pipeline)
     )
     config = None if file is None else with_all_domains(load(file, options.overrides))
     if config is None and not options.tasks:
@@ -218,7 +218,7 @@ def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
 
 
-def _pipeline_of(model: Path) -> Path | None:
+def _find_pipeline(model: Path) -> Path | None:
     """Return the pipeline of the run that made this model; None if no run did."""
     paths = RunPaths(model.absolute().parent)
     return paths.pipeline if paths.is_run else None

@@ -16,7 +16,7 @@ from typing import Any
 from experts.adapter import inspect_expert, open_full_model
 from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
-from opd.config import PipelineConfig, rounds_of
+from opd.config import PipelineConfig, split_rounds
 from opd.errors import ConfigError, ModelError
 from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.prompts import is_here, is_hub_name
@@ -101,7 +101,7 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with the domains of all its rounds, each as in the last round that has it. A domain without prompts
     gets those that its expert was registered with. Raises: RegistryError."""
     domains = {}
-    for round_config in rounds_of(config):
+    for round_config in split_rounds(config):
         for name, domain in round_config.domains.items():
             prompts = domain.prompts or registered_prompts(round_config, name, only_here=True)
             domains[name] = domain.model_copy(update={"prompts": prompts})

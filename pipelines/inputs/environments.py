@@ -13,7 +13,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.context import ContextConfig
 from opd.config.domains import DomainConfig, EnvironmentConfig
-from opd.environments import find_environment, place_of
+from opd.environments import find_environment, find_import_name
 from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
@@ -53,7 +53,7 @@ def _environment_options(
     environment = domain.environment
     assert environment is not None
     return EpisodeOptions(
-        environment=place_of(environment.name, f"domains.{name}.environment.name"),
+        environment=find_import_name(environment.name, f"domains.{name}.environment.name"),
         options=environment.options,
         max_turns=environment.max_turns,
         max_tokens=environment.max_tokens,
@@ -158,7 +158,7 @@ def refuse_other_tasks(
 
 
 def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
-    place, problem = place_of(environment.name, where), ""
+    place, problem = find_import_name(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
         said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
         if not said:

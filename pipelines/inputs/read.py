@@ -47,7 +47,7 @@ from pipelines.inputs.prompts import (
     example_ids,
     load_exams,
     load_training,
-    prompts_of,
+    choose_prompts,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,
@@ -149,7 +149,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = set_template_date(config, tokenizer)
-    sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
+    sources = {d: choose_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)

@@ -8,7 +8,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.domains import EnvironmentConfig
 from opd.config.sub_agents import SubAgentConfig
-from opd.environments import place_of
+from opd.environments import find_import_name
 from opd.errors import ConfigError
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
@@ -30,7 +30,7 @@ def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> Su
     acts = config.domains[acting_domain].environment if agent.environment == "domain" else None
     own: dict[str, Any] = {}
     if acts is not None:
-        environment = place_of(acts.name, f"domains.{acting_domain}.environment.name")
+        environment = find_import_name(acts.name, f"domains.{acting_domain}.environment.name")
         own = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
     return SubAgentOptions(
         description=agent.description,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opd.config import PipelineConfig, as_begun, load_pipeline, rounds_of
+from opd.config import PipelineConfig, as_begun, load_pipeline, split_rounds
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
@@ -42,7 +42,7 @@ from pipelines.merging.changes import (
     warn_unrecorded,
 )
 from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
-from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
+from pipelines.merging.manifest import make_manifest, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
 from pipelines.sizing.auto import choose_numbers, keep_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
@@ -89,7 +89,7 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     if config.rounds == 1:
         return merging.begin(config, root)
     refuse_existing(root)
-    configs, inputs = _check_all(rounds_of(config))
+    configs, inputs = _check_all(split_rounds(config))
     config = keep_numbers(config, configs[0])
     config, *configs = [
         with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
@@ -111,7 +111,7 @@ def reopen_rounds(
     config = config or load_pipeline(paths.pipeline, overrides)
     recorded_configs = [validate_section(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
     config = as_recorded(config, recorded_configs[0])
-    configs = rounds_of(config)
+    configs = split_rounds(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
             paths.rounds,
@@ -157,7 +157,7 @@ def _check_all(configs: Sequence[PipelineConfig]) -> tuple[list[PipelineConfig],
 
 def _make_facts(config: PipelineConfig, inputs: Inputs) -> RoundFacts:
     teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
-    return {**manifest_of(config, inputs), "teachers": teachers}
+    return {**make_manifest(config, inputs), "teachers": teachers}
 
 
 def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[RoundFacts]) -> None:

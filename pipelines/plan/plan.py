@@ -10,12 +10,12 @@ from typing import Any
 from opd.cluster import Node
 from opd.cluster.placement import NODE
 from opd.config import PipelineConfig
-from opd.config.pipeline import rounds_of
+from opd.config.pipeline import split_rounds
 from opd.config.placement import PlacementConfig
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.placement import groups_of, local_worker_names, refuse_impossible_placement
+from pipelines.placement import list_worker_groups, local_worker_names, refuse_impossible_placement
 from pipelines.plan.cost import Hardware, Seconds, apply_placement, placement_keys
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
@@ -132,7 +132,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
     costs = PhaseCosts(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
-    total = sum(round_config.trainer.steps for round_config in rounds_of(config))
+    total = sum(round_config.trainer.steps for round_config in split_rounds(config))
     steps = simulate_steps(costs, spec.lengths, min(SIMULATED, total))
     lengths = draw_responses(config, models, spec.lengths, 0)
     phases = tuple(_phase_row(name, steps, flops) for name, flops in costs.phase_flops(lengths).items())
@@ -310,7 +310,7 @@ def _find_refusal(config: PipelineConfig, spec: ClusterSpec) -> str | None:
     cluster = config.cluster.model_copy(update={"placement": PlacementConfig()})
     placed = config.model_copy(update={"cluster": cluster})
     try:
-        refuse_impossible_placement(groups_of(placed), local_worker_names(placed), nodes)
+        refuse_impossible_placement(list_worker_groups(placed), local_worker_names(placed), nodes)
     except ConfigError as error:
         return " ".join(str(error).split())
     return None

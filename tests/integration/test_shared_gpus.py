@@ -21,7 +21,7 @@ from opd.config import PipelineConfig
 from opd.settings.yaml_files import validate_section
 from pipelines import build
 from pipelines.merging import run as merging
-from pipelines.placement import describe_divided_trainer, groups_of, reserve_places
+from pipelines.placement import describe_divided_trainer, list_worker_groups, reserve_places
 from tests.integration.conftest import two_domain_pipeline
 from tests.placed import PlacedWorker, read_place
 
@@ -84,7 +84,7 @@ def fake_cluster(*gpus: int) -> Iterator[str]:
 def ask_places(config: PipelineConfig) -> dict[str, tuple[str, str, list[str]]]:
     """Reserve the places of a merge, start a probe in each, and return name -> what it says."""
     reserve_places(config)
-    names = [name for group in groups_of(config) for name in group.names]
+    names = [name for group in list_worker_groups(config) for name in group.names]
     probes = [cluster.spawn_worker(PlacedWorker, name=name, env={}) for name in names]
     answers = cluster.wait_for_all([probe.submit(PlacedWorker.place) for probe in probes], timeout_s=TIMEOUT_S)
     return dict(zip(names, answers, strict=True))

@@ -18,7 +18,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.catalog import find_pipeline, shipped_plans
 from pipelines.inputs.read import read_inputs
-from pipelines.placement import groups_of
+from pipelines.placement import list_worker_groups
 from pipelines.plan import measure
 from pipelines.plan.cost import apply_placement
 from pipelines.plan.models import read_models
@@ -233,7 +233,7 @@ def test_the_plan_of_eight_gpus_is_a_merge_that_is_not_refused(monkeypatch: pyte
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(spec.hardware.gpus))
     refuse_idle_gpus(config)
     assert refuse_crowded_gpus(config, models) == []
-    (group,) = groups_of(config)
+    (group,) = list_worker_groups(config)
     assert [seat.names for seat in group.seats] == [
         (f"trainer rank {i}", f"rollout worker {i}", f"teacher worker {i}") for i in range(8)
     ]
