@@ -141,7 +141,7 @@ def _seat_block(gpus: Sequence[Sequence[DealtWorker]], roles: Mapping[str, _Plac
     for bundle, gpu in enumerate(gpus):
         for dealt in gpu:
             bundles_of.setdefault(dealt, []).append(bundle)
-    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(own)) for dealt, own in bundles_of.items()]
+    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(numbers)) for dealt, numbers in bundles_of.items()]
     bundles = [
         _sum_asks([worker.asks for worker in workers if worker.bundles[0] == bundle])
         | {"GPU": sum(dealt.share for dealt in gpu) if leaves_room else 1.0}
@@ -258,15 +258,15 @@ def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node
     """Refuse a group whose placement excludes this machine, if some of its workers have to be here. Raises: ConfigError."""
     reason = f"{_join_names(local_seats)} on this machine: new weights go through its shared memory"
     for seat in local_seats:
-        missed = {
+        unmet = {
             key: selector
             for key, selector in seat.labels.items()
             if not matches_selector(this_node.labels.get(key), selector)
         }
-        if missed:
+        if unmet:
             raise ConfigError.at(
                 f"{group.key}.label_selector",
-                found=f"{format_resources({}, missed)}, and this machine is {this_node}",
+                found=f"{format_resources({}, unmet)}, and this machine is {this_node}",
                 wanted=reason,
                 fix="start `opd` on a node that has the labels, or leave them out",
             )

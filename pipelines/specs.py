@@ -286,16 +286,16 @@ def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     """Return the options of a scoring worker. A key that this engine does not have keeps its default."""
     teachers = config.teachers
-    own: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
     if isinstance(teachers, TransformersTeachers):
-        own = {
+        engine_options = {
             "memory_bytes": teachers.memory,
             "gpu_memory_bytes": teachers.gpu_memory,
             "device_map": teachers.device_map,
             "max_memory": dict(teachers.max_memory),
         }
     elif isinstance(teachers, VLLMTeachers):
-        own = {
+        engine_options = {
             "gpu_memory_utilization": teachers.gpu_memory_utilization,
             "tensor_parallel_size": teachers.tensor_parallel_size,
         }
@@ -303,7 +303,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         servers = {
             name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()
         }
-        own = {
+        engine_options = {
             "servers": servers,
             "api_key_env": teachers.api_key_env,
             "server_timeout_s": teachers.server_timeout_s,
@@ -316,7 +316,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         share_prompts=config.rollout.shares_prefixes,
         lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
         max_model_len=config.rollout.max_model_len,
-        **own,
+        **engine_options,
     )
 
 

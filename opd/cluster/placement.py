@@ -226,9 +226,9 @@ def join_names(names: Sequence[str]) -> str:
         role, _, number = name.rpartition(" ")
         numbers.setdefault(role, []).append(int(number)) if number.isdigit() else numbers.setdefault(name, [])
     parts = []
-    for role, own in numbers.items():
-        in_row = len(own) > LISTED and own == list(range(own[0], own[-1] + 1))
-        parts += [f"{role} {own[0]} to {own[-1]}"] if in_row else [f"{role} {number}" for number in own] or [role]
+    for role, of_role in numbers.items():
+        in_row = len(of_role) > LISTED and of_role == list(range(of_role[0], of_role[-1] + 1))
+        parts += [f"{role} {of_role[0]} to {of_role[-1]}"] if in_row else [f"{role} {number}" for number in of_role] or [role]
     return ", ".join(parts)
 
 
@@ -393,5 +393,5 @@ def _accepts_connections(node_id: str) -> bool:
 
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources without those that Ray adds itself: a node's name, its memory, and entries of placement groups."""
-    own = ("memory", "object_store_memory")
-    return {name: n for name, n in resources.items() if name not in own and ":" not in name and "_group_" not in name}
+    internal = ("memory", "object_store_memory")
+    return {name: n for name, n in resources.items() if name not in internal and ":" not in name and "_group_" not in name}

@@ -298,8 +298,8 @@ class PipelineConfig(Strict):
 
 def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
     """Return how far beyond its experts the student is trained in a domain: the domain's `extrapolate`, else the objective's."""
-    own = config.domains[domain].extrapolate
-    return config.objective.extrapolate if own is None else own
+    factor = config.domains[domain].extrapolate
+    return config.objective.extrapolate if factor is None else factor
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:

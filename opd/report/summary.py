@@ -178,19 +178,19 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
             round_files.after if round_files.finished else None,
         )
     )
-    own = _summarise_gains(before, expert, after, find_clear_domains(round_files.before, round_files.expert))
+    in_round = _summarise_gains(before, expert, after, find_clear_domains(round_files.before, round_files.expert))
     among = {d: value for d, value in after.items() if d in start}
     cumulative = _summarise_gains(start, expert, among, find_clear_domains(run.before, round_files.expert))
-    for domain, values in own["domains"].items():
+    for domain, values in in_round["domains"].items():
         values["headroom_in_round"] = values["headroom"]
         values["headroom"] = cumulative["domains"].get(domain, {}).get("headroom")
-    gains = [values["after"] - values["before"] for values in own["domains"].values()]
+    gains = [values["after"] - values["before"] for values in in_round["domains"].values()]
     return summary | {
-        "domains": own["domains"],
+        "domains": in_round["domains"],
         "mean_gain": fmean(gains) if gains else None,
         "mean_headroom": cumulative["mean_headroom"],
         "mean_headroom_interval": _mean_interval(run.before, round_files.expert, round_files.after),
-        "mean_headroom_in_round": own["mean_headroom"],
+        "mean_headroom_in_round": in_round["mean_headroom"],
     }
 
 

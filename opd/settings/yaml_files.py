@@ -58,7 +58,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
         PyYAML's own method takes the wrong value if a merged mapping has replaced a key of a mapping that it merges itself.
         """
-        own = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
+        beside = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
         merged: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             if key_node.tag != MERGE:
@@ -68,7 +68,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, "`<<` merges mappings alone", source.start_mark)
                 self.flatten_mapping(source)
                 merged = {self.construct_object(k, deep=True): (k, v) for k, v in source.value} | merged
-        node.value = list((merged | own).values())
+        node.value = list((merged | beside).values())
 
 
 MAX_YAML_BYTES = 1 << 20
@@ -181,8 +181,8 @@ def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
     since = error.context_mark
     begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
     snippet = (mark.get_snippet(indent=0) or "").rstrip()
-    shown = f"\n{snippet}" if snippet.strip(" ^\n") else ""
-    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}{shown}"
+    excerpt = f"\n{snippet}" if snippet.strip(" ^\n") else ""
+    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}{excerpt}"
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:

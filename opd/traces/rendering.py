@@ -60,8 +60,8 @@ def _make_segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder)
     pieces, at, trained = [], 0, 0
     for span in rollout.spans:
         ids = rollout.response_ids[at : at + span.length]
-        own = losses[trained : trained + span.length] if span.trained else ()
-        pieces.append(_make_piece(span, ids, own, tokenizer))
+        span_losses = losses[trained : trained + span.length] if span.trained else ()
+        pieces.append(_make_piece(span, ids, span_losses, tokenizer))
         at, trained = at + span.length, trained + span.length * span.trained
     prompt, _ = _shorten_text(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
     return SegmentTrace(

@@ -154,10 +154,10 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
     room = config.rollout.max_model_len
 
     def make_rollout(prompt: Prompt) -> Rollout:
-        own = completions[prompt.id]
-        if isinstance(own, FileEpisode):
-            return own.as_rollout(prompt, room)
-        return Rollout.from_tokens(prompt.id, prompt.token_ids, own[: room - len(prompt.token_ids)], prompt.domain)
+        completion = completions[prompt.id]
+        if isinstance(completion, FileEpisode):
+            return completion.as_rollout(prompt, room)
+        return Rollout.from_tokens(prompt.id, prompt.token_ids, completion[: room - len(prompt.token_ids)], prompt.domain)
 
     yield lambda prompts: [make_rollout(prompt) for prompt in prompts]
 

@@ -203,8 +203,8 @@ def _evaluate_matrix(options: EvaluateOptions, target: str, tell: Tell) -> Evalu
 
 def _list_other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
     """Return the keys in which the pipeline's exams differ from the run's."""
-    own = load_run_pipeline(paths.pipeline)
-    return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
+    run_config = load_run_pipeline(paths.pipeline)
+    return refused_keys(run_config.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
 def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
@@ -212,10 +212,10 @@ def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     after, merged = paths.evaluation_file("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
-    own = Evaluation.load(after)
-    if not set(merged.weights.values()) & set(own.weights.values()):
+    run_exam = Evaluation.load(after)
+    if not set(merged.weights.values()) & set(run_exam.weights.values()):
         return matrix
-    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
+    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=run_exam.step, tokens=run_exam.tokens)})
 
 
 def _find_pipeline(model: Path) -> Path | None:

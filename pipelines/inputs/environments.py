@@ -158,16 +158,16 @@ def refuse_other_tasks(
 
 
 def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
-    place, problem = find_import_name(environment.name, where), ""
+    class_path, problem = find_import_name(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
-        if not said:
+        refusal = asyncio.run(_explain_bad_task(class_path, environment, prompts[index]))
+        if not refusal:
             return
-        problem = problem or f"prompt {prompts[index].id}: {said}"
+        problem = problem or f"prompt {prompts[index].id}: {refusal}"
     raise PromptError.at(
         where,
         found=problem,
-        wanted=f"tasks that {place} can begin: it gets the `metadata` of each row",
+        wanted=f"tasks that {class_path} can begin: it gets the `metadata` of each row",
         fix="correct the rows (`opd environments tasks` makes them), or the environment's name, or `reset` of your own class",
     )
 

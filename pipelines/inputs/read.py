@@ -340,12 +340,12 @@ def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
     """Return a warning if a role computes in bfloat16 on this machine's cores and they have no instructions for it."""
     gpus, teachers = config.cluster, config.teachers
     scores_here = teachers.scoring_workers > 0 and not teachers.elsewhere
-    asked = {
+    is_slow = {
         "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
         "teachers.dtype": scores_here and not gpus.teacher_gpus and teachers.dtype == "bfloat16",
         "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
     }
-    return slow_bf16_warnings([key for key, slow in asked.items() if slow])
+    return slow_bf16_warnings([key for key, slow in is_slow.items() if slow])
 
 
 def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:

@@ -28,10 +28,10 @@ def sub_agents_options(config: PipelineConfig, domain: str, environment: Environ
 def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> SubAgentOptions:
     acting_domain = agent.domain or domain
     acts = config.domains[acting_domain].environment if agent.environment == "domain" else None
-    own: dict[str, Any] = {}
+    acting: dict[str, Any] = {}
     if acts is not None:
         environment = find_import_name(acts.name, f"domains.{acting_domain}.environment.name")
-        own = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
+        acting = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
     return SubAgentOptions(
         description=agent.description,
         domain=agent.domain or "",
@@ -41,7 +41,7 @@ def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> Su
         shares=agent.environment == "parent",
         max_turns=agent.max_turns,
         max_tokens=agent.max_tokens,
-        **own,
+        **acting,
     )
 
 

@@ -329,10 +329,10 @@ class Walker:
     def add_call(self, call: ProgramCall) -> None:
         """Note a call, without reads of files that the episode wrote: the rules protect the files of others. Raises:
         UnreadableCommand if there are too many calls."""
-        own = self.session.written
-        reads = tuple(path for path in call.reads if path not in own)
+        written = self.session.written
+        reads = tuple(path for path in call.reads if path not in written)
         if call.program in REMOVERS:
-            call = replace(call, writes=tuple(path for path in call.writes if path not in own))
+            call = replace(call, writes=tuple(path for path in call.writes if path not in written))
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
         # The same call in several states counts once.
