@@ -35,7 +35,7 @@ class SharedMemorySync(ProvenSync):
             # An engine that restarts later loads the weights again: from these files if they are kept, else from a new export.
             reload_files: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
             if self._spec.keeps_weights:
-                reload_files = partial(_keep_files, directory)
+                reload_files = partial(nullcontext, directory)
             self._spec.engine.load(directory, restart_weights=reload_files, base=base)
             if self._spec.keeps_weights:
                 self._kept_files.close()
@@ -69,8 +69,3 @@ class SharedMemorySync(ProvenSync):
         return tempfile.TemporaryDirectory(
             prefix=f"{orphans.directory_prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         )
-
-
-def _keep_files(directory: Path) -> AbstractContextManager[Path]:
-    """Return a context that leaves the files where they are."""
-    return nullcontext(directory)
