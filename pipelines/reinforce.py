@@ -87,7 +87,9 @@ def build_pipeline(spec: ReinforceSpec, name: str) -> PipelineConfig:
     return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
-def make_expert_record(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
+def make_expert_record(
+    config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str
+) -> dict[str, Any]:
     """Return everything that decides the expert's weights. `base` is what made the base, `prompts` the hash of the tasks."""
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()

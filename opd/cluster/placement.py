@@ -228,7 +228,11 @@ def join_names(names: Sequence[str]) -> str:
     parts = []
     for role, of_role in numbers.items():
         in_row = len(of_role) > LISTED and of_role == list(range(of_role[0], of_role[-1] + 1))
-        parts += [f"{role} {of_role[0]} to {of_role[-1]}"] if in_row else [f"{role} {number}" for number in of_role] or [role]
+        parts += (
+            [f"{role} {of_role[0]} to {of_role[-1]}"]
+            if in_row
+            else [f"{role} {number}" for number in of_role] or [role]
+        )
     return ", ".join(parts)
 
 
@@ -394,4 +398,6 @@ def _accepts_connections(node_id: str) -> bool:
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources without those that Ray adds itself: a node's name, its memory, and entries of placement groups."""
     internal = ("memory", "object_store_memory")
-    return {name: n for name, n in resources.items() if name not in internal and ":" not in name and "_group_" not in name}
+    return {
+        name: n for name, n in resources.items() if name not in internal and ":" not in name and "_group_" not in name
+    }

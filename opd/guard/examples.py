@@ -23,7 +23,9 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
     for rule in rules.rules:
         rule_guard = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
         false_miss = next((command for command in rule.hit if _check_example(rule_guard, command).hit is None), None)
-        false_hit = next((command for command in rule.miss if _check_example(file_guard, command).hit is not None), None)
+        false_hit = next(
+            (command for command in rule.miss if _check_example(file_guard, command).hit is not None), None
+        )
         if false_miss is not None or false_hit is not None:
             raise ConfigError.at(
                 f"{name}: rule {rule.id}",

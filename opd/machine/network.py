@@ -25,7 +25,8 @@ def find_network_device(address: str) -> str:
         own_address = probe.getsockname()[0]
     devices = psutil.net_if_addrs()
     return next(
-        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == own_address for entry in has)), ""
+        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == own_address for entry in has)),
+        "",
     )
 
 

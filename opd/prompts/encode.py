@@ -190,5 +190,7 @@ def _render_question(
         lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
         if len(lost) == len(prompt) or not set(lost) <= ROLES:
             role = next((role for role in lost if role not in ROLES), lost[0])
-            raise ValueError(f"a chat template that leaves out what has the role {role!r}; most know user and assistant")
+            raise ValueError(
+                f"a chat template that leaves out what has the role {role!r}; most know user and assistant"
+            )
     return text

@@ -22,7 +22,7 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
 from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, PARSER, no_column, parse_json_line
-from opd.prompts.sources import Source, import_datasets, find_file_kind, open_unpacked, quiet_datasets
+from opd.prompts.sources import Source, find_file_kind, import_datasets, open_unpacked, quiet_datasets
 
 BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20

@@ -52,7 +52,9 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
     # Some tokenizers flag none of their marks as special, such as DeepSeek's <｜User｜>. But other added tokens are ordinary
     # words, such as Gemma's <td> or runs of blanks. So a token counts if it has the form of one or the template writes it.
     texts |= {
-        text for text in plain_tokens if _TURN_TOKEN.fullmatch(text) or (text.strip() and any(text in gap for gap in gaps))
+        text
+        for text in plain_tokens
+        if _TURN_TOKEN.fullmatch(text) or (text.strip() and any(text in gap for gap in gaps))
     }
     for gap in gaps:
         marks = set(_TURN_MARK.findall(gap))
@@ -71,7 +73,9 @@ def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[
     They mark the text between them and begin or end no turn. Prompts mention them, and the model itself writes them.
     """
     special = {getattr(tokenizer, name, None) for name in _SPECIAL_ATTRIBUTES}
-    tags = {text: tag for text in added if text not in special and text not in template and (tag := _TAG.fullmatch(text))}
+    tags = {
+        text: tag for text in added if text not in special and text not in template and (tag := _TAG.fullmatch(text))
+    }
     return {text for text, tag in tags.items() if f"<{'' if tag[1] else '/'}{tag[2]}>" in tags}
 
 

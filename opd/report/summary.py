@@ -18,7 +18,7 @@ from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
 from opd.report.rewards import reward_curves
 from opd.report.run import STORED, RunFiles
-from opd.report.stale import describe_unfinished, explain_stale_baseline, describe_stale_results
+from opd.report.stale import describe_stale_results, describe_unfinished, explain_stale_baseline
 from opd.run.lineage import LINEAGE, format_events
 from opd.run.metrics import count_trained_tokens
 from opd.run.paths import MERGE_EVALUATIONS

@@ -19,7 +19,7 @@ from typing import Any
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import parse_strict_json
 from opd.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, WrittenCalls, between_tags, in_tags
-from opd.tool_formats.schema import fits_type, schema_properties, list_schema_types
+from opd.tool_formats.schema import fits_type, list_schema_types, schema_properties
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)

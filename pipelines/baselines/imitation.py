@@ -157,7 +157,9 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
         completion = completions[prompt.id]
         if isinstance(completion, FileEpisode):
             return completion.as_rollout(prompt, room)
-        return Rollout.from_tokens(prompt.id, prompt.token_ids, completion[: room - len(prompt.token_ids)], prompt.domain)
+        return Rollout.from_tokens(
+            prompt.id, prompt.token_ids, completion[: room - len(prompt.token_ids)], prompt.domain
+        )
 
     yield lambda prompts: [make_rollout(prompt) for prompt in prompts]
 

@@ -110,7 +110,9 @@ def _print_view(view: View) -> None:
 def _print_json(view: View) -> None:
     from opd.live.displays import print_json
 
-    data = {key: value for key, value in asdict(view).items() if key != "losses"}  # one for every step: metrics.jsonl has them
+    data = {
+        key: value for key, value in asdict(view).items() if key != "losses"
+    }  # one for every step: metrics.jsonl has them
     print_json({"event": "status"} | data)
 
 

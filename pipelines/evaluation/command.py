@@ -215,7 +215,9 @@ def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     run_exam = Evaluation.load(after)
     if not set(merged.weights.values()) & set(run_exam.weights.values()):
         return matrix
-    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=run_exam.step, tokens=run_exam.tokens)})
+    return replace(
+        matrix, models={**matrix.models, MERGED: replace(merged, step=run_exam.step, tokens=run_exam.tokens)}
+    )
 
 
 def _find_pipeline(model: Path) -> Path | None:

@@ -92,6 +92,8 @@ def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:
     for name, evaluation in matrix.models.items():
         taught_domains = [d for d in evaluation.scores if d in matrix.own[name]]
         other_domains = [d for d in evaluation.scores if d not in taught_domains] if name != BEFORE else []
-        cells = (f"{value:.2f}{'*' if domain in taught_domains else ''}" for domain, value in evaluation.accuracy.items())
+        cells = (
+            f"{value:.2f}{'*' if domain in taught_domains else ''}" for domain, value in evaluation.accuracy.items()
+        )
         rows.append((name, *cells, gain(evaluation, taught_domains), gain(evaluation, other_domains)))
     return rows

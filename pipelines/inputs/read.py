@@ -44,10 +44,10 @@ from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import (
+    choose_prompts,
     example_ids,
     load_exams,
     load_training,
-    choose_prompts,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,

@@ -19,7 +19,13 @@ from opd.errors import ConfigError
 from opd.prompts import PromptTable, render_prompt
 from opd.settings.suggestions import did_you_mean
 from pipelines.inputs.early_checks import refuse_wrong_prompts
-from pipelines.inputs.prompts import example_ids, choose_prompts, read_prompts, refuse_unread_variables, registered_prompts
+from pipelines.inputs.prompts import (
+    choose_prompts,
+    example_ids,
+    read_prompts,
+    refuse_unread_variables,
+    registered_prompts,
+)
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import set_template_date
 

@@ -44,7 +44,9 @@ def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig
     run_student, student = begun.student, config.student
     update = {
         "template_date": student.template_date or run_student.template_date,
-        "add_special_tokens": run_student.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
+        "add_special_tokens": run_student.puts_in_front
+        if student.add_special_tokens is None
+        else student.add_special_tokens,
     }
     domains = {name: _as_read(domain, begun.domains.get(name, domain)) for name, domain in config.domains.items()}
     config = keep_numbers(config, begun)

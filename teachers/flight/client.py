@@ -107,7 +107,9 @@ class FlightPool:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
             if self._sends_heads and key not in self._heads:
                 rule = hello.heads[key].to_logit_rule()
-                head_V_D = self._call_with_retry("head", self._spec.start_timeout_s, partial(self._request_head, key, rule))
+                head_V_D = self._call_with_retry(
+                    "head", self._spec.start_timeout_s, partial(self._request_head, key, rule)
+                )
                 self._heads[key] = HeadSource(
                     key=key, rule=rule, handle=cluster.StoredValue(cluster.put_object(head_V_D))
                 )

@@ -140,7 +140,9 @@ def test_a_critic_shares_with_the_ranks(config: PipelineConfig) -> None:
 def test_a_divided_engine_shares_its_gpus_with_as_many_ranks(config: PipelineConfig) -> None:
     """All of its GPUs are on one node."""
     divided = {"tensor_parallel_size": 2, "workers": 2}
-    (group,) = list_worker_groups(changed(config, SHARES, rollout=divided, trainer={"ranks": 4}, teachers={"workers": 4}))
+    (group,) = list_worker_groups(
+        changed(config, SHARES, rollout=divided, trainer={"ranks": 4}, teachers={"workers": 4})
+    )
     assert [len(seat.bundles) for seat in group.seats] == [2, 2]
     second = {worker.name: worker for worker in group.seats[1].workers}
     assert second["rollout worker 1"].bundles == (0, 1) and second["rollout worker 1"].asks["GPU"] == 0.4

@@ -97,7 +97,8 @@ def test_a_resume_may_not_change_it(learning: Any) -> None:
     learning.data["balance"] = "samples"
     config = load_pipeline(learning.write())
     assert (
-        accept_changes(before["config"], make_manifest(config, read_inputs(config))["config"], learning.root / "m") == []
+        accept_changes(before["config"], make_manifest(config, read_inputs(config))["config"], learning.root / "m")
+        == []
     )
     older = {key: value for key, value in before["config"].items() if key != "balance"}
     assert accept_changes(older, before["config"], learning.root / "m") == [], "begun by a release that did not have it"

@@ -146,7 +146,9 @@ def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     for kind in ({}, {"columns": {"answer": "solution"}}, {"limit": 5}):
         mapping["experts"]["answer"] |= {"prompts": {"path": "s.jsonl", **kind}}
         spec = validate_section(ReinforceSpec, mapping, "s.yaml")
-        assert (make_expert_record(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
+        assert (make_expert_record(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (
+            not kind
+        )
     other = [{"seed": 1}, {"method": "rloo"}, {"kl_to_base": 0.1}, {"trainer": {"steps": 10, "lr": 1e-4}}]
     assert all(record(**change) != record() for change in other)
     moved = changed()

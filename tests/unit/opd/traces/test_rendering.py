@@ -38,7 +38,9 @@ def test_the_texts_of_tokens_are_the_text() -> None:
         ids = encode(text)
         texts = split_into_token_texts(ids, TOKENIZER)
         assert len(texts) == len(ids) and "".join(texts) == TOKENIZER.decode(ids, skip_special_tokens=False) == text
-    assert split_into_token_texts(encode("日"), TOKENIZER) == ["", "", "日"], "a character of three bytes stands with the last"
+    assert split_into_token_texts(encode("日"), TOKENIZER) == ["", "", "日"], (
+        "a character of three bytes stands with the last"
+    )
     rng = random.Random(0)
     for _ in range(50):
         ids = rng.choices(range(len(TOKENIZER)), k=30)

@@ -215,7 +215,11 @@ def test_values_without_quotes_get_the_types_of_the_schema() -> None:
 
 def test_types_that_a_schema_names() -> None:
     assert list_schema_types({"type": ["string", "null", 3]}) == {"string", "null"}
-    assert list_schema_types({"anyOf": [{"type": "integer"}, {"enum": [None, "a"]}, True]}) == {"integer", "null", "string"}
+    assert list_schema_types({"anyOf": [{"type": "integer"}, {"enum": [None, "a"]}, True]}) == {
+        "integer",
+        "null",
+        "string",
+    }
     assert list_schema_types({"type": 3}) == list_schema_types({"anyOf": 3}) == list_schema_types({}) == set()
 
 
