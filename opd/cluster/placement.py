@@ -37,7 +37,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatedWorker:
-    """A worker as the seat knows it that it has, alone or with others."""
+    """A worker as its seat knows it, which has this worker alone or with others."""
 
     name: str
     """The worker's name, as `spawn_worker` gets it."""
@@ -118,7 +118,7 @@ class Node:
     id: str
     address: str
     is_local: bool
-    """Whether this process is on it."""
+    """True if this process is on it."""
     has: Mapping[str, float]
     """Resource -> amount that the node has in all; from `_list_free_nodes`, the amount that is free."""
     labels: Mapping[str, str]

@@ -88,7 +88,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_text(path: Path, errors: str = "strict") -> str:
-    """Raises: OpdError if the file cannot be read."""
+    """Read a file. Raises: OpdError if that is not possible."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:

@@ -33,7 +33,7 @@ class MergeArguments:
     start_from: str | None
 
     def __post_init__(self) -> None:
-        """Raises: BadParameter for options that do not go together."""
+        """Refuse options that do not go together. Raises: BadParameter."""
         if sum(value is not None for value in (self.resume, self.extend, self.start_from)) > 1:
             raise typer.BadParameter("give one of --resume, --extend and --from")
         if all(value is None for value in (self.pipeline, self.resume, self.extend, self.start_from)):

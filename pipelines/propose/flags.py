@@ -110,7 +110,7 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
 
 
 def _refuse_missing(flags: Flags) -> None:
-    """Raises: ConfigError if one of the three flags is missing that every proposal needs."""
+    """Refuse flags that lack one of the three that every proposal needs. Raises: ConfigError."""
     named = {"--student": flags.student, "--expert": flags.experts, "--prompts": flags.prompts}
     missing = [name for name, value in named.items() if not value]
     if missing:

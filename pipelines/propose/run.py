@@ -34,8 +34,10 @@ class OutputFile:
         return self.path.with_suffix(".schema.json")
 
     def refuse_existing(self, files: Mapping[Path, str] | None = None) -> None:
-        """Raises: ConfigError for one of these files (None: the pipeline alone) or the schema that would be replaced without `force`, and
-        for a directory that is not there."""
+        """Refuse to replace one of these files (None: the pipeline alone) or the schema without `force`, and a directory that is not there.
+
+        Raises: ConfigError.
+        """
         for path in (*(files or {self.path: ""}), self.schema):
             if path.is_dir():
                 raise ConfigError.at(path, found="a directory", wanted="a file to write", fix="name a file in it")
