@@ -87,9 +87,7 @@ def build_pipeline(spec: ReinforceSpec, name: str) -> PipelineConfig:
     return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
-def make_expert_record(
-    config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str
-) -> dict[str, Any]:
+def record_expert(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
     """Return everything that decides the expert's weights. `base` is what made the base, `prompts` the hash of the tasks."""
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()
@@ -114,7 +112,7 @@ def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _Rein
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
     directory = spec.output_dir / name
-    record = _keep_compatible_record(directory, make_expert_record(config, spec, base.record, source.content_hash()))
+    record = _keep_compatible_record(directory, record_expert(config, spec, base.record, source.content_hash()))
     return _ReinforcedExpert(
         config=config,
         job=TrainingJob(name=name, directory=directory, lines=(), train=None, record=record),

@@ -226,13 +226,9 @@ def join_names(names: Sequence[str]) -> str:
         role, _, number = name.rpartition(" ")
         numbers.setdefault(role, []).append(int(number)) if number.isdigit() else numbers.setdefault(name, [])
     parts = []
-    for role, of_role in numbers.items():
-        in_row = len(of_role) > LISTED and of_role == list(range(of_role[0], of_role[-1] + 1))
-        parts += (
-            [f"{role} {of_role[0]} to {of_role[-1]}"]
-            if in_row
-            else [f"{role} {number}" for number in of_role] or [role]
-        )
+    for role, ids in numbers.items():
+        in_row = len(ids) > LISTED and ids == list(range(ids[0], ids[-1] + 1))
+        parts += [f"{role} {ids[0]} to {ids[-1]}"] if in_row else [f"{role} {number}" for number in ids] or [role]
     return ", ".join(parts)
 
 
@@ -397,7 +393,5 @@ def _accepts_connections(node_id: str) -> bool:
 
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources without those that Ray adds itself: a node's name, its memory, and entries of placement groups."""
-    internal = ("memory", "object_store_memory")
-    return {
-        name: n for name, n in resources.items() if name not in internal and ":" not in name and "_group_" not in name
-    }
+    skip = ("memory", "object_store_memory")
+    return {name: n for name, n in resources.items() if name not in skip and ":" not in name and "_group_" not in name}

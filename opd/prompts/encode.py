@@ -185,12 +185,11 @@ def _render_question(
 ) -> str:
     """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, or one of a role that is not in `ROLES`."""
     text = render_prompt(tokenizer, prompt, day, **variables)
-    if not isinstance(prompt, str):
-        specials = special_texts(tokenizer)
-        lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
-        if len(lost) == len(prompt) or not set(lost) <= ROLES:
-            role = next((role for role in lost if role not in ROLES), lost[0])
-            raise ValueError(
-                f"a chat template that leaves out what has the role {role!r}; most know user and assistant"
-            )
+    if isinstance(prompt, str):
+        return text
+    specials = special_texts(tokenizer)
+    lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
+    if len(lost) == len(prompt) or not set(lost) <= ROLES:
+        role = next((role for role in lost if role not in ROLES), lost[0])
+        raise ValueError(f"a chat template that leaves out what has the role {role!r}; most know user and assistant")
     return text

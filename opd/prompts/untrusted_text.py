@@ -20,9 +20,9 @@ _POLICY_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Marks that a policy writes within its own turn. They begin and end no turn, so they stay as they are in any text."""
 _TOOL_MARKS = ("<tools>", "</tools>", "<tool_response>", "</tool_response>")
 """Marks around tools and results. They are broken up even where the template lacks them, because we write them then."""
-_TURN_TOKEN = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>")
+_TURN = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>")
 """Form of an added token that marks a turn, whether the tokenizer flags it as special or not."""
-_TURN_MARK = re.compile(rf"{_TURN_TOKEN.pattern}|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>")
+_MARK = re.compile(rf"{_TURN.pattern}|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>")
 """Marks of a turn in plain text: `<|user|>`, `<s>`, `[INST]`, `<<SYS>>`."""
 _HEADER = re.compile(r"(?:#+ *)?[A-Za-z]{4,}:\s*\Z")
 """Heading of a turn in a template without such marks: `### Instruction:`, `USER:`."""
@@ -52,12 +52,10 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
     # Some tokenizers flag none of their marks as special, such as DeepSeek's <｜User｜>. But other added tokens are ordinary
     # words, such as Gemma's <td> or runs of blanks. So a token counts if it has the form of one or the template writes it.
     texts |= {
-        text
-        for text in plain_tokens
-        if _TURN_TOKEN.fullmatch(text) or (text.strip() and any(text in gap for gap in gaps))
+        text for text in plain_tokens if _TURN.fullmatch(text) or (text.strip() and any(text in gap for gap in gaps))
     }
     for gap in gaps:
-        marks = set(_TURN_MARK.findall(gap))
+        marks = set(_MARK.findall(gap))
         header = _HEADER.search(gap)
         if header and not marks and not any(text in gap for text in texts if text):
             marks.add(header[0].strip())
@@ -72,10 +70,8 @@ def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[
 
     They mark the text between them and begin or end no turn. Prompts mention them, and the model itself writes them.
     """
-    special = {getattr(tokenizer, name, None) for name in _SPECIAL_ATTRIBUTES}
-    tags = {
-        text: tag for text in added if text not in special and text not in template and (tag := _TAG.fullmatch(text))
-    }
+    named = {getattr(tokenizer, name, None) for name in _SPECIAL_ATTRIBUTES}
+    tags = {text: tag for text in added if text not in named and text not in template and (tag := _TAG.fullmatch(text))}
     return {text for text, tag in tags.items() if f"<{'' if tag[1] else '/'}{tag[2]}>" in tags}
 
 

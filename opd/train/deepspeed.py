@@ -104,15 +104,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         turns = self._spec.weighs_turns
         share = math.fsum(self._call(TrainerRank.sum_weights)) if turns else scored_share(weights, left_out)
         other_shares = {
-            name: scored_share(component.weights, left_out)
-            for name, component in step_work.components.items()
+            name: scored_share(term.weights, left_out)
+            for name, term in step_work.components.items()
             if name != DIVERGENCE
         }
         if other_shares and left_out:
             self._rescale(len(plan[0]), share, other_shares)
-        companion_shares = {
-            name: scored_share(component.weights, left_out) for name, component in step_work.companions.items()
-        }
+        companion_shares = {name: scored_share(term.weights, left_out) for name, term in step_work.companions.items()}
         readings = self._call(TrainerRank.step_companions, companion_shares)[0] if companion_shares else {}
         report = _make_step_report(step, step_work.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)

@@ -257,7 +257,5 @@ def _unadaptable_modules(lm: Any) -> list[str]:
         if listed or type(module).__name__ == "Conv1D":
             names.append(name)
         elif not isinstance(module, nn.Conv1d | nn.Conv2d):
-            names += [
-                f"{name}.{leaf}" for leaf, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3
-            ]
+            names += [f"{name}.{key}" for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
     return names

@@ -237,10 +237,7 @@ class TrainerRank(ZeroEngine):
         work, rollouts = self._step.work, self._step.other_rollouts[index]
         batch = build_unscored_batch(rollouts, self._layout, self._shard)
         ids = [rollout.sample_id for rollout in rollouts]
-        weights = {
-            name: component.token_weights(batch, ids) * more.get(name, 0.0)
-            for name, component in work.components.items()
-        }
+        weights = {name: term.token_weights(batch, ids) * more.get(name, 0.0) for name, term in work.components.items()}
         with self._note_added_gradients(weights):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
@@ -481,7 +478,7 @@ class _StepInput:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
-        others = {i for name, component in work.components.items() if name != DIVERGENCE for i in component.weights}
+        others = {i for name, term in work.components.items() if name != DIVERGENCE for i in term.weights}
         self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
         return build_micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns, shard)
 

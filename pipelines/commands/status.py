@@ -110,9 +110,8 @@ def _print_view(view: View) -> None:
 def _print_json(view: View) -> None:
     from opd.live.displays import print_json
 
-    data = {
-        key: value for key, value in asdict(view).items() if key != "losses"
-    }  # one for every step: metrics.jsonl has them
+    # `losses` has a number for every step of the run; metrics.jsonl has them too.
+    data = {key: value for key, value in asdict(view).items() if key != "losses"}
     print_json({"event": "status"} | data)
 
 

@@ -212,12 +212,10 @@ def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     after, merged = paths.evaluation_file("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
-    run_exam = Evaluation.load(after)
-    if not set(merged.weights.values()) & set(run_exam.weights.values()):
+    exam = Evaluation.load(after)
+    if not set(merged.weights.values()) & set(exam.weights.values()):
         return matrix
-    return replace(
-        matrix, models={**matrix.models, MERGED: replace(merged, step=run_exam.step, tokens=run_exam.tokens)}
-    )
+    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=exam.step, tokens=exam.tokens)})
 
 
 def _find_pipeline(model: Path) -> Path | None:

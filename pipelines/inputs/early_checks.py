@@ -23,7 +23,7 @@ from opd.run.paths import RunPaths
 from opd.settings.user_objects import is_import_name
 from opd.verifiers import build_verifier
 from pipelines.inputs.base_experts import refuse_other_bases
-from pipelines.inputs.prompts import choose_prompts, registered_prompts
+from pipelines.inputs.prompts import find_prompts, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.routes import route_domains
 from pipelines.sizing.models import unhashed_expert
@@ -73,7 +73,7 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
     """Check the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
-        refuse_wrong_start(choose_prompts(name, settings, _registered_expert(config, name, settings)))
+        refuse_wrong_start(find_prompts(name, settings, _registered_expert(config, name, settings)))
         if settings.eval is not None and settings.eval.prompts is not None:
             refuse_wrong_start(settings.eval.prompts)
 

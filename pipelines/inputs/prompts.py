@@ -71,7 +71,7 @@ def load_exams(
         elif sources is not None:
             source = sources[name]
         else:
-            source = choose_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
+            source = find_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
         # If the source also serves training, its notices have been told there.
         prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
         if domain.eval.holdout is not None:
@@ -112,7 +112,7 @@ def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
             )
 
 
-def choose_prompts(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
+def find_prompts(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
     """Return the domain's own prompts, else those that its expert was registered with. Raises: ConfigError if it has none."""
     source = domain.prompts or registered
     if source is None:

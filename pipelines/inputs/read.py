@@ -44,8 +44,8 @@ from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import (
-    choose_prompts,
     example_ids,
+    find_prompts,
     load_exams,
     load_training,
     refuse_leaks,
@@ -149,7 +149,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = set_template_date(config, tokenizer)
-    sources = {d: choose_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
+    sources = {d: find_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)

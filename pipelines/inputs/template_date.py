@@ -41,12 +41,10 @@ def with_template_date(config: PipelineConfig, day: date | None) -> PipelineConf
 
 def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
     """Return the pipeline of a resume with these settings taken from `begun`, the run's own pipeline, unless it has its own."""
-    run_student, student = begun.student, config.student
+    old, student = begun.student, config.student
     update = {
-        "template_date": student.template_date or run_student.template_date,
-        "add_special_tokens": run_student.puts_in_front
-        if student.add_special_tokens is None
-        else student.add_special_tokens,
+        "template_date": student.template_date or old.template_date,
+        "add_special_tokens": old.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
     }
     domains = {name: _as_read(domain, begun.domains.get(name, domain)) for name, domain in config.domains.items()}
     config = keep_numbers(config, begun)

@@ -28,7 +28,7 @@ from opd.guard.rules import SHIPPED
 from opd.machine.packages import installed_version
 from opd.prompts import find_source, is_hub_name
 from opd.run.paths import RunPaths
-from pipelines.inputs.prompts import choose_prompts
+from pipelines.inputs.prompts import find_prompts
 from pipelines.inputs.read import Inputs
 
 MANIFEST_FORMAT = 4
@@ -210,7 +210,7 @@ def _as_plain_data(value: Any) -> Any:
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
     """Return path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
-    sources = {"": choose_prompts(name, domain, inputs.registered_prompts(name))}
+    sources = {"": find_prompts(name, domain, inputs.registered_prompts(name))}
     if domain.eval is not None and domain.eval.prompts is not None:
         sources[" (eval)"] = domain.eval.prompts
     hashes: dict[str, str] = {}

@@ -98,7 +98,8 @@ class FlightPool:
 
         Raises: RunError if the server cannot be reached, refuses the token, or serves something else.
         """
-        hello = self._call_with_retry("hello", self._spec.start_timeout_s, self._request_hello)
+        timeout_s = self._spec.start_timeout_s
+        hello = self._call_with_retry("hello", timeout_s, self._request_hello)
         self._refuse_mismatch(hello)
         self._identity = hello.compute_identity()
         self._served_teachers = {(d, t.name): t for d in self._routes for t in hello.domains[d]}
@@ -107,9 +108,7 @@ class FlightPool:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
             if self._sends_heads and key not in self._heads:
                 rule = hello.heads[key].to_logit_rule()
-                head_V_D = self._call_with_retry(
-                    "head", self._spec.start_timeout_s, partial(self._request_head, key, rule)
-                )
+                head_V_D = self._call_with_retry("head", timeout_s, partial(self._request_head, key, rule))
                 self._heads[key] = HeadSource(
                     key=key, rule=rule, handle=cluster.StoredValue(cluster.put_object(head_V_D))
                 )

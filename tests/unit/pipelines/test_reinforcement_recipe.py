@@ -15,7 +15,7 @@ from opd.config.guard import merge_guard
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
-from pipelines.reinforce import build_pipeline, make_expert_record
+from pipelines.reinforce import build_pipeline, record_expert
 from pipelines.specs import critic_options
 
 VALID: dict[str, Any] = {
@@ -138,7 +138,7 @@ def test_beside_the_base_every_weight_and_limit_grows_alike() -> None:
 def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     def record(**changes: Any) -> dict[str, Any]:
         spec = spec_of(**changes)
-        return make_expert_record(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash")
+        return record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash")
 
     same = [{"checkpoint": {"every": 3}}, {"runs": "elsewhere"}, {"monitors": {"length": {"warn": None}}}]
     assert all(record(**change) == record() for change in same)
@@ -146,15 +146,13 @@ def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     for kind in ({}, {"columns": {"answer": "solution"}}, {"limit": 5}):
         mapping["experts"]["answer"] |= {"prompts": {"path": "s.jsonl", **kind}}
         spec = validate_section(ReinforceSpec, mapping, "s.yaml")
-        assert (make_expert_record(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (
-            not kind
-        )
+        assert (record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
     other = [{"seed": 1}, {"method": "rloo"}, {"kl_to_base": 0.1}, {"trainer": {"steps": 10, "lr": 1e-4}}]
     assert all(record(**change) != record() for change in other)
     moved = changed()
     moved["experts"]["answer"] |= {"prompts": "moved.jsonl"}
     spec = validate_section(ReinforceSpec, moved, "s.yaml")
-    assert make_expert_record(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()
+    assert record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()
 
 
 def refusal(data: dict[str, Any]) -> str:
@@ -213,7 +211,7 @@ def test_a_guard_holds_for_experts_with_an_environment_unless_they_switch_it_off
     config = build_pipeline(spec_of(guard={}, experts=experts), "guess")
     found = merge_guard(config.guard, config.domains["number"].guard)
     assert found is not None and (found.workdir, found.on_hit) == ("/box", "negative")
-    assert "guard" in make_expert_record(config, spec, {}, "hash") and "guard" not in make_expert_record(
+    assert "guard" in record_expert(config, spec, {}, "hash") and "guard" not in record_expert(
         build_pipeline(spec_of(), "guess"), spec, {}, "hash"
     )
     experts["guess"]["guard"] = False
