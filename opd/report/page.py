@@ -7,13 +7,13 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from opd.evaluation.evaluator import MERGED
 from opd.records.scores import ScoredAnswer
+from opd.records.sums import mean_or_none
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
@@ -292,8 +292,7 @@ def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    rows = [[value for value in row if value is not None] for row in zip(*curves.values(), strict=True)]
-    return [fmean(row) if row else None for row in rows]
+    return [mean_or_none(row) for row in zip(*curves.values(), strict=True)]
 
 
 def _time_plots(report: Mapping[str, Any]) -> list[Plot]:

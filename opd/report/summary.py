@@ -11,6 +11,7 @@ from typing import Any
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
+from opd.records.sums import mean_or_none
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answer_stats, latest_exam, success_by_length
@@ -101,7 +102,7 @@ def _summarise_gains(
     recovered = [d["headroom"] for d in domains.values() if d["headroom"] is not None]
     return {
         "domains": domains,
-        "mean_headroom": fmean(recovered) if recovered else None,
+        "mean_headroom": mean_or_none(recovered),
         "worst_headroom": min(recovered) if recovered else None,
     }
 
@@ -187,7 +188,7 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
     gains = [values["after"] - values["before"] for values in in_round["domains"].values()]
     return summary | {
         "domains": in_round["domains"],
-        "mean_gain": fmean(gains) if gains else None,
+        "mean_gain": mean_or_none(gains),
         "mean_headroom": cumulative["mean_headroom"],
         "mean_headroom_interval": _mean_interval(run.before, round_files.expert, round_files.after),
         "mean_headroom_in_round": in_round["mean_headroom"],
@@ -450,15 +451,14 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
         interval = _mean_interval(run.before, run.expert, group[0])
     domains = sorted({d for g in gains for d in g["domains"]})
     tokens = [result.tokens for result in group if result.tokens is not None]
-    worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]
     return {
         "method": group[0].method,
         "label": group[0].label,
         "token_share": group[0].token_share,
         "tokens": round(fmean(tokens)) if tokens else None,
         "seeds": len(group),
-        "mean_headroom": fmean(shares) if shares else None,
-        "worst_headroom": fmean(worst) if worst else None,
+        "mean_headroom": mean_or_none(shares),
+        "worst_headroom": mean_or_none(g["worst_headroom"] for g in gains),
         "interval": interval,
         "accuracy": {d: fmean(g["domains"][d]["after"] for g in gains if d in g["domains"]) for d in domains},
         "stale": next((reason for result in group if (reason := explain_stale_baseline(result, run))), None),
