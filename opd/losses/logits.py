@@ -30,7 +30,9 @@ def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: 
     return torch.cat(parts) if parts else torch.zeros(0)
 
 
-def top_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, k: int, rule: LogitRule, chunk: int = 512) -> tuple[Tensor, Tensor]:
+def top_logprobs(
+    hidden_N_D: Tensor, head_V_D: Tensor, k: int, rule: LogitRule, chunk: int = 512
+) -> tuple[Tensor, Tensor]:
     """Return [N, K] the ids of the `k` likeliest tokens, or of all if they are fewer, and [N, K] their log-probs, float32, computed a chunk
     of logits at a time."""
     tops = [

@@ -19,7 +19,9 @@ from pipelines.sizing.memory import HostMemoryNeed, estimate_memory, format_gib,
 from pipelines.sizing.models import MergeModels
 from pipelines.sizing.target_log import describe_log
 
-UNREAD = "weights and tokenizers are not all here: models are checked by their configurations, prompts by their first rows"
+UNREAD = (
+    "weights and tokenizers are not all here: models are checked by their configurations, prompts by their first rows"
+)
 PHASES: dict[PhaseName, str] = {
     "writing": "engines write",
     "computing": "teachers score, ranks train",

@@ -22,8 +22,6 @@ def refuse_on_cluster(config: PipelineConfig, spec: ClusterSpec) -> None:
         Node(id=str(number), address=f"machine {number}", is_local=number == 0, has=has, labels={NODE: str(number)})
         for number in range(spec.machines)
     ]
-    anywhere = {
-        role: section.model_copy(update={"label_selector": {}, "resources": {}}) for role, section in placement
-    }
+    anywhere = {role: section.model_copy(update={"label_selector": {}, "resources": {}}) for role, section in placement}
     cluster = config.cluster.model_copy(update={"placement": PlacementConfig(**anywhere)})
     refuse_on_nodes(config.model_copy(update={"cluster": cluster}), nodes)

@@ -159,9 +159,7 @@ def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFa
     return list(dict.fromkeys(rooms))
 
 
-def refuse_crowded_gpus(
-    config: PipelineConfig, models: MergeModels, machine: MachineFacts | None = None
-) -> list[str]:
+def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None = None) -> list[str]:
     """Check the memory of the GPUs of `machine`, by default of this one, and return sentences that the user should read although nothing
     is wrong.
 
@@ -170,10 +168,8 @@ def refuse_crowded_gpus(
     roles = gpu_roles(config, models)
     if not roles:
         return []
-    if machine is not None:
-        sizes = list(machine.gpus)
-    else:
-        sizes = gpu_sizes() if config.cluster.address == LOCAL else []
+    seen = gpu_sizes() if machine is None and config.cluster.address == LOCAL else []
+    sizes = seen if machine is None else machine.gpus
     if machine is None and not sizes:
         reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
         crowded = max(place_roles(roles), key=len)

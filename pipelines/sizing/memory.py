@@ -190,7 +190,8 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
     checkpoint, summed = STATE_COPY * models.trained, summed_bytes(config, models.trained)
-    export = largest * _exported_width(config, models)
+    # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
+    export = largest * (8 if models.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
         HostMemoryNeed(
             part="trainer: weights, gradients, AdamW",
@@ -353,17 +354,20 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     )
 
 
-def _exported_width(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that a rank adds for each number of a gathered weight that it writes or sends: a copy in the files' form, or what
-    an adapter adds to it and the weight itself, both in float32."""
-    return 8 if models.lora else DTYPE_BYTES[config.trainer.dtype]
-
-
 def sending_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the most bytes that one rank on a GPU adds in a push: a gathered weight with its copy, and the two buffers of a direct push;
-    or what it gathers afterwards, to score the probe."""
-    largest = models.read_body(models.student).largest
-    exported = largest * (DTYPE_BYTES[config.trainer.dtype] + _exported_width(config, models))
+    """Return the most bytes that one rank on a GPU adds in a push: a gathered weight, what is made of it, and the two buffers of a direct
+    push; or what it gathers afterwards, to score the probe.
+
+    Of a LoRA student that is what an adapter adds to the weight and the weight itself, both in float32. Of a mixture it is a copy of the
+    two first matrices of a layer's experts, which the files have apart.
+    """
+    width, matrix, largest = (
+        DTYPE_BYTES[config.trainer.dtype],
+        _largest_matrix(models),
+        models.read_body(models.student).largest,
+    )
+    fused = 2 * largest // 3 if largest > matrix and not models.lora else 0
+    exported = max(matrix, fused) * width + (8 * matrix if models.lora else fused * width)
     buffers = 2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0
     return max(exported + buffers, gathered_bytes(config, models))
 
@@ -371,14 +375,23 @@ def sending_bytes(config: PipelineConfig, models: MergeModels) -> int:
 def receiving_bytes(config: PipelineConfig, models: MergeModels, devices: int) -> int:
     """Return the most bytes that each GPU of an engine of `devices` GPUs adds in a push: its part of the layer that vLLM fills before it
     replaces the old one, and of a direct push the buckets whose layers are not complete."""
-    layer = models.read_body(models.student).largest * DTYPE_BYTES[config.rollout.dtype] // devices
+    body = models.read_body(models.student)
+    # vLLM keeps the two first matrices of an MLP as one, and the experts of a layer.
+    layer = max(2 * models.student.hidden_size * body.widest, 0 if models.lora else body.largest)
+    layer = layer * DTYPE_BYTES[config.rollout.dtype] // devices
     return layer + (2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0)
 
 
 def bucket_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes of a bucket of a push: it has room for the largest weight."""
+    """Return the bytes of a bucket of a push: it has room for the largest matrix."""
     width = DTYPE_BYTES[config.trainer.dtype]
-    return max(min(models.pushed * width, BUCKET_BYTES), models.read_body(models.student).largest * width)
+    return max(min(models.pushed * width, BUCKET_BYTES), _largest_matrix(models) * width)
+
+
+def _largest_matrix(models: MergeModels) -> int:
+    """Return the parameters of the largest matrix that a push sends. Embedding and head of a LoRA student are not sent."""
+    rows = 0 if models.lora else models.student.vocab_rows
+    return max(models.read_body(models.student).widest, rows) * models.student.hidden_size
 
 
 def widest_unit(config: PipelineConfig) -> int:

@@ -49,7 +49,8 @@ def experts_config(student: Path, teachers: dict[str, Any], **trainer: Any) -> P
 
 
 @pytest.mark.parametrize(
-    "payload", ["hidden_states", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sampled_logprobs", "top_k"))]
+    "payload",
+    ["hidden_states", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sampled_logprobs", "top_k"))],
 )
 def test_ranks_say_what_scoring_workers_say_and_go_on_bit_for_bit(
     ray: None, tmp_path: Path, make_model_dir: Make, payload: str

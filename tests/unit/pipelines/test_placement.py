@@ -215,9 +215,14 @@ def test_a_divided_engine_is_reached_directly_on_one_node_alone(config: Pipeline
     gpus, alone = {"rollout_gpus": 1, "trainer_gpus": 1}, node("10.0.0.1", here=True, gpu=8)
     direct = changed(config, gpus, sync={"kind": "direct"}, rollout={"tensor_parallel_size": 2})
     refuse_on_nodes(direct, [alone])
-    with pytest.raises(ConfigError, match=r"^sync\.kind\n  found:  direct with rollout\.tensor_parallel_size 2 on 2 nodes"):
+    with pytest.raises(
+        ConfigError, match=r"^sync\.kind\n  found:  direct with rollout\.tensor_parallel_size 2 on 2 nodes"
+    ):
         refuse_on_nodes(direct, [alone, node("10.0.0.2", gpu=8)])
-    for possible in (changed(direct, gpus, sync={"kind": "network"}), changed(direct, gpus, rollout={"tensor_parallel_size": 1})):
+    for possible in (
+        changed(direct, gpus, sync={"kind": "network"}),
+        changed(direct, gpus, rollout={"tensor_parallel_size": 1}),
+    ):
         refuse_on_nodes(possible, [alone, node("10.0.0.2", gpu=8)])
 
 

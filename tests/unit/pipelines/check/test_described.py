@@ -34,6 +34,7 @@ def on_gpus(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A merge with all roles on one GPU; this machine has none."""
     monkeypatch.chdir(world.root)
     world.data["cluster"] = dict(GPUS)
+    world.data["trainer"]["ranks"] = 1
     world.data["rollout"]["gpu_memory_utilization"] = 0.3
     return world
 
@@ -139,6 +140,4 @@ def test_every_round_is_checked(on_gpus: Any) -> None:
 
 
 def test_a_spec_that_is_not_there_is_refused(world: Any) -> None:
-    refused(
-        CliRunner().invoke(app, ["check", str(world.write()), "--cluster", "none.yaml"]), "none.yaml", "1-gpu-24gb"
-    )
+    refused(CliRunner().invoke(app, ["check", str(world.write()), "--cluster", "none.yaml"]), "none.yaml", "1-gpu-24gb")

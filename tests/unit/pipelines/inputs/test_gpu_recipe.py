@@ -64,14 +64,18 @@ def test_check_accepts_the_recipe_on_its_machine_with_the_sums_of_the_page(name:
     (report,) = check_on_cluster(load_pipeline(described / f"{name}.yaml"), load_spec(SPECS[name]))
     gpu = ", ".join(f"{float(needed):.1f}" for _, _, needed, _ in report.gpus)
     host = round(sum(need.nbytes for need in report.memory) / GIB)
-    there = report.gpus[0][-1].rstrip("0").removesuffix(".")
+    there = f"{float(report.gpus[0][-1]):.1f}"
     row = f"| `{SPECS[name]}` | {gpu} | {there} | {host:,} of {report.machine.memory // GIB:,} |"
     assert row in PAGE.read_text(encoding="utf-8"), row
 
 
 @pytest.mark.parametrize(
     ("name", "spec", "field"),
-    [("one-gpu", "1-gpu-24gb", "rollout.gpu_memory_utilization"), ("eight", "1-gpu-80gb", "cluster")],
+    [
+        ("one-gpu", "1-gpu-24gb", "rollout.gpu_memory_utilization"),
+        ("eight", "1-gpu-80gb", "memory"),
+        ("sixteen", "8-gpus", "cluster"),
+    ],
 )
 def test_on_a_smaller_machine_the_recipe_is_refused(name: str, spec: str, field: str, described: Path) -> None:
     refused = CliRunner().invoke(app, ["check", f"{name}.yaml", "--cluster", spec])

@@ -240,16 +240,16 @@ def test_a_push_wakes_the_weights_alone_and_adds_what_is_on_its_way(monkeypatch:
 
 def test_buffers_of_a_direct_push_are_on_the_gpu_and_others_are_not(inputs: Any) -> None:
     config, found = on_one_gpu(inputs[0], rollout={"sleep": True}), inputs[1]
-    largest, bucket = 4 * found.read_body(found.student).largest, 4 * PARAMETERS
+    largest, layer, bucket = 4 * 64 * 128, 2 * 4 * 64 * 128, 4 * PARAMETERS
     engine, _, rank = gpu_roles(config, found)
     assert config.push_kind == "direct"
     assert (engine.weights, engine.pushing, rank.pushing) == (
         4 * PARAMETERS,
-        largest + 2 * bucket,
+        layer + 2 * bucket,
         2 * largest + 2 * bucket,
     )
     engine, _, rank = gpu_roles(changed(config, sync={"kind": "network"}), found)
-    assert (engine.pushing, rank.pushing) == (largest, max(2 * largest, 4 * PARAMETERS))
+    assert (engine.pushing, rank.pushing) == (layer, max(2 * largest, 4 * PARAMETERS))
 
 
 def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
