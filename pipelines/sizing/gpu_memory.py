@@ -385,7 +385,7 @@ def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str
     if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
     if worst.name == "pushing":
-        ways.append("set sync.kind to network, whose buffers are in the machine's memory")
+        ways.append("set sync.kind to network if it is direct: its buffers are in the machine's memory")
     else:
         ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
     ways.append("give roles GPUs of their own")

@@ -235,7 +235,7 @@ def test_a_push_wakes_the_weights_alone_and_adds_what_is_on_its_way(monkeypatch:
     assert pushing.total(80 * GIB) == 2 * CONTEXT + 72 * GIB
     with pytest.raises(ConfigError, match="engine that takes new weights") as refused:
         gpu_memory._refuse_crowded_gpu([engine, trainer], 70 * GIB)
-    assert "fix:    set sync.kind to network, whose buffers" in str(refused.value)
+    assert "fix:    set sync.kind to network if it is direct: its buffers" in str(refused.value)
 
 
 def test_buffers_of_a_direct_push_are_on_the_gpu_and_others_are_not(inputs: Any) -> None:
