@@ -157,7 +157,27 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
     if config.cluster.address == LOCAL:
         return
     with cluster.ray_session(config.cluster, 0):
-        refuse_impossible_placement(list_worker_groups(config), local_worker_names(config), cluster.list_nodes())
+        refuse_on_nodes(config, cluster.list_nodes())
+
+
+def refuse_on_nodes(config: PipelineConfig, nodes: Sequence[Node]) -> None:
+    """Refuse a pipeline whose workers these nodes can never hold, or cannot send new weights between. Raises: ConfigError."""
+    _refuse_unreached_engines(config, nodes)
+    refuse_impossible_placement(list_worker_groups(config), local_worker_names(config), nodes)
+
+
+def _refuse_unreached_engines(config: PipelineConfig, nodes: Sequence[Node]) -> None:
+    """Refuse direct pushes to engines of several processes if rank 0 may be on another node: the processes of such an engine use NCCL and
+    gloo through loopback alone. Raises: ConfigError."""
+    size = config.rollout.tensor_parallel_size
+    if config.push_kind == "direct" and size > 1 and len(nodes) > 1:
+        raise ConfigError.at(
+            "sync.kind",
+            found=f"direct with rollout.tensor_parallel_size {size} on {len(nodes)} nodes",
+            wanted="network or shared_memory: the processes of a divided engine connect through loopback alone, which no other node "
+            "reaches",
+            fix="set sync.kind to network; or to shared_memory, which has trainer rank 0 and all engines on this machine",
+        )
 
 
 def reserve_places(

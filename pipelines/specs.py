@@ -226,7 +226,9 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
         )
         for name, weights in base_teacher_weights(config, scoring).items()
     )
-    return BaseScoring(teachers=on_base, payload=config.teachers.payload) if on_base else None
+    if not on_base:
+        return None
+    return BaseScoring(teachers=on_base, payload=config.teachers.payload, top_k=config.objective.top_k)
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:

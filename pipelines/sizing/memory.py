@@ -31,7 +31,7 @@ from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.routes import RoutedExpert
-from pipelines.sizing.machine import machine_bytes
+from pipelines.sizing.machine import MachineFacts, machine_bytes
 from pipelines.sizing.models import MergeModels
 from teachers.scorers import SCORE_TOKENS
 
@@ -89,8 +89,13 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMem
 
 def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
     """Return the sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
+    return _describe_excess(needs, limit) if config.cluster.address == LOCAL else None
+
+
+def _describe_excess(needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
+    """Return the sum in words if it is more than `limit`; None if it fits."""
     total = sum(need.nbytes for need in needs)
-    if total <= limit or config.cluster.address != LOCAL:
+    if total <= limit:
         return None
     lines = " + ".join(f"{format_gib(need.nbytes)} {need.part}" for need in sorted(needs, key=lambda n: -n.nbytes))
     return f"about {format_gib(total)} GiB of memory for a machine with {format_gib(limit)}: {lines}"
@@ -103,15 +108,18 @@ def suggest_fix(needs: Sequence[HostMemoryNeed]) -> str:
     return f"lower {', '.join(keys)}"
 
 
-def refuse_too_large(config: PipelineConfig, models: MergeModels) -> None:
-    """Raises: ConfigError with the sum if the merge does not fit into this machine."""
+def refuse_too_large(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None = None) -> None:
+    """Raises: ConfigError with the sum if the merge does not fit into `machine`, by default this one."""
     needs = estimate_memory(config, models)
-    shortage = describe_shortage(config, needs, machine_bytes())
+    if machine is None:
+        shortage = describe_shortage(config, needs, machine_bytes())
+    else:
+        shortage = _describe_excess(needs, machine.memory)
     if shortage is not None:
         raise ConfigError.at(
             "memory",
             found=shortage,
-            wanted="a merge that fits into this machine",
+            wanted=f"a merge that fits into {'this machine' if machine is None else 'the machines of the cluster spec'}",
             fix=f"{suggest_fix(needs)}; or use a larger machine",
         )
 
@@ -137,8 +145,8 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) 
             )
 
 
-def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
-    """Return part, GiB, keys; the last rows are the sum and the machine's memory."""
+def need_rows(needs: Sequence[HostMemoryNeed], machine: MachineFacts | None = None) -> list[tuple[str, str, str]]:
+    """Return part, GiB, keys; the last rows are the sum and the memory of `machine`, by default this one."""
     rows = [(need.part, format_gib(need.nbytes), need.knobs) for need in needs]
     if any(need.ranks for need in needs):
         rows.append(
@@ -147,7 +155,9 @@ def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
     return [
         *rows,
         ("together", format_gib(sum(n.nbytes for n in needs)), ""),
-        ("this machine", format_gib(machine_bytes()), ""),
+        ("this machine", format_gib(machine_bytes()), "")
+        if machine is None
+        else ("the cluster spec", format_gib(machine.memory), ""),
     ]
 
 
@@ -342,6 +352,46 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
         + LOGIT_COPIES * config.objective.chunk * student.vocab_size
         + 4 * head
     )
+
+
+def sending_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the most bytes that one rank on a GPU adds in a push: a gathered weight, what is made of it, and the two buffers of a direct
+    push; or what it gathers afterwards, to score the probe.
+
+    Of a LoRA student that is what an adapter adds to the weight and the weight itself, both in float32. Of a mixture it is a copy of the
+    two first matrices of a layer's experts, which the files have apart.
+    """
+    width, matrix, largest = (
+        DTYPE_BYTES[config.trainer.dtype],
+        _largest_matrix(models),
+        models.read_body(models.student).largest,
+    )
+    fused = 2 * largest // 3 if largest > matrix and not models.lora else 0
+    exported = max(matrix, fused) * width + (8 * matrix if models.lora else fused * width)
+    buffers = 2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0
+    return max(exported + buffers, gathered_bytes(config, models))
+
+
+def receiving_bytes(config: PipelineConfig, models: MergeModels, devices: int) -> int:
+    """Return the most bytes that each GPU of an engine of `devices` GPUs adds in a push: its part of the layer that vLLM fills before it
+    replaces the old one, and of a direct push the buckets whose layers are not complete."""
+    body = models.read_body(models.student)
+    # vLLM keeps the two first matrices of an MLP as one, and the experts of a layer.
+    layer = max(2 * models.student.hidden_size * body.widest, 0 if models.lora else body.largest)
+    layer = layer * DTYPE_BYTES[config.rollout.dtype] // devices
+    return layer + (2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0)
+
+
+def bucket_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of a bucket of a push: it has room for the largest matrix."""
+    width = DTYPE_BYTES[config.trainer.dtype]
+    return max(min(models.pushed * width, BUCKET_BYTES), _largest_matrix(models) * width)
+
+
+def _largest_matrix(models: MergeModels) -> int:
+    """Return the parameters of the largest matrix that a push sends. Embedding and head of a LoRA student are not sent."""
+    rows = 0 if models.lora else models.student.vocab_rows
+    return max(models.read_body(models.student).widest, rows) * models.student.hidden_size
 
 
 def widest_unit(config: PipelineConfig) -> int:
@@ -561,7 +611,7 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
     if config.push_kind == "shared_memory":
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from that, in the end all of it.
-    bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
+    bucket = bucket_bytes(config, models)
     if config.push_kind == "direct":
         # Rank 0 has two buffers, and an engine the buckets whose layers are not complete; on GPUs these are not the host's.
         return previous + (0 if config.cluster.trainer_gpus else (2 + 2 * config.rollout.workers) * bucket)

@@ -18,6 +18,7 @@ from pipelines.placement import (
     list_worker_groups,
     local_worker_names,
     refuse_impossible_placement,
+    refuse_on_nodes,
     refuse_unplaceable,
     reserve_places,
 )
@@ -210,6 +211,21 @@ def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.Mo
     assert reserve_places(alone) == {} and reserved == []
     assert reserve_places(changed(alone, SHARES | {"trainer_gpus": 1})) == {}
     assert names(reserved) == [("rollout worker 0", "teacher worker 0")], "only GPUs that roles share"
+
+
+def test_a_divided_engine_is_reached_directly_on_one_node_alone(config: PipelineConfig) -> None:
+    gpus, alone = {"rollout_gpus": 1, "trainer_gpus": 1}, node("10.0.0.1", here=True, gpu=8)
+    direct = changed(config, gpus, sync={"kind": "direct"}, rollout={"tensor_parallel_size": 2})
+    refuse_on_nodes(direct, [alone])
+    with pytest.raises(
+        ConfigError, match=r"^sync\.kind\n  found:  direct with rollout\.tensor_parallel_size 2 on 2 nodes"
+    ):
+        refuse_on_nodes(direct, [alone, node("10.0.0.2", gpu=8)])
+    for possible in (
+        changed(direct, gpus, sync={"kind": "network"}),
+        changed(direct, gpus, rollout={"tensor_parallel_size": 1}),
+    ):
+        refuse_on_nodes(possible, [alone, node("10.0.0.2", gpu=8)])
 
 
 @pytest.mark.parametrize(

@@ -831,7 +831,6 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
     [
         ({"student": {"model": "base"}}, "teachers.engine", "trainer without student.lora"),
         ({"cluster": {"teacher_gpus": 1}}, "cluster.teacher_gpus", "1 with teachers.engine trainer"),
-        ({"teachers": {"engine": "trainer", "payload": "top_k"}}, "teachers.payload", "'top_k'"),
         ({"teachers": {"engine": "trainer", "workers": 2}}, "teachers.workers", "2, with teachers.engine trainer"),
         (
             {
@@ -846,6 +845,8 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
 def test_what_goes_not_with_teachers_on_the_students_base(change: dict[str, Any], where: str, found: str) -> None:
     lora = {"student": {"model": "base", "lora": {}}, "teachers": {"engine": "trainer"}}
     validate_section(PipelineConfig, VALID | lora, "p.yaml")
+    likeliest = {"teachers": {"engine": "trainer", "payload": "top_k"}, "objective": {"kind": "top_k"}}
+    validate_section(PipelineConfig, VALID | lora | likeliest, "p.yaml")
     message = refusal(VALID | lora | change)
     assert message.startswith(f"p.yaml: {where}\n  found:  {found}"), message
 
