@@ -15,6 +15,6 @@ def test_nearly_every_part_is_taken_while_a_round_trains(tokens: int) -> None:
     assert timeline.step_s < 0.9 * timeline.apart_s
 
 
-def test_a_queue_of_less_than_a_round_overlaps_nothing() -> None:
+def test_a_queue_of_less_than_a_round_overlaps_next_to_nothing() -> None:
     timeline = simulate_step(workload("trainer.micro_batch_tokens=16384", "teachers.queue=256MiB"))
-    assert timeline.overlapped == 0
+    assert timeline.overlapped < 0.01 * timeline.parts
