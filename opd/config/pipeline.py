@@ -410,11 +410,12 @@ def is_overlapped(config: PipelineConfig) -> bool:
 
 
 def has_short_first_round(config: PipelineConfig) -> bool:
-    """Return True if the first round of micro-batches is short, so that training soon begins: if teachers score elsewhere meanwhile.
+    """Return True if the first round of micro-batches is short, so that training soon begins: if ranks have whole GPUs, and rows are
+    scored elsewhere.
 
     `schedule.overlap` does not count, because a run may go on with another value, and must end with the same weights.
     """
-    return config.cluster.trainer_gpus >= 1
+    return config.cluster.trainer_gpus >= 1 and not isinstance(config.teachers, TrainerTeachers | NoTeachers)
 
 
 def max_staleness(config: PipelineConfig) -> int:

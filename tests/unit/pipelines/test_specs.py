@@ -131,6 +131,8 @@ def test_the_first_round_is_short_where_teachers_score_elsewhere_whether_or_not_
         return trainer_spec(config(cluster=cluster, schedule={"overlap": overlap}), 76).short_first
 
     assert [short(gpus, overlap) for gpus in (0, 0.5, 1) for overlap in (False, True)] == [False] * 4 + [True] * 2
+    own = config(teachers={"engine": "trainer"}, student={"model": "base", "lora": {}})
+    assert not trainer_spec(own, 76).short_first, "the ranks score themselves"
 
 
 def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:
