@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, sync_tolerance
+from opd.config import PipelineConfig, has_short_first_round, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -118,6 +118,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.shares_prefixes,
+        short_first=has_short_first_round(config),
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,

@@ -409,6 +409,15 @@ def is_overlapped(config: PipelineConfig) -> bool:
     return bool(gpus) or config.teachers.elsewhere
 
 
+def has_short_first_round(config: PipelineConfig) -> bool:
+    """Return True if the first round of micro-batches is short, so that training soon begins: if ranks have whole GPUs, and rows are
+    scored elsewhere.
+
+    `schedule.overlap` does not count, because a run may go on with another value, and must end with the same weights.
+    """
+    return config.cluster.trainer_gpus >= 1 and not isinstance(config.teachers, TrainerTeachers | NoTeachers)
+
+
 def max_staleness(config: PipelineConfig) -> int:
     """Return `schedule.max_staleness`, or its default for the mode."""
     configured = config.schedule.max_staleness

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, has_short_first_round
 from opd.config.sections import MAX_UNSHARDED
 from opd.config.teachers import TrainerTeachers, TransformersTeachers
 from opd.models.packing import pack_into_rows
@@ -200,7 +200,9 @@ class PhaseCosts:
         trainer, config = self.hardware.trainer, self.config
         units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
         sizes = [unit for unit, _ in units.values()]
-        plan = plan_micro_batches(sizes, trainer.workers, config.trainer.micro_batch_tokens)
+        plan = plan_micro_batches(
+            sizes, trainer.workers, config.trainer.micro_batch_tokens, short_first=has_short_first_round(config)
+        )
         # The plan also names a tree's other samples, which are among no units: the tree counts once.
         ranks = [[[units[sample_id] for sample_id in part if sample_id in units] for part in rank] for rank in plan]
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))

@@ -30,7 +30,7 @@ from opd.models.packing import compute_tree_limit, count_columns
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.routes import RoutedExpert
+from pipelines.routes import RoutedExpert, start_student_weights
 from pipelines.sizing.machine import MachineFacts, machine_bytes
 from pipelines.sizing.models import MergeModels
 from teachers.scorers import SCORE_TOKENS
@@ -346,12 +346,15 @@ def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
     if trainer.sequence_parallel_size > 1:
         values += EXCHANGE_COPIES * student.hidden_size
     head = 0 if models.lora else student.vocab_size * student.hidden_size
-    return (
-        tokens * values * width
-        + tree_mask_bytes(config, tokens)
-        + LOGIT_COPIES * config.objective.chunk * student.vocab_size
-        + 4 * head
-    )
+    return tokens * values * width + tree_mask_bytes(config, tokens) + logits_bytes(config, models) + 4 * head
+
+
+def logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that a chunk of the loss needs; of a mixture's teachers each has logits of its own."""
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    most_teachers += bool(start_student_weights(config))  # with which the trainer itself scores
+    values = config.objective.chunk * models.student.vocab_size
+    return (LOGIT_COPIES + (most_teachers - 1) * DTYPE_BYTES[config.trainer.dtype]) * values
 
 
 def sending_bytes(config: PipelineConfig, models: MergeModels) -> int:

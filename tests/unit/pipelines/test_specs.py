@@ -123,6 +123,18 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         assert made(device_map="auto")[2].scorer.device_map == "auto"
 
 
+def test_the_first_round_is_short_where_teachers_score_elsewhere_whether_or_not_they_overlap() -> None:
+    """`schedule.overlap` may be changed when a run goes on, and the weights must not depend on it."""
+
+    def short(gpus: float, overlap: bool) -> bool:
+        cluster = {"rollout_gpus": gpus and 1 - gpus % 1, "trainer_gpus": gpus}
+        return trainer_spec(config(cluster=cluster, schedule={"overlap": overlap}), 76).short_first
+
+    assert [short(gpus, overlap) for gpus in (0, 0.5, 1) for overlap in (False, True)] == [False] * 4 + [True] * 2
+    own = config(teachers={"engine": "trainer"}, student={"model": "base", "lora": {}})
+    assert not trainer_spec(own, 76).short_first, "the ranks score themselves"
+
+
 def test_requests_that_begin_alike_are_kept_in_small_blocks() -> None:
     def shared(**changes: Any) -> bool:
         return rollout_spec(config(**changes), Path("base"), 76, (2,)).engine.share_prompts

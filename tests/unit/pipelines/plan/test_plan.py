@@ -110,7 +110,10 @@ def test_a_start_student_that_the_ranks_ask_is_their_work_and_not_the_teachers()
     assert seconds(without)["train"] < seconds(asked)["train"]
     before, after = ({one.what: one.nbytes for one in made.traffic} for made in (without, asked))
     assert after.pop("gathered weights") == 1.5 * before.pop("gathered weights") and after == before
-    assert asked.memory == without.memory
+    other, memory = (held(made, "trainer rank") for made in (without, asked))
+    work = "activations and logits of a micro-batch"
+    assert memory == other | {work: other[work] + 2 * 1024 * 152_064}, "its logits of a chunk"
+    assert held(asked, "scoring worker") == held(without, "scoring worker")
 
 
 def test_lora_experts_on_the_students_base_are_the_ranks_work_and_need_no_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,20 @@ def test_a_start_student_that_the_trainer_asks_is_in_memory_once(world: Any) -> 
     without = lines((config, read_inputs(config)))
     world.data["objective"] = {"extrapolate": 1.25}
     config = load_pipeline(world.write())
-    assert lines((config, read_inputs(config))) == without
+    work = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    # Its logits are beside the expert's in a chunk of the loss.
+    logits = config.trainer.ranks * 4 * config.objective.chunk * VOCABULARY
+    assert lines((config, read_inputs(config))) == without | {work: without[work] + logits}
+
+
+def test_each_teacher_of_a_mixture_has_logits_in_a_chunk(world: Any) -> None:
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    domain, (alone,) = next((d, t) for d, t in inputs.scoring.items() if len(t) == 1)
+    values = config.objective.chunk * inputs.student.vocab_size
+    for teachers in (1, 4):
+        mixture = replace(inputs, scoring={domain: (alone,) * teachers})
+        assert memory.logits_bytes(config, mixture) == (20 + (teachers - 1) * 4) * values
 
 
 def test_ranks_that_score_with_adapters_keep_these_and_no_teacher(world: Any, make_adapter: Any) -> None:
