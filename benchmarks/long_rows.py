@@ -121,7 +121,9 @@ def expected_bytes(tokens: int, ranks: int, tile: int | None, model: Path) -> in
     return sum(micro_batch_parts(config, models).values())
 
 
-def read_merge(tokens: int, model: Path, trainer: dict[str, Any], objective: dict[str, Any], **others: Any) -> tuple[Any, Any]:
+def read_merge(
+    tokens: int, model: Path, trainer: dict[str, Any], objective: dict[str, Any], **others: Any
+) -> tuple[Any, Any]:
     """Return a merge of one expert with rows of `tokens` tokens, and the facts about its models from their shapes."""
     from opd.config import PipelineConfig
     from pipelines.plan.models import read_models
@@ -134,7 +136,8 @@ def read_merge(tokens: int, model: Path, trainer: dict[str, Any], objective: dic
             "domains": {"d": {"prompts": "d.jsonl"}},
             "rollout": {"max_model_len": tokens, "max_new_tokens": tokens // 4} | others.pop("rollout", {}),
             "objective": objective,
-            "teachers": {"payload": "sampled_logprobs" if objective["kind"] == "sampled" else "hidden_states"} | others.pop("teachers", {}),
+            "teachers": {"payload": "sampled_logprobs" if objective["kind"] == "sampled" else "hidden_states"}
+            | others.pop("teachers", {}),
             "trainer": {"steps": 1, "samples_per_step": 8, "gradient_checkpointing": True} | trainer,
         }
         | others
@@ -180,7 +183,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="short rows alone")
-    parser.add_argument("--plan", action="store_true", help="print what the sums say of a million tokens, and measure nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what the sums say of a million tokens, and measure nothing"
+    )
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()

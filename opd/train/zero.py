@@ -345,7 +345,9 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     if not torch.cuda.is_available():
         patch_all_gather()
     module: Any = build()
-    _disable_randomness(module, options.gradient_checkpointing, options.activation_offloading and torch.cuda.is_available())
+    _disable_randomness(
+        module, options.gradient_checkpointing, options.activation_offloading and torch.cuda.is_available()
+    )
     # Each step sets its own rate.
     optimizer = build_adamw(module, options.adamw, lr=0.0)
     leaf_classes = find_leaf_classes(module.lm, options.world_size, compiled=options.compile)

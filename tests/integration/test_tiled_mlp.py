@@ -57,7 +57,9 @@ def compare(case: dict[str, Any], rank: int) -> None:
 
 def test_ranks_with_different_numbers_of_tiles_add_the_gradients_of_whole_mlps(tmp_path: Path) -> None:
     write_student(tmp_path / "student", 2, WIDTH, torch.float32)
-    assert WIDTH**2 < MAX_UNSHARDED < WIDTH * (11 * WIDTH // 4), "weights of an MLP are sharded, and layers not gathered as one"
+    assert WIDTH**2 < MAX_UNSHARDED < WIDTH * (11 * WIDTH // 4), (
+        "weights of an MLP are sharded, and layers not gathered as one"
+    )
     plain = {"model": str(tmp_path / "student"), "lora": False, "recomputes": False, "bucket": None}
     cases = [plain, plain | {"recomputes": True}, plain | {"lora": True, "recomputes": True, "bucket": 200_000}]
     run_ranks("tests.integration.test_tiled_mlp", [[json.dumps([cases, rank])] for rank in range(RANKS)], 240)

@@ -38,8 +38,10 @@ class TensorCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == INSIDE != WIDTH:
-            self.most_rows = max(self.most_rows, result.numel() // INSIDE)
+        if isinstance(result, Tensor) and result.ndim > 1 and result.shape[-1] == INSIDE:
+            rows = result.numel() // INSIDE
+            if rows != WIDTH:  # else it is a weight, or a gradient of one
+                self.most_rows = max(self.most_rows, rows)
         return result
 
 
@@ -63,10 +65,12 @@ def train(wrapper: Any, rows: int = 1) -> tuple[Tensor, dict[str, Tensor], int, 
     """Return states, gradients, saved bytes, and the most rows of a tensor inside an MLP."""
     lm = wrapper.lm
     ids = torch.arange(rows * TOKENS).view(rows, TOKENS) % 61 + 3
+    saved = SavedBytes(lm)
     with TensorCount() as count:
-        with SavedBytes(lm) as saved:
+        with saved:
             states = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        states.square().mean().backward()
+        # Squares would not do: after a norm their mean is nearly constant, and gradients are rounding errors.
+        (states * torch.randn(states.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
     gradients = {name: param.grad for name, param in lm.named_parameters() if param.grad is not None}
     return states.detach(), gradients, sum(saved.storages.values()), count.most_rows
 
@@ -86,7 +90,7 @@ def test_tiles_give_the_same_states_and_gradients(
     assert (states - tiled_states).abs().max() <= 1e-6 * states.abs().max()
     assert gradients.keys() == tiled.keys() and len(gradients) > 10
     for name, gradient in gradients.items():
-        assert (gradient - tiled[name]).abs().max() <= 1e-6 * max(gradient.abs().max(), 1e-2), name
+        assert (gradient - tiled[name]).abs().max() <= 1e-6 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -99,7 +103,9 @@ def test_the_inside_of_an_mlp_is_there_for_one_tile_at_a_time(recompute: bool) -
     assert (whole_rows, tiled_rows) == (TOKENS, TILE)
     # Of the inside, gate, its activation, the other product and theirs are saved, each as wide.
     inside = LAYERS * 4 * TOKENS * INSIDE * 4
-    assert whole_saved - tiled_saved == (0 if recompute else inside), "checkpoints of layers save the layers' inputs alone"
+    assert whole_saved - tiled_saved == (0 if recompute else inside), (
+        "checkpoints of layers save the layers' inputs alone"
+    )
 
 
 def test_a_row_of_one_tile_is_computed_once() -> None:
@@ -120,7 +126,11 @@ def test_without_gradients_the_inside_is_there_for_one_tile_too() -> None:
 @pytest.mark.parametrize(
     ("family", "more", "message"),
     [
-        ("mixtral", {"num_local_experts": 2, "sliding_window": None}, "MixtralSparseMoeBlock, which is more than linear"),
+        (
+            "mixtral",
+            {"num_local_experts": 2, "sliding_window": None},
+            "MixtralSparseMoeBlock, which is more than linear",
+        ),
         ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 64}, "OPTDecoderLayer, which has no module `mlp`"),
     ],
 )

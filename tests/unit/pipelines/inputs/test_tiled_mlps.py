@@ -32,5 +32,5 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_recomputed_is_not_moved() -> None:
-    with pytest.raises(ConfigError, match="true without trainer.gradient_checkpointing"):
+    with pytest.raises(ConfigError, match=r"true without trainer\.gradient_checkpointing"):
         pipeline(trainer={"sequence_parallel_size": 1, "activation_offloading": True})

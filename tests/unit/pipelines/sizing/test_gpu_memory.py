@@ -371,7 +371,9 @@ def test_each_group_that_gathers_by_itself_has_a_copy_of_the_weights(inputs: tup
     assert weights == [4 * PARAMETERS, 4 * PARAMETERS + 2 * 4 * PARAMETERS]
 
 
-def test_activations_at_checkpoints_move_from_the_gpu_to_the_machines_memory(inputs: tuple[PipelineConfig, Inputs]) -> None:
+def test_activations_at_checkpoints_move_from_the_gpu_to_the_machines_memory(
+    inputs: tuple[PipelineConfig, Inputs],
+) -> None:
     config, read = inputs
     stays = changed(config, trainer={"ranks": 2, "gradient_checkpointing": True}, cluster={"trainer_gpus": 1})
     moves = changed(stays, trainer={"activation_offloading": True})

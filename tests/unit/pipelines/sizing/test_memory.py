@@ -137,7 +137,9 @@ def test_of_an_mlp_in_tiles_the_input_and_the_inside_of_one_tile_count(given: An
     config, inputs = given
 
     def parts(**trainer: Any) -> dict[str, int]:
-        changed = config.model_dump() | {"trainer": config.trainer.model_dump() | {"micro_batch_tokens": 10_080} | trainer}
+        changed = config.model_dump() | {
+            "trainer": config.trainer.model_dump() | {"micro_batch_tokens": 10_080} | trainer
+        }
         return memory.micro_batch_parts(PipelineConfig.model_validate(changed), inputs)
 
     tokens, attention, mlp = 79 * 128, 4 * 128, 3 * 192
