@@ -78,7 +78,7 @@ class TrainerConfig(Strict):
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/gpu.md#long-rows."""
+    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/long_rows.md."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -118,7 +118,7 @@ class TrainerConfig(Strict):
     """Recompute activations: less memory, a third more time."""
     activation_offloading: bool = False
     """On GPUs: keep the inputs of layers, from which activations are recomputed, in the machine's memory. Needs
-    `gradient_checkpointing`. See docs/gpu.md#long-rows."""
+    `gradient_checkpointing`. See docs/long_rows.md."""
     mlp_tile_tokens: int | None = Field(None, ge=1)
     """Most tokens that an MLP computes at a time: less memory, and its forward pass once more. Default: all of a micro-batch."""
     compile: bool = False

@@ -18,8 +18,8 @@ from tests.integration.test_large_student import kill_at, limited_opd
 from tests.integration.test_merge import records, write
 from tests.integration.test_rank_memory import write_student
 
-LAYERS, WIDTH, TOKENS = 16, 256, 6144
-LIMIT = 1500 * MIB
+LAYERS, WIDTH, TOKENS = 16, 256, 4096
+LIMIT = 1200 * MIB
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
