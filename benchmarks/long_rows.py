@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.machine import machine
 
-WIDTH, LAYERS, HEADS, VOCABULARY = 256, 4, 4, 512
+WIDTH, LAYERS, HEADS, VOCABULARY = 256, 2, 4, 512
 TILE = 512
 WAYS = ((1, None), (2, None), (2, TILE))
 """Ranks that share a row, and tokens of a tile of an MLP."""
@@ -113,13 +113,13 @@ def run_case(case: dict[str, Any]) -> dict[str, float]:
     return max((json.loads(output.splitlines()[-1]) for output in outputs), key=lambda figures: figures["bytes"])
 
 
-def expected_bytes(tokens: int, ranks: int, tile: int | None, model: Path) -> int:
-    """Return the bytes that `opd check` adds up for one rank and its micro-batch of one row."""
+def expected_bytes(tokens: int, ranks: int, tile: int | None, shape: Path) -> int:
+    """Return the bytes that `opd check` adds up for one rank and its micro-batch of one row. `shape`: directory of the model's config."""
     # The row and no other: see `pipelines.sizing.memory.count_rank_tokens`.
     trainer = {"ranks": ranks, "sequence_parallel_size": ranks, "mlp_tile_tokens": tile, "micro_batch_tokens": 16}
     from pipelines.sizing.memory import micro_batch_parts
 
-    config, models = read_merge(tokens, model, trainer, {"kind": "sampled"})
+    config, models = read_merge(tokens, shape, trainer, {"kind": "sampled"})
     return sum(micro_batch_parts(config, models).values())
 
 
@@ -206,12 +206,14 @@ def main() -> None:
             hidden_size=WIDTH, intermediate_size=11 * WIDTH // 4, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
             vocab_size=VOCABULARY, max_position_embeddings=max(lengths),
         )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(folder)
+        model, shape = Path(folder) / "model", Path(folder) / "shape"
+        LlamaForCausalLM(config).save_pretrained(model)
+        config.save_pretrained(shape)
         print("tokens  ranks  tile  MiB  expected  seconds")
         for tokens in lengths:
             for ranks, tile in WAYS:
-                figures = run_case({"model": folder, "tokens": tokens, "ranks": ranks, "tile": tile})
-                expected = expected_bytes(tokens, ranks, tile, Path(folder))
+                figures = run_case({"model": str(model), "tokens": tokens, "ranks": ranks, "tile": tile})
+                expected = expected_bytes(tokens, ranks, tile, shape)
                 rows.append({"tokens": tokens, "ranks": ranks, "tile": tile, "expected": expected} | figures)
                 mib, expected_mib = figures["bytes"] / MIB, expected / MIB
                 print(f"{tokens} {ranks} {tile} {mib:.0f} {expected_mib:.0f} {figures['seconds']:.1f}", flush=True)

@@ -62,7 +62,9 @@ def test_ranks_that_share_rows_train_and_resume_what_one_has_no_memory_for(
         return process.returncode, output
 
     alone = merge(file, "--run-dir", tmp_path / "alone", "--set", "trainer.sequence_parallel_size=1")
-    assert alone[0] == 1 and "can't allocate memory" in alone[1], alone[1][-3000:]
+    # It is torch that gets no memory, or a library of its own.
+    refused = "can't allocate memory" in alone[1] or "mmap error: 12" in alone[1]
+    assert alone[0] == 1 and refused and not records(tmp_path / "alone"), alone[1][-3000:]
 
     shared = merge(file, "--run-dir", tmp_path / "shared")
     assert shared[0] == 0, shared[1][-3000:]
