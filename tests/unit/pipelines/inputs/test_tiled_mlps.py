@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
+from opd.config import load_pipeline
 from opd.errors import ConfigError
+from pipelines.inputs.read import read_inputs
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
 from tests.unit.pipelines.inputs.test_shared_rows import SIZES, model, pipeline
 
@@ -29,6 +31,12 @@ def test_compiled_layers_are_refused(tmp_path: Path) -> None:
     lm: Any = model(tmp_path, LlamaConfig(**SIZES, **HEADS))
     with pytest.raises(ConfigError, match=r"512 with trainer\.compile"):
         refuse_tiled_mlps(pipeline(trainer=TILED | {"compile": True}), lm)
+
+
+def test_a_merge_reads_that_it_is_refused(world: Any) -> None:
+    world.data["trainer"] |= {"mlp_tile_tokens": 512, "compile": True}
+    with pytest.raises(ConfigError, match=r"trainer\.mlp_tile_tokens"):
+        read_inputs(load_pipeline(world.write()))
 
 
 def test_what_is_not_recomputed_is_not_moved() -> None:
