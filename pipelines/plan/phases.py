@@ -252,9 +252,11 @@ class PhaseCosts:
     @property
     def _body_passes(self) -> float:
         """Cost of training the body, in forward passes: 1 for the forward pass, 2 for the backward pass (1 if LoRA keeps the weights as
-        they are), and 1 more for gradient checkpointing, which runs the forward pass twice."""
+        they are), 1 more for gradient checkpointing, which runs the forward pass twice, and the MLPs' share of it for tiles."""
+        trainer, shape = self.config.trainer, self.models.student
         backward = 1.0 if self.models.merge.lora else 2.0
-        return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
+        tiled = 0.0 if trainer.mlp_tile_tokens is None else sum(p.active for p in shape.feed_forward) / shape.active
+        return 1.0 + backward + (1.0 if trainer.gradient_checkpointing else 0.0) + tiled
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
         """Return the FLOPs of all workers for each phase of a step, padding left out."""

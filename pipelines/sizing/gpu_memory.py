@@ -38,15 +38,14 @@ from pipelines.sizing.memory import (
     heads_bytes,
     micro_batch_bytes,
     offloaded_bytes,
-    receiving_bytes,
     scores_bytes,
     scoring_bytes,
-    sending_bytes,
     summed_bytes,
     teacher_sizes,
     trainer_state_bytes,
 )
 from pipelines.sizing.models import MergeModels
+from pipelines.sizing.push_memory import receiving_bytes, sending_bytes
 
 PhaseName = Literal["writing", "computing", "pushing"]
 """The time in which engines write, teachers score and the trainer trains, or new weights go to the engines."""

@@ -323,8 +323,10 @@ def offloaded_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the most bytes of weights that one rank has gathered from the others: as many as the bucket takes, and one more weight."""
-    bucket, largest = config.trainer.bucket, models.read_body(models.student).largest
+    """Return the most bytes of weights that one rank has gathered from the others: as many as the bucket takes, and one more weight, or
+    a tiled MLP, which is gathered as one."""
+    bucket, body = config.trainer.bucket, models.read_body(models.student)
+    largest = body.largest if config.trainer.mlp_tile_tokens is None else max(body.largest, body.mlp)
     most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
     return min(models.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
@@ -335,18 +337,48 @@ def summed_bytes(config: PipelineConfig, trained: int) -> int:
 
 
 def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
+    """Return the bytes that one rank adds while it works on a micro-batch."""
+    return sum(micro_batch_parts(config, models).values())
+
+
+def micro_batch_parts(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
+    """Return the bytes of each part of what one rank adds while it works on a micro-batch; parts of 0 bytes are left out."""
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
+    tokens, body, tile = count_rank_tokens(config), models.read_body(student), trainer.mlp_tile_tokens
+    recomputes, shares = trainer.gradient_checkpointing, trainer.sequence_parallel_size > 1
+    inside = body.activation_width(student.hidden_size, checkpointing=recomputes, tiled=tile is not None)
+    # Hidden states before the layer that is being recomputed wait in the machine's memory.
+    checkpoints = checkpoint_bytes(config, models) if recomputes and not moves_checkpoints(config) else 0
+    parts = {
+        "activations at checkpoints": checkpoints,
+        "activations inside a layer" if recomputes else "activations": tokens * inside * width,
+        "a tile of an MLP": min(tokens, tile or 0) * body.inside_mlps // body.blocks * width,
+        "exchange of shared rows": tokens * EXCHANGE_COPIES * student.hidden_size * width if shares else 0,
+        "attention masks of trees": tree_mask_bytes(config, tokens),
+        "logits of a chunk of the loss": logits_bytes(config, models),
+        "gradient of the output head": 0 if models.lora else 4 * student.vocab_size * student.hidden_size,
+    }
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+
+def count_rank_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens of a micro-batch that one rank computes, padding included."""
     # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
     # Ranks that share rows each have a part of the columns.
-    tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
-    body = models.read_body(student)
-    values = body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing)
-    if trainer.sequence_parallel_size > 1:
-        values += EXCHANGE_COPIES * student.hidden_size
-    head = 0 if models.lora else student.vocab_size * student.hidden_size
-    return tokens * values * width + tree_mask_bytes(config, tokens) + logits_bytes(config, models) + 4 * head
+    columns = count_columns(config.trainer.micro_batch_tokens + unit, unit)
+    return -(-columns // config.trainer.sequence_parallel_size)
+
+
+def checkpoint_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of the hidden states between layers, from which one rank recomputes a micro-batch."""
+    values = models.read_body(models.student).blocks * models.student.hidden_size
+    return count_rank_tokens(config) * values * DTYPE_BYTES[config.trainer.dtype]
+
+
+def moves_checkpoints(config: PipelineConfig) -> bool:
+    """Return True if activations at checkpoints leave the GPUs for the machine's memory."""
+    return config.trainer.activation_offloading and config.cluster.trainer_gpus > 0
 
 
 def logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
@@ -357,41 +389,13 @@ def logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
     return (LOGIT_COPIES + (most_teachers - 1) * DTYPE_BYTES[config.trainer.dtype]) * values
 
 
-def sending_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the most bytes that one rank on a GPU adds in a push: a gathered weight, what is made of it, and the two buffers of a direct
-    push; or what it gathers afterwards, to score the probe.
-
-    Of a LoRA student that is what an adapter adds to the weight and the weight itself, both in float32. Of a mixture it is a copy of the
-    two first matrices of a layer's experts, which the files have apart.
-    """
-    width, matrix, largest = (
-        DTYPE_BYTES[config.trainer.dtype],
-        _largest_matrix(models),
-        models.read_body(models.student).largest,
-    )
-    fused = 2 * largest // 3 if largest > matrix and not models.lora else 0
-    exported = max(matrix, fused) * width + (8 * matrix if models.lora else fused * width)
-    buffers = 2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0
-    return max(exported + buffers, gathered_bytes(config, models))
-
-
-def receiving_bytes(config: PipelineConfig, models: MergeModels, devices: int) -> int:
-    """Return the most bytes that each GPU of an engine of `devices` GPUs adds in a push: its part of the layer that vLLM fills before it
-    replaces the old one, and of a direct push the buckets whose layers are not complete."""
-    body = models.read_body(models.student)
-    # vLLM keeps the two first matrices of an MLP as one, and the experts of a layer.
-    layer = max(2 * models.student.hidden_size * body.widest, 0 if models.lora else body.largest)
-    layer = layer * DTYPE_BYTES[config.rollout.dtype] // devices
-    return layer + (2 * bucket_bytes(config, models) if config.push_kind == "direct" else 0)
-
-
 def bucket_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of a bucket of a push: it has room for the largest matrix."""
     width = DTYPE_BYTES[config.trainer.dtype]
-    return max(min(models.pushed * width, BUCKET_BYTES), _largest_matrix(models) * width)
+    return max(min(models.pushed * width, BUCKET_BYTES), largest_matrix(models) * width)
 
 
-def _largest_matrix(models: MergeModels) -> int:
+def largest_matrix(models: MergeModels) -> int:
     """Return the parameters of the largest matrix that a push sends. Embedding and head of a LoRA student are not sent."""
     rows = 0 if models.lora else models.student.vocab_rows
     return max(models.read_body(models.student).widest, rows) * models.student.hidden_size
@@ -520,6 +524,10 @@ def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
             offloaded += critic_state_bytes(config, models) if config.objective.has_critic else 0
             what, knobs = "trainer: state in place of GPUs", "trainer.deepspeed.zero_optimization"
             needs.append(HostMemoryNeed(part=what, nbytes=offloaded, knobs=knobs))
+        if moves_checkpoints(config):
+            nbytes = config.trainer.ranks * checkpoint_bytes(config, models)
+            what, knobs = "trainer: activations in place of GPUs", "trainer.micro_batch_tokens, trainer.ranks"
+            needs.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"

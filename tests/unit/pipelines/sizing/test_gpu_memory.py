@@ -400,6 +400,20 @@ def test_each_group_that_gathers_by_itself_has_a_copy_of_the_weights(inputs: tup
     assert weights == [4 * PARAMETERS, 4 * PARAMETERS + 2 * 4 * PARAMETERS]
 
 
+def test_activations_at_checkpoints_move_from_the_gpu_to_the_machines_memory(
+    inputs: tuple[PipelineConfig, Inputs],
+) -> None:
+    config, read = inputs
+    stays = changed(config, trainer={"ranks": 2, "gradient_checkpointing": True}, cluster={"trainer_gpus": 1})
+    moves = changed(stays, trainer={"activation_offloading": True})
+    before, after = ([role for role in gpu_roles(c, read) if role.name == "trainer rank"] for c in (stays, moves))
+    checkpoints = memory.checkpoint_bytes(stays, read)
+    assert checkpoints > 1000 * 2 * read.student.hidden_size
+    assert before[0].passing - after[0].passing == checkpoints
+    hosts = [sum(need.nbytes for need in memory.estimate_memory(c, read)) for c in (stays, moves)]
+    assert hosts[1] - hosts[0] == 2 * checkpoints
+
+
 def test_ranks_that_share_rows_hold_part_of_the_activations_and_the_exchange(
     inputs: tuple[PipelineConfig, Inputs],
 ) -> None:

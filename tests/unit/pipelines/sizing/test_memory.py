@@ -134,6 +134,29 @@ def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     assert many - few == 20 * 10_000 * VOCABULARY
 
 
+def test_of_an_mlp_in_tiles_the_input_and_the_inside_of_one_tile_count(given: Any) -> None:
+    config, inputs = given
+
+    def parts(**trainer: Any) -> dict[str, int]:
+        changed = config.model_dump() | {
+            "trainer": config.trainer.model_dump() | {"micro_batch_tokens": 10_080} | trainer
+        }
+        return memory.micro_batch_parts(PipelineConfig.model_validate(changed), inputs)
+
+    tokens, attention, mlp = 79 * 128, 4 * 128, 3 * 192
+    assert parts()["activations"] == tokens * 2 * (attention + mlp) * 4
+    tiled = parts(mlp_tile_tokens=100)
+    assert (tiled["activations"], tiled["a tile of an MLP"]) == (tokens * 2 * (attention + WIDTH) * 4, 100 * mlp * 4)
+    recomputed = parts(mlp_tile_tokens=100, gradient_checkpointing=True)
+    assert recomputed["activations inside a layer"] == tokens * (attention + WIDTH) * 4
+    assert recomputed["activations at checkpoints"] == tokens * 2 * WIDTH * 4
+    moved = {"gradient_checkpointing": True, "activation_offloading": True}
+    assert parts(**moved) == parts(gradient_checkpointing=True), "a CPU has no other memory"
+    few, more = ({"trainer": {"ranks": 3, "bucket": 1000} | keys} for keys in ({}, {"mlp_tile_tokens": 100}))
+    state = "trainer: weights, gradients, AdamW"
+    assert lines(given, **more)[state] - lines(given, **few)[state] == 3 * 4 * 2 * 64 * 128, "an MLP is gathered as one"
+
+
 def test_rows_that_begin_alike_are_counted_as_the_largest_tree_and_its_mask(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     per_token = 2 * (4 * 128 + 3 * 192) * 4
