@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, has_short_first_round, sync_tolerance
+from opd.config import PipelineConfig, has_short_first_round, scored_model_len, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -320,7 +320,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         vocab_size=vocab_size,
         share_prompts=config.rollout.shares_prefixes,
         lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
-        max_model_len=config.rollout.max_model_len,
+        max_model_len=scored_model_len(config),
         **engine_options,
     )
 

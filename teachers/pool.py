@@ -272,7 +272,9 @@ class Pool:
             by_domain[rollout.domain].append(rollout)
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
-                yield assigned.teacher, assigned.weight, tuple(rows)
+                read = assigned.prompts
+                scored = rows if read is None else [rollout.as_read_by(read(rollout)) for rollout in rows]
+                yield assigned.teacher, assigned.weight, tuple(scored)
 
 
 def worker_name(index: int) -> str:

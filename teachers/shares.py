@@ -13,7 +13,7 @@ from opd.records.types import Rollout, Teacher
 from teachers.weight_keys import base_key, weight_key
 
 TeacherRows = tuple[Teacher, float, tuple[Rollout, ...]]
-"""A teacher, its weight in the domain of these rows, and the rows."""
+"""A teacher, its weight in the domain of these rows, and the rows: with its own prompt in each, if it has one."""
 
 
 def assign_rows(

@@ -99,4 +99,4 @@ class TeacherWorker:
             if next_teacher is not None:
                 self._scorer.prefetch(next_teacher)
             for rows in batches:
-                yield [row.with_weight(weight) for row in rows]
+                yield [row.as_sampled().with_weight(weight) for row in rows]

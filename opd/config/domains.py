@@ -14,6 +14,7 @@ from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
 from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
+from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.config.verifiers import VerifierConfig
 from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 
@@ -61,6 +62,8 @@ class ExpertConfig(Strict):
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
+    prompt: TeacherPromptConfig | None = None
+    """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
 
 
 class RegisteredExperts(Strict):
@@ -69,6 +72,8 @@ class RegisteredExperts(Strict):
         Discriminator(text_or_more),
     ]
     """Names from the registry (`opd experts list`), or `all`."""
+    prompts: dict[Name, TeacherPromptConfig] = {}
+    """Expert's name -> what it reads before a response, as `prompt` of an expert that the pipeline itself describes."""
 
 
 def _choose_experts_kind(value: Any) -> str:

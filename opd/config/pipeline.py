@@ -28,6 +28,7 @@ from opd.config.sections import (
     TargetLogConfig,
     TrainerConfig,
 )
+from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.config.teachers import (
     NoTeachers,
     OpenAITeachers,
@@ -105,6 +106,13 @@ class PipelineConfig(Strict):
     def domain_weights(self) -> dict[str, float]:
         """Each domain's `weight`, 1 for `auto`."""
         return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
+
+    @property
+    def teacher_prompts(self) -> dict[str, TeacherPromptConfig]:
+        """Expert -> what it reads before a response, for experts with a prompt of their own."""
+        if isinstance(self.experts, RegisteredExperts):
+            return dict(self.experts.prompts)
+        return {name: expert.prompt for name, expert in self.experts.items() if expert.prompt is not None}
 
     @property
     def push_kind(self) -> PushKind:
@@ -300,6 +308,12 @@ def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
     """Return how far beyond its experts the student is trained in a domain: the domain's `extrapolate`, else the objective's."""
     factor = config.domains[domain].extrapolate
     return config.objective.extrapolate if factor is None else factor
+
+
+def scored_model_len(config: PipelineConfig) -> int:
+    """Return the most tokens, prompt and response, that a teacher reads: `rollout.max_model_len`, or more for a prompt of its own."""
+    own = (prompt.max_model_len or 0 for prompt in config.teacher_prompts.values())
+    return max(config.rollout.max_model_len, *own, 0)
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.settings.strict import Name, Strict, UserPath
@@ -86,6 +86,7 @@ class PromptsConfig(Strict):
     """Read at most so many rows, after filter and shuffle."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Leave out longer prompts; the run says how many."""
+    _more_columns: tuple[str, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
     def _check_prompt_column(self) -> PromptsConfig:
@@ -102,6 +103,17 @@ class PromptsConfig(Strict):
     def named_columns(self) -> dict[Column, str]:
         """Our name of a column -> the data set's name, for the columns that the pipeline names and does not switch off."""
         return {column: name for column, name in self.columns.items() if name is not None}
+
+    @property
+    def more_columns(self) -> tuple[str, ...]:
+        """The data set's names of the columns that are read for teachers' prompts alone."""
+        return self._more_columns
+
+    def with_more_columns(self, names: Iterable[str]) -> PromptsConfig:
+        """Return the same source, of which these columns are read for teachers' prompts."""
+        changed = self.model_copy()
+        changed._more_columns = tuple(sorted(set(names)))
+        return changed
 
     def without_columns(self, *names: Column) -> PromptsConfig:
         """Return the same source, with these columns switched off."""

@@ -127,15 +127,17 @@ def encode_prompts(
     prompts: Sequence[str | Messages],
     day: date | None = None,
     variables: Sequence[Mapping[str, Any]] = (),
+    required: Sequence[Sequence[str]] = (),
 ) -> list[Sequence[int]]:
     """Return the token ids of many prompts at once. A prompt of white space only, or of special tokens only, gets no ids.
 
-    `variables`: further variables of the chat template for each prompt. Raises: what `render_prompt` raises, and ValueError
-    if the chat template leaves the question out, because then all prompts would be equal.
+    `variables`: further variables of the chat template for each prompt. `required`: for each prompt the contents of messages
+    that the template must not leave out. Raises: what `render_prompt` raises, and ValueError if the chat template leaves the
+    question out, because then all prompts would be equal, or what is required.
     """
-    row_variables = variables or [{}] * len(prompts)
+    row_variables, row_required = variables or [{}] * len(prompts), required or [()] * len(prompts)
     texts = {
-        index: _render_question(tokenizer, prompt, day, row_variables[index])
+        index: _render_question(tokenizer, prompt, day, row_variables[index], row_required[index])
         for index, prompt in enumerate(prompts)
         if not _is_blank(prompt)
     }
@@ -181,9 +183,14 @@ def _is_blank(prompt: str | Messages) -> bool:
 
 
 def _render_question(
-    tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    prompt: str | Messages,
+    day: date | None,
+    variables: Mapping[str, Any],
+    required: Sequence[str] = (),
 ) -> str:
-    """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, or one of a role that is not in `ROLES`."""
+    """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, one of a role that is not in
+    `ROLES`, or one of the contents in `required`."""
     text = render_prompt(tokenizer, prompt, day, **variables)
     if isinstance(prompt, str):
         return text
@@ -192,4 +199,7 @@ def _render_question(
     if len(lost) == len(prompt) or not set(lost) <= ROLES:
         role = next((role for role in lost if role not in ROLES), lost[0])
         raise ValueError(f"a chat template that leaves out what has the role {role!r}; most know user and assistant")
+    for content in required:
+        if escape_specials(content, specials).strip() not in text:
+            raise ValueError(f"a chat template that leaves out, or changes, the message {content!r:.60}")
     return text

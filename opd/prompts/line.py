@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -30,6 +30,8 @@ COLUMNS: tuple[Column, ...] = get_args(Column)
 _COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 SPOKEN: tuple[Column, ...] = ("prompt", "completion")
 """Columns that may be chat messages."""
+SELDOM = (*CHAT_COLUMNS, "more")
+"""Fields of a row that are stored only where they have a value."""
 MAX_LINE_BYTES = 8 << 20
 """Most bytes of a row. A longer one cannot be a prompt, since the longest contexts of today are a few MB of text."""
 FORM = f'`prompt`, text or messages like {{"role": "user", "content": "2+2="}}, at most {MAX_LINE_BYTES >> 20} MiB'
@@ -61,6 +63,8 @@ class PromptLine(BaseModel):
     """Tools of which the chat template tells the model."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further variables of the chat template, such as `enable_thinking`."""
+    more: dict[str, Any] = Field(default_factory=dict)
+    """Columns by the data set's names that only teachers' prompts read."""
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -73,7 +77,7 @@ class PromptLine(BaseModel):
         A lone surrogate, which is no valid Unicode, survives `from_json` unchanged. Raises: BrokenRow for a value that JSON
         cannot hold, such as a date in a table.
         """
-        columns = {name: value for name, value in self.__dict__.items() if value or name not in CHAT_COLUMNS}
+        columns = {name: value for name, value in self.__dict__.items() if value or name not in SELDOM}
         try:
             return _COMPACT.encode(columns).encode("utf-8", "surrogatepass")
         except (TypeError, ValueError, RecursionError) as error:
@@ -84,7 +88,7 @@ class PromptLine(BaseModel):
         """Return the row that `as_json` wrote."""
         columns = json.loads(line.decode("utf-8", "surrogatepass"))
         # Defaults are given here, because pydantic takes far longer to look up a default than to take a value.
-        return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, **columns})
+        return cls.model_construct(**{"tools": [], "chat_template_kwargs": {}, "more": {}, **columns})
 
 
 def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
@@ -97,13 +101,18 @@ def _find_unwritable_column(columns: Mapping[str, Any]) -> str:
     return "the row"
 
 
-def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> PromptLine:
+def read_row(
+    data: Any, columns: Mapping[Column, str | None] | None = None, more_columns: Sequence[str] = ()
+) -> PromptLine:
     """Check one row and return it. `columns`: our name -> the data set's name if it differs, None for a column not to read.
+    `more_columns`: the data set's names of columns that only teachers' prompts read.
 
     Raises: BrokenRow.
     """
     if isinstance(data, dict):
+        more = {name: data[name] for name in more_columns if name in data}
         data = _read_columns(data, {column: (columns or {}).get(column, column) for column in COLUMNS})
+        data |= {"more": more} if more else {}
     try:
         line = PromptLine.model_validate(data)
     except ValidationError as error:

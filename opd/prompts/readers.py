@@ -334,7 +334,7 @@ def _choose_columns(shown: str, names: Sequence[str], config: PromptsConfig) -> 
         if name not in names:
             fault, fix = no_column(name, dict.fromkeys(names))
             raise PromptError.at(shown, found=fault, wanted=f"columns with {FORM}", fix=fix)
-    optional = [config.columns.get(name, name) for name in COLUMNS]
+    optional = [*(config.columns.get(name, name) for name in COLUMNS), *config.more_columns]
     columns = list(dict.fromkeys(name for name in (*required, *optional) if name is not None and name in names))
     for name in columns:
         if (times := list(names).count(name)) > 1:

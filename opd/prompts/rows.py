@@ -70,6 +70,11 @@ class Rows(Sequence[PromptLine]):
         """Return the row's number in the source, from 0. It is part of the prompt's name, so it ignores filter and shuffle."""
         return int(self._batches.read_cell("row", self._source_index(index)))
 
+    def row_numbers(self) -> np.ndarray[Any, Any]:
+        """Return `row_number` of every row, [rows]."""
+        numbers = self._batches.read_numbers("row")
+        return numbers if self._order is None else numbers[self._order]
+
     @property
     def num_answered(self) -> int:
         """Number of rows whose answer is the last turn of the conversation."""
@@ -113,7 +118,7 @@ def open_rows(prompts: Path | PromptsConfig) -> Rows:
 def _find_unread_columns(source: Source, config: PromptsConfig, batches: Batches) -> tuple[str, ...]:
     """Return the columns of the source that nothing reads. Raises: OSError."""
     of_filter = {config.filter.column} if config.filter else set()
-    used = columns_in_use(config.columns, chat=True)
+    used = {*columns_in_use(config.columns, chat=True), *config.more_columns}
     of_table = [name for name in column_names(source) if name not in used]
     candidates = dict.fromkeys([*of_table, *batches.flatten_lists("unread")])
     return tuple(name for name in candidates if name not in of_filter)
@@ -162,7 +167,9 @@ def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
     present: set[str] = set()
     unread: set[str] = set()
     named, answers = config.named_columns.values(), config.columns.get("answer", "answer")
-    text_columns, chat_columns = (columns_in_use(config.columns, chat=chat) for chat in (False, True))
+    text_columns, chat_columns = (
+        {*columns_in_use(config.columns, chat=chat), *config.more_columns} for chat in (False, True)
+    )
     total = read = 0
     for number, (location, row) in enumerate(source_rows(source, config)):
         total = number + 1
@@ -192,7 +199,7 @@ def _check_rows(source: Source, config: PromptsConfig) -> Iterator[Stored]:
 def _check_line(location: RowLocation, row: Any, config: PromptsConfig) -> PromptLine:
     """Check a row. Raises: PromptError."""
     try:
-        return read_row(as_chat(row, config.columns) if config.chat else row, config.columns)
+        return read_row(as_chat(row, config.columns) if config.chat else row, config.columns, config.more_columns)
     except BrokenRow as problem:
         raise location.make_error(problem) from None
 
@@ -231,6 +238,7 @@ def _refuse_none(source: Source, config: PromptsConfig, total: int, read: int) -
 def _cache_key(source: Source, config: PromptsConfig) -> str:
     """Return the hash of all that decides the stored rows. Shuffling happens later; the limit counts only without it."""
     settings = config.model_dump(mode="json", include={"columns", "filter"}) | ({"chat": True} if config.chat else {})
+    settings |= {"more": config.more_columns} if config.more_columns else {}
     limit = config.limit if config.shuffle_seed is None else None
     return _extend_key("", [FORMAT, source.kind, source.content_hash(), settings, limit])
 

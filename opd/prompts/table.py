@@ -146,7 +146,7 @@ def load_prompts(
     # A tokenizer written in Python has no hash that would cover all that its ids depend on, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = open_batches(
-        f"tokens-{_cache_key(rows, tokenizer, day, template_variables)}" if cached else "",
+        f"tokens-{make_cache_key(rows, tokenizer, day, template_variables)}" if cached else "",
         SCHEMA,
         lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, template_variables), SCHEMA),
         cached=cached,
@@ -217,7 +217,7 @@ def _hash_token_ids(token_ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def _cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
+def make_cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
     """Return the hash of all that decides the token ids: rows, tokenizer, chat template with its variables, day, and the
     versions of the libraries."""
     parts = {

@@ -6,8 +6,8 @@ rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,6 +128,9 @@ class Rollout:
     none."""
     next: str | None = None
     """Sample id of the segment that continues this one from its end, with its summary or without its thoughts; None if none does."""
+    student_prompt_ids: tuple[int, ...] | None = None
+    """[P] the prompt that the student read, while a teacher's own stands in `prompt_ids`: only on the way to that teacher
+    (`as_read_by`). None everywhere else."""
 
     @classmethod
     def from_tokens(
@@ -146,6 +149,16 @@ class Rollout:
             spans=(Span(length=len(response_ids), origin="policy", policy_version=0),),
             stop_reason="stop",
         )
+
+    def as_read_by(self, prompt_ids: tuple[int, ...]) -> Rollout:
+        """Return the rollout with a teacher's own prompt before the same response, [P]. Each position of the response stays."""
+        return replace(self, prompt_ids=prompt_ids, student_prompt_ids=self.prompt_ids)
+
+    def as_sampled(self) -> Rollout:
+        """Return the rollout as the student wrote it: the inverse of `as_read_by`."""
+        if self.student_prompt_ids is None:
+            return self
+        return replace(self, prompt_ids=self.student_prompt_ids, student_prompt_ids=None)
 
     @property
     def policy_version(self) -> int:
@@ -271,6 +284,10 @@ class Teacher:
     """Lets the worker that loads the expert check that it is the registered one; None: not registered, or without a probe."""
 
 
+TeacherPrompts = Callable[[Rollout], tuple[int, ...]]
+"""Function that returns [P] the token ids of what a teacher reads before a rollout's response. It stays in the driver."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedTeacher:
     """One of the teachers of a domain."""
@@ -279,6 +296,8 @@ class WeightedTeacher:
     weight: float
     """Weight of this teacher in the domain's objective. The weights of a domain add up to 1, together with the start student's, which
     is negative if the domain's target lies beyond its experts."""
+    prompts: TeacherPrompts | None = None
+    """What the teacher reads in place of the domain's prompts; None: what the student reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

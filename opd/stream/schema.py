@@ -76,6 +76,11 @@ class TargetRow:
     answer: Answer
     """The teacher's answer about the trained tokens; its class is the payload's."""
 
+    def as_sampled(self) -> TargetRow:
+        """Return the row about the rollout as the student wrote it, whatever prompt the teacher read."""
+        rollout = self.rollout.as_sampled()
+        return self if rollout is self.rollout else replace(self, rollout=rollout)
+
     def with_weight(self, weight: float) -> TargetRow:
         """Return the row with another weight."""
         return self if weight == self.weight else replace(self, weight=weight)

@@ -102,14 +102,19 @@ def read_prompts(
 
 def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
     """Refuse variables that the student's chat template does not read, such as misspelt ones. Raises: ConfigError."""
-    for name in config.student.chat_template_kwargs:
-        if name not in str(tokenizer.chat_template or ""):
-            raise ConfigError.at(
-                f"student.chat_template_kwargs.{name}",
-                found=f"a variable that the chat template of {config.student.model} does not read",
-                wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
-                fix="correct the name, or leave it out",
-            )
+    unread = find_unread_variable(config.student.chat_template_kwargs, tokenizer)
+    if unread is not None:
+        raise ConfigError.at(
+            f"student.chat_template_kwargs.{unread}",
+            found=f"a variable that the chat template of {config.student.model} does not read",
+            wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
+            fix="correct the name, or leave it out",
+        )
+
+
+def find_unread_variable(variables: Mapping[str, Any], tokenizer: Any) -> str | None:
+    """Return the first of these variables that the tokenizer's chat template does not read; None if it reads all."""
+    return next((name for name in variables if name not in str(tokenizer.chat_template or "")), None)
 
 
 def find_prompts(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:

@@ -53,6 +53,12 @@ from pipelines.inputs.prompts import (
     refuse_unrewardable,
     room_warnings,
 )
+from pipelines.inputs.teacher_prompts import (
+    add_teacher_prompts,
+    load_teacher_tokenizers,
+    refuse_unfit_prompts,
+    with_teacher_columns,
+)
 from pipelines.inputs.template_date import set_template_date
 from pipelines.inputs.user_engine import refuse_unfit, refuse_unplaced
 from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
@@ -111,6 +117,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
     import_lightly(TRANSFORMERS)  # not earlier, so that the refusals above come without the seconds of this import
     refuse_unscorable(config, scorers)
+    refuse_unfit_prompts(config, scorers, scoring)
     refuse_no_room(config, scorers)
     return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
 
@@ -148,8 +155,10 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
-    config = set_template_date(config, tokenizer)
+    teacher_tokenizers = load_teacher_tokenizers(config, tokenizer)
+    config = set_template_date(config, tokenizer, *teacher_tokenizers.values())
     sources = {d: find_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
+    sources = with_teacher_columns(config, routes, sources)
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
@@ -166,7 +175,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         student=teaching.student,
         scorers=by_name,
         routes=routes,
-        scoring=teaching.scoring,
+        scoring=add_teacher_prompts(config, teacher_tokenizers, tokenizer, prompts, teaching.scoring, notices.append),
         prompts=prompts,
         exams=exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),

@@ -25,9 +25,13 @@ DATE_CALL = "strftime_now"
 """The function by which a template asks for the date. Templates run in a sandbox and have no other way to it."""
 
 
-def set_template_date(config: PipelineConfig, tokenizer: Any) -> PipelineConfig:
-    """Return the pipeline with the day of its prompts set: its own, else today if the chat template asks for a date."""
-    if config.student.template_date or DATE_CALL not in str(tokenizer.chat_template):
+def set_template_date(config: PipelineConfig, *tokenizers: Any) -> PipelineConfig:
+    """Return the pipeline with the day of its prompts set: its own, else today if a chat template asks for a date.
+
+    `tokenizers`: the student's, and those of teachers' own prompts.
+    """
+    asks = any(DATE_CALL in str(tokenizer.chat_template) for tokenizer in tokenizers)
+    if config.student.template_date or not asks:
         return config
     return with_template_date(config, date.today())
 

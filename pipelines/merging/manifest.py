@@ -121,6 +121,7 @@ def make_manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         },
         "prompts": {name: _prompt_hashes(config, inputs, name) for name in config.domains},
         **({"guard": _rule_hashes(config)} if config.guard else {}),
+        **({"teacher_templates": templates} if (templates := _template_hashes(config)) else {}),
         "models": {
             "student": _model_size(inputs.student),
             "experts": {name: _model_size(expert.info) for name, expert in inputs.experts.items()},
@@ -178,6 +179,12 @@ def _rule_hashes(config: PipelineConfig) -> dict[str, dict[str, str]]:
         for name, guard in guards.items()
         if guard is not None
     }
+
+
+def _template_hashes(config: PipelineConfig) -> dict[str, str]:
+    """Return expert -> content hash of the chat template of its own prompt, for those with one."""
+    prompts = config.teacher_prompts.items()
+    return {name: blake3_file(prompt.template) for name, prompt in prompts if prompt.template is not None}
 
 
 def _judge_hashes(guard: GuardConfig) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from experts.model_dir import EMBEDDINGS, HEADS
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, scored_model_len
 from opd.config.domains import DomainConfig
 from opd.config.drift import count_worker_engines
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
@@ -553,7 +553,10 @@ def scoring_bytes(config: PipelineConfig, models: MergeModels) -> tuple[int, int
     width = DTYPE_BYTES[config.teachers.dtype]
     largest = max((expert.info for expert in models.scorers.values()), key=lambda info: info.parameters)
     adapter = max((expert.adapter.parameters for expert in models.scorers.values() if expert.adapter), default=0)
-    tokens = min(SCORE_TOKENS, config.trainer.samples_per_step * config.rollout.max_model_len)
+    longest = scored_model_len(config)
+    # A teacher's own prompt may be longer than a whole batch of the student's rows.
+    most = max(SCORE_TOKENS, longest) if longest > config.rollout.max_model_len else SCORE_TOKENS
+    tokens = min(most, config.trainer.samples_per_step * longest)
     widest = models.read_body(largest).widest or largest.hidden_size
     activations = tokens * widest * 6 * width + tree_mask_bytes(config, tokens)
     return (largest.parameters + adapter) * width, activations

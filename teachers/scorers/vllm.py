@@ -174,8 +174,8 @@ class VLLMScorer:
         if context is not None and length > context:
             suffix = "" if self._pooling else " and one token for vLLM to generate"
             raise RunError(
-                f"teacher {teacher.name}: its context is {context} tokens, rollout.max_model_len "
-                f"{self._options.max_model_len}{suffix} do not fit: lower rollout.max_model_len"
+                f"teacher {teacher.name}: its context is {context} tokens, rollout.max_model_len (or the max_model_len of "
+                f"an expert's own prompt) {self._options.max_model_len}{suffix} do not fit: lower it"
             )
         options = EngineOptions(
             model_dir=teacher.model_dir.absolute(),

@@ -1,0 +1,185 @@
+"""Prompts of teachers' own: what does not go with them is refused, and each teacher gets those of its domains, before any compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from opd.config import PipelineConfig
+from opd.config.domains import RegisteredExperts
+from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.config.teacher_prompts import TeacherPromptConfig
+from opd.errors import ConfigError, PromptError
+from opd.prompts import PromptTable, is_here
+from opd.prompts.chat_templates import refuse_runaway_template
+from opd.prompts.teacher_prompts import (
+    TeacherPromptSpec,
+    TeacherPromptTable,
+    find_leaks,
+    load_teacher_prompts,
+    load_teacher_tokenizer,
+)
+from opd.records.types import WeightedTeacher
+from opd.settings.suggestions import did_you_mean
+from pipelines.inputs.prompts import Tell, find_unread_variable
+from pipelines.routes import RoutedExpert
+
+Scoring = Mapping[str, tuple[WeightedTeacher, ...]]
+"""Domain -> its teachers."""
+
+
+def name_prompt(config: PipelineConfig, expert: str) -> str:
+    """Return the key of an expert's own prompt in the pipeline."""
+    registered = isinstance(config.experts, RegisteredExperts)
+    return f"experts.prompts.{expert}" if registered else f"experts.{expert}.prompt"
+
+
+def refuse_unfit_prompts(config: PipelineConfig, scorers: Mapping[str, RoutedExpert], scoring: Scoring) -> None:
+    """Refuse prompts of experts that are not in the merge, of engines that cannot read them, of domains with episodes, and those longer
+    than the expert's context. Raises: ConfigError."""
+    for name, prompt in config.teacher_prompts.items():
+        key = name_prompt(config, name)
+        if name not in scorers:
+            raise ConfigError.at(
+                key,
+                found=name,
+                wanted=f"experts of this pipeline: {', '.join(scorers)}",
+                fix=did_you_mean(name, scorers, "remove it"),
+            )
+        if config.teachers.engine == "flight":
+            raise ConfigError.at(
+                key,
+                found="a prompt of its own with teachers.engine flight",
+                wanted="an engine that this merge starts, or an API: teachers that are served read what the student reads",
+                fix="set teachers.engine to transformers, vllm, openai or trainer",
+            )
+        for domain in (domain for domain, assigned in scoring.items() if name in [a.teacher.name for a in assigned]):
+            if config.domains[domain].has_episodes:
+                raise ConfigError.at(
+                    key,
+                    found=f"a prompt of its own, and domain {domain} with episodes of several turns",
+                    wanted="domains in which the student answers once",
+                    fix=f"leave the prompt out, or give domain {domain} an expert without one",
+                )
+        context, limit = scorers[name].info.context, _find_limit(config, prompt)
+        if context is not None and limit > context:
+            raise ConfigError.at(
+                f"{key}.max_model_len",
+                found=str(limit),
+                wanted=f"at most {context}, the context of {scorers[name].info.path}",
+                fix=f"set it to {context} or less",
+            )
+
+
+def _find_limit(config: PipelineConfig, prompt: TeacherPromptConfig) -> int:
+    """Return the most tokens of a teacher's own prompt and the response."""
+    return prompt.max_model_len or config.rollout.max_model_len
+
+
+def load_teacher_tokenizers(config: PipelineConfig, tokenizer: Any) -> dict[str, Any]:
+    """Return expert -> the tokenizer with the chat template of its own prompt, checked. Raises: ConfigError, ModelError."""
+    tokenizers = {}
+    for name, prompt in config.teacher_prompts.items():
+        key = name_prompt(config, name)
+        tokenizers[name] = load_teacher_tokenizer(tokenizer, prompt, key)
+        if prompt.template is not None:
+            refuse_runaway_template(tokenizers[name], prompt.template)
+        unread = find_unread_variable(prompt.template_kwargs, tokenizers[name])
+        if unread is not None:
+            raise ConfigError.at(
+                f"{key}.template_kwargs.{unread}",
+                found="a variable that the chat template does not read",
+                wanted="variables of this template",
+                fix="correct the name, or leave it out",
+            )
+    return tokenizers
+
+
+def with_teacher_columns(
+    config: PipelineConfig, scoring: Scoring, sources: Mapping[str, Path | PromptsConfig]
+) -> dict[str, Path | PromptsConfig]:
+    """Return domain -> source of its prompts, of which the columns are read, too, that its teachers' own prompts name."""
+    changed = dict(sources)
+    for domain, assigned in scoring.items():
+        prompts = [config.teacher_prompts[a.teacher.name] for a in assigned if a.teacher.name in config.teacher_prompts]
+        names = [name for prompt in prompts for name in prompt.more_columns]
+        if names and is_here(sources[domain]):
+            changed[domain] = as_prompts_config(sources[domain]).with_more_columns(names)
+    return changed
+
+
+def add_teacher_prompts(
+    config: PipelineConfig,
+    tokenizers: Mapping[str, Any],
+    student_tokenizer: Any,
+    prompts: Mapping[str, PromptTable],
+    scoring: Scoring,
+    tell: Tell,
+) -> dict[str, tuple[WeightedTeacher, ...]]:
+    """Return the teachers of each domain, each with its own prompts if it has some.
+
+    `tokenizers`: `load_teacher_tokenizers`. `prompts`: the student's, by domain. `tell` gets a sentence about rows in which a column
+    for teachers stands in the student's prompt. Raises: PromptError.
+    """
+
+    def add(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
+        name = assigned.teacher.name
+        if name not in tokenizers:
+            return assigned
+        spec = TeacherPromptSpec(
+            key=name_prompt(config, name),
+            config=config.teacher_prompts[name],
+            tokenizer=tokenizers[name],
+            student_tokenizer=student_tokenizer,
+            day=config.student.template_date,
+            student_variables=config.student.chat_template_kwargs,
+        )
+        table = load_teacher_prompts(spec, prompts[domain])
+        _refuse_too_long(config, spec, prompts[domain], table)
+        _refuse_leaks(spec, prompts[domain], tell)
+        return replace(assigned, prompts=table)
+
+    return {domain: tuple(add(domain, a) for a in assigned) for domain, assigned in scoring.items()}
+
+
+def _refuse_too_long(
+    config: PipelineConfig, spec: TeacherPromptSpec, prompts: PromptTable, table: TeacherPromptTable
+) -> None:
+    """Refuse a teacher's prompt after which the longest response that the student may write does not fit. Raises: PromptError."""
+    rollout, limit = config.rollout, _find_limit(config, spec.config)
+    responses = np.minimum(rollout.max_new_tokens, rollout.max_model_len - prompts.lengths)
+    # A prompt that leaves the student no room for a response is quarantined when it comes.
+    needed = np.where(responses > 0, table.lengths[prompts.indices] + responses, 0)
+    longest = int(np.argmax(needed))
+    if needed[longest] > limit:
+        raise PromptError.at(
+            f"{spec.key}, {prompts.rows.label}: prompt {prompts[longest].id}",
+            found=f"{needed[longest]} tokens: {needed[longest] - responses[longest]} of the teacher's prompt, and a response of up "
+            f"to {responses[longest]}; so long are {int(np.count_nonzero(needed > limit))} of {len(prompts)}",
+            wanted=f"at most {limit}"
+            + (
+                "" if spec.config.max_model_len else ", which is rollout.max_model_len, because the prompt has no other"
+            ),
+            fix=f"set {spec.key}.max_model_len to {needed[longest]} or more, or shorten the prompt",
+        )
+
+
+def _refuse_leaks(spec: TeacherPromptSpec, prompts: PromptTable, tell: Tell) -> None:
+    """Refuse a column for teachers that most prompts of the student have in them. Raises: PromptError."""
+    for column, places in find_leaks(spec.config, prompts.rows).items():
+        if not places:
+            continue
+        names = [f"{prompts.domain}/{prompts.rows.row_number(place)}" for place in places[:3]]
+        found = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
+        if 2 * len(places) > len(prompts.rows):
+            raise PromptError.at(
+                f"{spec.key}, {prompts.rows.label}",
+                found=found,
+                wanted="a column that the student does not read: else the teacher knows nothing more",
+                fix=f"take it out of the prompts, or out of {spec.key}",
+            )
+        tell(f"{spec.key}, {prompts.rows.label}: {found}")
