@@ -14,6 +14,7 @@ from opd.config.teachers import FlightTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.machine.signals import raise_interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
+from pipelines.inputs.teacher_prompts import name_prompt
 from pipelines.placement import place_teachers
 from pipelines.specs import pool_spec
 from teachers.flight.access import ListenAddress
@@ -38,6 +39,13 @@ def serve_teachers(
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
         )
     refuse_without_experts(config, "`opd teachers serve`")
+    for name in config.teacher_prompts:
+        raise ConfigError.at(
+            name_prompt(config, name),
+            found="a prompt of its own",
+            wanted="experts that read what the student reads: a server gets no rows, of which the prompt is made",
+            fix="remove it, or start the engine in the merge",
+        )
     _refuse_taken(door)
     teaching = read_teachers(config)
     for warning in teaching.warnings:

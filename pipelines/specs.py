@@ -14,7 +14,7 @@ from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
-from opd.records.types import WeightedTeacher
+from opd.records.types import TeacherPrompts, WeightedTeacher
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
@@ -115,6 +115,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         rank=rank_options(config, vocab_size, scoring),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
+        teacher_prompts=base_teacher_prompts(config, scoring),
         weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.shares_prefixes,
@@ -232,6 +233,17 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
     if not on_base:
         return None
     return BaseScoring(teachers=on_base, payload=config.teachers.payload, top_k=config.objective.top_k)
+
+
+def base_teacher_prompts(config: PipelineConfig, scoring: Scoring) -> dict[str, dict[str, TeacherPrompts]]:
+    """Return name -> domain -> what the teacher reads there, for those teachers of `base_scoring` that have prompts of their own."""
+    on_base = base_teacher_weights(config, scoring)
+    prompts: dict[str, dict[str, TeacherPrompts]] = {}
+    for domain, assigned in scoring.items():
+        for weighted in assigned:
+            if weighted.prompts is not None and weighted.teacher.name in on_base:
+                prompts.setdefault(weighted.teacher.name, {})[domain] = weighted.prompts
+    return prompts
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:

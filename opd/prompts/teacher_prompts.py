@@ -174,7 +174,6 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
     Raises: PromptError for a row for which there is none, or after which the template does not take a response.
     """
     rows = prompts.rows
-    prove_responses(spec, prompts)
     cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer")
     named = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json")}
     tokens = open_batches(
@@ -183,6 +182,7 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
         lambda: in_batches(_encode_rows(spec, rows, prompts.domain), SCHEMA),
         cached=cached,
     )
+    prove_responses(spec, prompts)
     return TeacherPromptTable(rows, tokens)
 
 
@@ -240,14 +240,15 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
     """Prove for the first rows that a response may follow the teacher's prompt just as it follows the student's.
 
     With an answer behind it, the template writes the same prompt and then the answer as it is. What it writes between the two is
-    what the student's template writes there, too, apart from thoughts. Raises: PromptError.
+    what the student's template writes there, too, apart from thoughts. If both read messages by the student's own template, nothing
+    is to be proven. Raises: PromptError.
     """
     from jinja2 import TemplateError
 
     writer = TeacherPromptWriter(spec.config)
     for place in range(min(PROVEN, len(prompts.rows))):
         line = prompts.rows[place]
-        if not _asks(line):
+        if not _asks(line) or (spec.config.template is None and not isinstance(line.prompt, str)):
             continue
         try:
             messages, _ = writer.write_messages(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -18,7 +18,7 @@ from opd.cluster import Pending
 from opd.models.buckets import WeightStream
 from opd.records.rewards import PolicyReport, RewardStep
 from opd.records.sums import sum_by_key
-from opd.records.types import Rollout, StepReport
+from opd.records.types import Rollout, StepReport, TeacherPrompts
 from opd.stream.schema import read_stream
 from opd.stream.targets import TargetStream
 from opd.traces.selection import watched_samples
@@ -44,6 +44,8 @@ class TrainerSpec(RanksSpec):
     """Learning rate as a function of the step."""
     domain_weights: Mapping[str, float]
     """Domain -> loss weight of its tokens; 1 for a domain that is not named."""
+    teacher_prompts: Mapping[str, Mapping[str, TeacherPrompts]] = field(default_factory=dict)
+    """Teacher on the student's base with prompts of its own -> domain -> what it reads there."""
     weighs_turns: bool = False
     """True if ranks weigh tokens by their turns, as `rank.turn_weights` says."""
     queue_bytes: int
@@ -88,7 +90,12 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         scoring = self._spec.rank.base_scoring
         rounds = scoring.plan_rounds(plan, rollouts) if scoring else {}
         baselines = compute_baselines(targets) if self._objective.wants_baseline else None
-        step_work = replace(step_work, baselines=baselines, base_rounds=rounds)
+        step_work = replace(
+            step_work,
+            baselines=baselines,
+            base_rounds=rounds,
+            teacher_prompts=read_teacher_prompts(self._spec.teacher_prompts, rollouts),
+        )
         for rank, part in zip(self._ranks, plan, strict=True):
             rank.submit(TrainerRank.begin_step, step_work.select_micro_batches(part), dict(targets.heads))
         # Ranks that share rows get the same parts.
@@ -241,6 +248,16 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
 
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)
+
+
+def read_teacher_prompts(
+    prompts: Mapping[str, Mapping[str, TeacherPrompts]], rollouts: Sequence[Rollout]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return `RankWork.teacher_prompts` for the samples of a step. `prompts`: `TrainerSpec.teacher_prompts`."""
+    return {
+        name: {r.sample_id: by_domain[r.domain](r) for r in rollouts if r.domain in by_domain}
+        for name, by_domain in prompts.items()
+    }
 
 
 def compute_baselines(targets: TargetStream) -> dict[str, float]:

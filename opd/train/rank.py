@@ -70,6 +70,8 @@ class RankWork:
     base_rounds: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Index of a micro-batch -> teachers on the student's base that score a sample in it on at least one rank. All ranks run the
     forward passes of these, because they gather weights together."""
+    teacher_prompts: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Teacher on the student's base with prompts of its own -> sample id -> [P] what it reads in the place of the sample's prompt."""
 
     def select_micro_batches(self, part: Sequence[Sequence[str]]) -> RankWork:
         """Return the work of the rank that trains these micro-batches; every field keeps the entries of their samples alone."""
@@ -85,6 +87,10 @@ class RankWork:
             stale=self.stale.intersection(sample_ids),
             first_turns={i: self.first_turns[i] for i in sample_ids if i in self.first_turns},
             watched=self.watched.intersection(sample_ids),
+            teacher_prompts={
+                name: {i: prompts[i] for i in sample_ids if i in prompts}
+                for name, prompts in self.teacher_prompts.items()
+            },
         )
 
 
@@ -246,7 +252,12 @@ class TrainerRank(ZeroEngine):
         """Score these samples with a teacher on the student's base, and keep its rows beside those of other teachers."""
         scorer, step = self._base_scorer, self._step
         assert scorer is not None
-        step.add_rows(scorer.score_rollouts(teacher, step.select_rollouts(ids), self._layout, step.dtype))
+        prompts = step.work.teacher_prompts.get(teacher, {})
+        rollouts = [
+            r.as_read_by(prompts[r.sample_id]) if r.sample_id in prompts else r for r in step.select_rollouts(ids)
+        ]
+        rows = scorer.score_rollouts(teacher, rollouts, self._layout, step.dtype)
+        step.add_rows(row.as_sampled() for row in rows)
         self._trim_memory()
 
     def _make_inputs(

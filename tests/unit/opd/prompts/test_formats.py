@@ -57,7 +57,7 @@ def test_the_same_rows_are_the_same_prompts(name: str, write_rows: WriteRows, ti
 
 def test_rows_are_as_they_were_written(write_rows: WriteRows) -> None:
     lines = read_prompt_lines(write_rows("p.jsonl", ROWS))
-    empty = {"completion": None, "answer": "", "metadata": {}, "tools": [], "chat_template_kwargs": {}}
+    empty = {"completion": None, "answer": "", "metadata": {}, "tools": [], "chat_template_kwargs": {}, "more": {}}
     assert [line.model_dump() for line in lines] == [empty | row for row in ROWS]
 
 

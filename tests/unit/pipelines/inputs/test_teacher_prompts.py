@@ -1,0 +1,188 @@
+"""Teachers' own prompts of a whole pipeline: what each teacher reads, and what is refused before compute."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from opd.config import load_pipeline
+from opd.errors import ConfigError, OpdError, PromptError
+from opd.records.types import Rollout
+from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.merging.manifest import make_manifest
+
+JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SECRET = "the secret is "
+
+
+@pytest.fixture
+def told(world: Any) -> Any:
+    """The expert of `reverse` reads a column `solution` in front of the prompt; the student does not."""
+    lines = [json.dumps({"prompt": f"rev {c * 3}=", "answer": c * 3, "solution": f"{SECRET}{c * 4}"}) for c in "abcdef"]
+    (world.root / "reverse.jsonl").write_text("\n".join(lines) + "\n")
+    (world.root / "join.jinja").write_text(JOIN)
+    world.data["experts"]["rev"]["prompt"] = {
+        "system": "{{ row.solution }} ",
+        "template": "join.jinja",
+        "max_model_len": 48,
+    }
+    return world
+
+
+def read(world: Any) -> Inputs:
+    return read_inputs(load_pipeline(world.write()))
+
+
+def sample(inputs: Inputs, domain: str, index: int) -> Rollout:
+    prompt = inputs.prompts[domain][index]
+    return Rollout.from_tokens(f"000003/{prompt.id}", prompt.token_ids, (1, 2), domain)
+
+
+def teacher_text(inputs: Inputs, domain: str, index: int) -> str:
+    (assigned,) = inputs.scoring[domain]
+    assert assigned.prompts is not None
+    text: str = inputs.tokenizer.decode(assigned.prompts(sample(inputs, domain, index)))
+    return text
+
+
+def test_a_column_that_the_student_never_sees(told: Any) -> None:
+    inputs = read(told)
+    assert teacher_text(inputs, "reverse", 1) == f"{SECRET}bbbb rev bbb="
+    assert inputs.tokenizer.decode(inputs.prompts["reverse"][1].token_ids) == "rev bbb="
+    assert inputs.scoring["upper"][0].prompts is None and inputs.routes["reverse"][0].prompts is None
+    assert inputs.warnings == ()  # the column is not reported as one that nobody reads
+
+
+@pytest.mark.parametrize(
+    "more", [{"shuffle_seed": 3}, {"filter": {"column": "answer", "one_of": ["bbb", "ddd"]}}, {"limit": 2}]
+)
+def test_rows_are_found_by_their_number_whatever_is_read_of_the_file(told: Any, more: dict[str, Any]) -> None:
+    told.data["domains"]["reverse"]["prompts"] = {"path": "reverse.jsonl", **more}
+    inputs = read(told)
+    for index, prompt in enumerate(inputs.prompts["reverse"]):
+        letter = prompt.answer[0]
+        assert teacher_text(inputs, "reverse", index) == f"{SECRET}{letter * 4} rev {letter * 3}="
+
+
+def test_held_out_prompts_and_a_table_of_columns(told: Any) -> None:
+    rows = [json.loads(line) for line in (told.root / "reverse.jsonl").read_text().splitlines()]
+    lines = ["prompt,answer,solution", *(f"{r['prompt']},{r['answer']},{r['solution']}" for r in rows)]
+    (told.root / "reverse.csv").write_text("\n".join(lines) + "\n")
+    told.data["domains"]["reverse"] = {"prompts": "reverse.csv", "eval": {"holdout": 0.5}}
+    inputs = read(told)
+    letter = inputs.prompts["reverse"][0].answer[0]
+    assert teacher_text(inputs, "reverse", 0) == f"{SECRET}{letter * 4} rev {letter * 3}="
+
+
+def test_messages_come_before_the_rows_own_and_a_system_message_takes_its_place(told: Any) -> None:
+    chat = [{"role": "system", "content": "S "}, {"role": "user", "content": "rev abc="}]
+    (told.root / "reverse.jsonl").write_text(json.dumps({"prompt": chat, "answer": "a"}) + "\n")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    for name in ("base", "rev", "up"):
+        (told.root / name / "chat_template.jinja").write_text(template)
+    shots = [{"role": "user", "content": "rev x="}, {"role": "assistant", "content": "x"}]
+    told.data["rollout"]["max_model_len"] = 60
+    told.data["experts"]["rev"]["prompt"] = {"messages": shots, "max_model_len": 200}
+    shown = teacher_text(read(told), "reverse", 0)
+    assert shown == "<system>S <user>rev x=<assistant>x<user>rev abc=<assistant>"
+    told.data["experts"]["rev"]["prompt"]["system"] = "T "
+    assert teacher_text(read(told), "reverse", 0) == "<system>T <user>rev x=<assistant>x<user>rev abc=<assistant>"
+
+
+def refuse(world: Any, error: type[OpdError] = PromptError) -> str:
+    with pytest.raises(error) as caught:
+        read(world)
+    return str(caught.value)
+
+
+def test_a_column_that_a_row_lacks(told: Any) -> None:
+    with (told.root / "reverse.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": "rev x=", "answer": "x"}) + "\n")
+    message = refuse(told)
+    assert "experts.rev.prompt" in message and "prompt reverse/6" in message and "no column `solution`" in message
+
+
+def test_a_message_that_is_empty_for_a_row(told: Any) -> None:
+    told.data["experts"]["rev"]["prompt"]["system"] = "{% if row.solution != 'the secret is cccc' %}x{% endif %}"
+    assert "prompt reverse/2" in (message := refuse(told)) and "empty for this row" in message
+
+
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{{ messages[-1].content }}", "leaves out, or changes, the message"),
+        ("{% for m in messages %}{{ m.content|upper }}{% endfor %}", "leaves out"),
+        ("{% for m in messages %}{{ m.content[:9] }}{% endfor %}", "leaves out, or changes, the message"),
+        ("{{ messages[0].content }}{{ messages[1].content }}", "cuts or changes"),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content[1:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            "cuts or changes",
+        ),
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}A:{% endif %}{{ m.content }}{% endfor %}",
+            "writes 'A:' between its prompt and an answer",
+        ),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{% for %}", ""),
+    ],
+)
+def test_a_template_that_does_not_take_the_prompt_or_the_response(told: Any, template: str, fault: str) -> None:
+    (told.root / "join.jinja").write_text(template)
+    assert fault in refuse(told, OpdError)
+
+
+def test_a_template_that_opens_thoughts_takes_a_response(told: Any) -> None:
+    (told.root / "join.jinja").write_text(JOIN + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    assert teacher_text(read(told), "reverse", 0).startswith(f"{SECRET}aaaa rev aaa=")
+
+
+def test_a_prompt_without_room_for_the_longest_response(told: Any) -> None:
+    longest = len(f"{SECRET}aaaa rev aaa=") + 8
+    told.data["experts"]["rev"]["prompt"]["max_model_len"] = longest
+    read(told)
+    told.data["experts"]["rev"]["prompt"]["max_model_len"] = longest - 1
+    message = refuse(told)
+    assert f"set experts.rev.prompt.max_model_len to {longest} or more" in message and "6 of 6" in message
+    del told.data["experts"]["rev"]["prompt"]["max_model_len"]
+    assert "rollout.max_model_len" in refuse(told)
+    told.data["experts"]["rev"]["prompt"]["max_model_len"] = 1 << 20
+    assert "the context of" in refuse(told, ConfigError)
+
+
+def test_a_column_for_teachers_that_the_student_reads(told: Any) -> None:
+    rows = [json.loads(line) for line in (told.root / "reverse.jsonl").read_text().splitlines()]
+    for row in rows[:3]:
+        row["prompt"] = row["solution"]
+    file: Path = told.root / "reverse.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    told.data["experts"]["rev"]["prompt"]["max_model_len"] = 64
+    assert any("stands in the student's own prompt in 3 of 6 rows" in warning for warning in read(told).warnings)
+    rows[3]["prompt"] = f"see: {rows[3]['solution']}"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "column `solution` stands in the student's own prompt in 4 of 6 rows" in refuse(told)
+
+
+def test_what_a_prompt_of_an_experts_own_does_not_go_with(told: Any) -> None:
+    told.data["experts"]["rev"]["prompt"]["template_kwargs"] = {"enable_thinking": True}
+    assert "a variable that the chat template does not read" in refuse(told, ConfigError)
+    del told.data["experts"]["rev"]["prompt"]["template_kwargs"]
+    told.data["experts"]["rev"]["prompt"]["template"] = "missing.jinja"
+    assert "correct the path" in refuse(told, ConfigError)
+    del told.data["experts"]["rev"]["prompt"]["template"]
+    assert "cuts or changes" in refuse(told)  # of plain text the student's template would make another ending
+    for name in ("base", "rev", "up"):
+        (told.root / name / "chat_template.jinja").unlink()
+    assert "a student without a chat template" in refuse(told, ConfigError)
+
+
+def test_the_manifest_has_the_templates_hash(told: Any) -> None:
+    config = load_pipeline(told.write())
+    manifests = []
+    for text in (JOIN, JOIN + "{# more #}"):
+        (told.root / "join.jinja").write_text(text)
+        manifests.append(make_manifest(config, read(told)))
+    assert manifests[0]["teacher_templates"].keys() == {"rev"}
+    assert manifests[0]["teacher_templates"] != manifests[1]["teacher_templates"]
