@@ -18,6 +18,11 @@ from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.config.verifiers import VerifierConfig
 from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
 
+DomainWeight = Annotated[
+    Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
+    Discriminator(text_or_more),
+]
+
 
 class StudentLora(Strict):
     r: int = Field(16, ge=1)
@@ -55,9 +60,21 @@ class StudentConfig(Strict):
         return self.add_special_tokens is not False
 
 
+STUDENT = "student"
+"""Value of an expert's `model` for the student itself."""
+
+
+def _choose_model_kind(value: Any) -> str:
+    return "~student" if value == STUDENT else "~path"
+
+
 class ExpertConfig(Strict):
-    model: UserPath
-    """Hugging Face directory, or PEFT directory of a LoRA adapter; safetensors only."""
+    model: Annotated[
+        Annotated[Literal["student"], Tag("~student")] | Annotated[UserPath, Tag("~path")],
+        Discriminator(_choose_model_kind),
+    ]
+    """Hugging Face directory, or PEFT directory of a LoRA adapter; safetensors only. `student`: the student as the merge (or the
+    round) begins, see docs/teacher_prompts.md."""
     base: UserPath | None = None
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
@@ -85,6 +102,21 @@ ExpertsConfig = Annotated[
     Annotated[RegisteredExperts, Tag("~registered")] | Annotated[dict[Name, ExpertConfig], Tag("~inline")],
     Discriminator(_choose_experts_kind),
 ]
+
+
+KEPT = "kept"
+"""Name of the domain, and of the expert, of `keep`."""
+
+
+class KeepConfig(Strict):
+    prompts: Prompts
+    """General prompts, in the forms of a domain's."""
+    weight: DomainWeight = "auto"
+    """Share of each step's samples, as a domain's."""
+
+    def build_domain(self) -> DomainConfig:
+        """Return the domain whose teacher is the start student."""
+        return DomainConfig(prompts=self.prompts, weight=self.weight, reward=False)
 
 
 class DomainEvalConfig(Strict):
@@ -165,10 +197,7 @@ class DomainConfig(Strict):
         | None
     ) = None
     """An expert's name, or names with weights; default: the expert whose `domain` this is."""
-    weight: Annotated[
-        Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
-        Discriminator(text_or_more),
-    ] = "auto"
+    weight: DomainWeight = "auto"
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
     extrapolate: float | None = Field(None, ge=1)
     """Default: `objective.extrapolate`."""

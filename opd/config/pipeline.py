@@ -11,7 +11,16 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
 from opd.config.devices import PushKind, choose_push_kind, find_devices_problem, find_push_problem
-from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
+from opd.config.domains import (
+    KEPT,
+    STUDENT,
+    DomainConfig,
+    ExpertConfig,
+    ExpertsConfig,
+    KeepConfig,
+    RegisteredExperts,
+    StudentConfig,
+)
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
 from opd.config.guard import GuardConfig, refuse_useless_guard
@@ -30,6 +39,7 @@ from opd.config.sections import (
 )
 from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.config.teachers import (
+    FlightTeachers,
     NoTeachers,
     OpenAITeachers,
     TeachersConfig,
@@ -78,6 +88,8 @@ class PipelineConfig(Strict):
     """`{use: [names]}` from the registry, or `{name: {model, domain}}`; `{}` with `teachers.engine: none`."""
     domains: dict[Name, DomainConfig] = Field(..., min_length=1)
     """On which prompts, scored by which experts."""
+    keep: KeepConfig | None = None
+    """Keep what the start student can on these prompts, see docs/teacher_prompts.md: a domain `kept`, whose teacher it is."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
     """How many samples of a step each domain gets, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
@@ -108,6 +120,12 @@ class PipelineConfig(Strict):
         return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
 
     @property
+    def inline_experts(self) -> dict[str, ExpertConfig]:
+        """The experts that the pipeline itself describes, that of `keep` among them."""
+        experts = {} if isinstance(self.experts, RegisteredExperts) else self.experts
+        return experts if self.keep is None else {**experts, KEPT: ExpertConfig(model=STUDENT, domain=KEPT)}
+
+    @property
     def teacher_prompts(self) -> dict[str, TeacherPromptConfig]:
         """Expert -> what it reads before a response, for experts with a prompt of their own."""
         if isinstance(self.experts, RegisteredExperts):
@@ -118,6 +136,26 @@ class PipelineConfig(Strict):
     def push_kind(self) -> PushKind:
         """The way of new weights that `sync.kind` asks for, with `auto` decided."""
         return choose_push_kind(self.sync, self.cluster, self.rollout)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_kept_domain(cls, data: Any) -> Any:
+        """Add the domain of `keep`, before the rules that hold between domains are checked."""
+        if not isinstance(data, Mapping) or not isinstance(data.get("domains"), Mapping) or KEPT in data["domains"]:
+            return data
+        keep = data.get("keep")
+        settings = keep.model_dump() if isinstance(keep, KeepConfig) else keep
+        if not isinstance(settings, Mapping) or "prompts" not in settings:  # refused where `keep` is validated
+            return data
+        domain = {"prompts": settings["prompts"], "weight": settings.get("weight", "auto"), "reward": False}
+        return {**data, "domains": {**data["domains"], KEPT: domain}}
+
+    @model_validator(mode="after")
+    def _check_kept(self) -> PipelineConfig:
+        problem = None if self.keep is None else _find_keep_problem(self, self.keep)
+        if problem is not None:
+            raise problem
+        return self
 
     @model_validator(mode="after")
     def _check_experts_and_teachers(self) -> PipelineConfig:
@@ -378,6 +416,21 @@ def _find_teacherless_problem(config: PipelineConfig) -> PydanticCustomError | N
     else:
         return None
     return PydanticCustomError("without_teachers", "{wanted}", {"wanted": expected, "where": key, "found": actual})
+
+
+def _find_keep_problem(config: PipelineConfig, keep: KeepConfig) -> PydanticCustomError | None:
+    """Return what `keep` does not go with; None if all is well."""
+    names = {} if isinstance(config.experts, RegisteredExperts) else config.experts
+    if config.domains.get(KEPT) != keep.build_domain():
+        key, actual, expected = f"domains.{KEPT}", "another domain than that of `keep`", "nothing: `keep` makes it"
+    elif KEPT in names:
+        key, actual, expected = f"experts.{KEPT}", f"an expert called `{KEPT}`", "another name: `keep` has this one"
+    elif isinstance(config.teachers, NoTeachers | OpenAITeachers | FlightTeachers):
+        key, actual = "keep", f"set with teachers.engine {config.teachers.engine}"
+        expected = "an engine that loads the student here: transformers, vllm or, with student.lora, trainer"
+    else:
+        return None
+    return PydanticCustomError("keep", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
 def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:

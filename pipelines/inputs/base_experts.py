@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opd.config import PipelineConfig
+from opd.config.domains import STUDENT
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from pipelines.routes import RoutedExpert
@@ -19,6 +20,9 @@ def refuse_other_bases(config: PipelineConfig, experts: Mapping[str, RoutedExper
     if not isinstance(config.teachers, TrainerTeachers):
         return
     for name, expert in experts.items():
+        inline = config.inline_experts.get(name)
+        if inline is not None and inline.model == STUDENT:
+            continue  # the base alone
         if expert.adapter is None:
             found = f"a full model, {expert.info.path}"
         elif student_digest and expert.teacher.base_digest != student_digest:

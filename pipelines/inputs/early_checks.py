@@ -15,7 +15,7 @@ from experts.registry import Registry, default_root
 from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from experts.teacher_check import check_fits
 from opd.config import PipelineConfig, split_rounds
-from opd.config.domains import DomainConfig, RegisteredExperts
+from opd.config.domains import STUDENT, DomainConfig, ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, find_import_name
 from opd.prompts.rows import refuse_wrong_start
@@ -104,13 +104,16 @@ def _registered_expert(config: PipelineConfig, name: str, domain: DomainConfig) 
 
 def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
     """Return name -> model, adapter and domain of each expert; for a registered one they are those of its manifest."""
+    inline = {name: (*_inspect_inline(config, expert), expert.domain) for name, expert in config.inline_experts.items()}
     if not isinstance(config.experts, RegisteredExperts):
-        return {
-            name: (*inspect_expert(expert.model, expert.base, hash_files=False), expert.domain)
-            for name, expert in config.experts.items()
-        }
+        return inline
     registry = Registry(config.registry or default_root())
     manifests = [registry.get(name) for name in names_in_use(config.experts, registry)]
     for manifest in manifests:
         inspect_expert(Path(manifest.model), Path(manifest.info.path) if manifest.adapter else None, hash_files=False)
-    return {manifest.name: (manifest.info, manifest.adapter, manifest.domain) for manifest in manifests}
+    return {manifest.name: (manifest.info, manifest.adapter, manifest.domain) for manifest in manifests} | inline
+
+
+def _inspect_inline(config: PipelineConfig, expert: ExpertConfig) -> tuple[ModelInfo, AdapterInfo | None]:
+    model = config.student.model if expert.model == STUDENT else Path(expert.model)
+    return inspect_expert(model, expert.base, hash_files=False)

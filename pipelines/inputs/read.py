@@ -19,7 +19,7 @@ from experts.teacher_check import check_fits
 from experts.weight_files import Hashes
 from experts.weight_values import check_finite
 from opd.config import PipelineConfig
-from opd.config.domains import ExpertConfig, RegisteredExperts
+from opd.config.domains import STUDENT, ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
@@ -103,9 +103,9 @@ class Inputs(Teaching):
 def read_teachers(config: PipelineConfig) -> Teaching:
     """Read and check student and experts. Raises: OpdError for the first thing that is wrong."""
     student = inspect_student(config)
-    by_name = _read_experts(config)
+    by_name = _read_experts(config, student)
     _refuse_broken_weights(student, by_name, config)
-    warnings = _warn_of_twins(by_name)
+    warnings = _warn_of_twins(by_name, config)
     for name, expert in by_name.items():
         warnings += check_fits(student, expert.info, name)
     taught = not isinstance(config.teachers, NoTeachers)
@@ -226,17 +226,22 @@ def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
     return tokenizer
 
 
-def _read_experts(config: PipelineConfig) -> dict[str, RoutedExpert]:
+def _read_experts(config: PipelineConfig, student: ModelInfo) -> dict[str, RoutedExpert]:
     hashes: Hashes = {}  # shared, because adapters may have the same base, and hashing a base takes long
+    inline = {
+        name: _read_inline_expert(name, expert, student, hashes) for name, expert in config.inline_experts.items()
+    }
     if not isinstance(config.experts, RegisteredExperts):
-        return {name: _read_inline_expert(name, expert, hashes) for name, expert in config.experts.items()}
+        return inline
     registry = Registry(config.registry or default_root())
     names = names_in_use(config.experts, registry)
-    return {name: _read_registered_expert(registry, name, hashes) for name in names}
+    return {name: _read_registered_expert(registry, name, hashes) for name in names} | inline
 
 
-def _read_inline_expert(name: str, expert: ExpertConfig, hashes: Hashes) -> RoutedExpert:
-    info, adapter = inspect_expert(expert.model, expert.base, hashes)
+def _read_inline_expert(name: str, expert: ExpertConfig, student: ModelInfo, hashes: Hashes) -> RoutedExpert:
+    info, adapter = (
+        (student, None) if expert.model == STUDENT else inspect_expert(Path(expert.model), expert.base, hashes)
+    )
     return RoutedExpert(
         teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
     )
@@ -335,8 +340,9 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, RoutedExper
             looked_at.add(key)
 
 
-def _warn_of_twins(experts: Mapping[str, RoutedExpert]) -> list[str]:
-    """Return a warning for each expert that has the same weights as another one."""
+def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) -> list[str]:
+    """Return a warning for each expert that has the same weights as another one, and no prompt that tells them apart."""
+    experts = {name: expert for name, expert in experts.items() if name not in config.teacher_prompts}
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"

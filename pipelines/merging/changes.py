@@ -215,7 +215,7 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any
     """Refuse to go on with other files than the run began with. Raises: RunDirError naming the student, experts or domains."""
     if warn_unrecorded(recorded):
         current = _weights_only(current)  # no more was recorded to compare with
-    for part in ("student", "experts", "prompts", "guard"):
+    for part in ("student", "experts", "prompts", "guard", "teacher_templates"):
         old, new = recorded.get(part, {}), current.get(part, {})
         if part == "prompts":  # keyed by absolute path, but files may have moved
             old, new = ({name: list(files.values()) for name, files in side.items()} for side in (old, new))
@@ -224,7 +224,7 @@ def refuse_changed_inputs(recorded: Mapping[str, Any], current: Mapping[str, Any
             names = [_name_change(k, old, new) for k in {**old, **new} if old.get(k) != new.get(k)]
             raise RunDirError.at(
                 manifest,
-                found=f"{part} changed since the run began: {', '.join(names)}",
+                found=f"{part.replace('_', ' ')} changed since the run began: {', '.join(names)}",
                 wanted="the same files",
                 fix="put them back, or start a new run",
             )

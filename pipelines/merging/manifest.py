@@ -18,7 +18,7 @@ from experts.registry import default_root
 from experts.weight_files import weight_hashes
 from opd import __version__
 from opd.config import PipelineConfig, as_begun
-from opd.config.domains import RegisteredExperts
+from opd.config.domains import STUDENT, RegisteredExperts
 from opd.config.guard import GuardConfig, LocalJudge, merge_guard
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
@@ -113,8 +113,7 @@ def make_manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
         "experts": {
             name: {
                 "domains": [d for d, assigned in inputs.routes.items() if name in [a.teacher.name for a in assigned]],
-                "weights": expert.info.weight_files,
-                "config": file_hashes(Path(expert.info.path), CONFIG_FILES),
+                **_expert_hashes(config, name, expert.info),
                 **({"adapter": expert.adapter.files} if expert.adapter else {}),
             }
             for name, expert in inputs.experts.items()
@@ -129,6 +128,14 @@ def make_manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     }
 
 
+def _expert_hashes(config: PipelineConfig, name: str, info: ModelInfo) -> dict[str, Any]:
+    """Return the hashes of an expert's files; none for the student itself, whose hashes stand beside, and which is another in each round."""
+    inline = config.inline_experts.get(name)
+    if inline is not None and inline.model == STUDENT:
+        return {"weights": {}, "config": {}}
+    return {"weights": info.weight_files, "config": file_hashes(Path(info.path), CONFIG_FILES)}
+
+
 def _model_size(info: ModelInfo) -> dict[str, Any]:
     """Return the size of a model for readers of the report; a resume does not compare it."""
     return {"architecture": info.architecture, "parameters": info.parameters}
@@ -139,7 +146,7 @@ def resolve_pipeline(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     data = with_absolute_paths(config)
     data["student"]["template_date"] = _as_plain_data(config.student.template_date or inputs.template_date)
     if not isinstance(config.experts, RegisteredExperts):
-        for name, expert in inputs.experts.items():
+        for name, expert in ((name, inputs.experts[name]) for name in config.experts):
             data["experts"][name]["base"] = _as_plain_data(Path(expert.adapter.base)) if expert.adapter else None
     return data
 

@@ -10,7 +10,7 @@ from experts.adapter import AdapterInfo, inspect_adapter, named_base
 from experts.json_files import read_model
 from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
-from opd.config.domains import ExpertConfig, RegisteredExperts
+from opd.config.domains import STUDENT, ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
@@ -101,10 +101,12 @@ def has_all_weights(config: PipelineConfig) -> bool:
         directories += [Path(registry.get(name).info.path) for name in names]
     else:
         for expert in config.experts.values():
-            directories.append(expert.model)
-            is_adapter = (expert.model / ADAPTER_CONFIG).is_file()
-            base = expert.base or (named_base(expert.model) if is_adapter else None)
-            directories += [base] if base else []
+            if expert.model == STUDENT:
+                continue
+            model = Path(expert.model)
+            is_adapter = (model / ADAPTER_CONFIG).is_file()
+            base = expert.base or (named_base(model) if is_adapter else None)
+            directories += [model, base] if base else [model]
     return all(map(has_weights, directories))
 
 
@@ -120,9 +122,12 @@ def _expert_shapes(
 ) -> Iterator[tuple[str, RoutedExpert, Shape]]:
     """Yield name, expert and shape of each expert. Experts that are not registered yet are planned as full models of the student's
     shape, and `notes` gets a sentence about them. Raises: OpdError."""
+    for name, expert_config in config.inline_experts.items():
+        if expert_config.model == STUDENT:
+            yield name, unhashed_expert(name, expert_config.domain, model_facts(config.student.model, student)), student
+        else:
+            yield (name, *_inline_model(name, Path(expert_config.model), expert_config))
     if not isinstance(config.experts, RegisteredExperts):
-        for name, expert_config in config.experts.items():
-            yield (name, *_inline_model(name, expert_config))
         return
     registry = Registry(config.registry or default_root())
     registered_names = registry.names()
@@ -139,12 +144,12 @@ def _expert_shapes(
         notes.append(f"not registered yet, planned as full models of the student's shape: {', '.join(missing)}")
 
 
-def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert, Shape]:
-    """Return an expert of the pipeline itself: a full model, or an adapter with the shape of its base. Raises: OpdError."""
-    file = locate_file(expert_config.model, ADAPTER_CONFIG)
+def _inline_model(name: str, model: Path, expert_config: ExpertConfig) -> tuple[RoutedExpert, Shape]:
+    """Return an expert of the pipeline itself, in `model`: a full model, or an adapter with the shape of its base. Raises: OpdError."""
+    file = locate_file(model, ADAPTER_CONFIG)
     if not file.is_file():
-        shape = read_shape(expert_config.model)
-        return unhashed_expert(name, expert_config.domain, model_facts(expert_config.model, shape)), shape
+        shape = read_shape(model)
+        return unhashed_expert(name, expert_config.domain, model_facts(model, shape)), shape
     stated_base = expert_config.base or named_base(file.parent)
     if stated_base is None:
         raise ConfigError.at(
@@ -156,10 +161,10 @@ def _inline_model(name: str, expert_config: ExpertConfig) -> tuple[RoutedExpert,
     # Adapters that name one directory in several ways share it.
     base = expert_config.base or stated_base.resolve()
     shape = read_shape(base)
-    if has_weights(expert_config.model) and has_weights(base):
-        adapter = inspect_adapter(expert_config.model, base, hash_files=False)
+    if has_weights(model) and has_weights(base):
+        adapter = inspect_adapter(model, base, hash_files=False)
     else:
-        adapter = _adapter_by_config(expert_config.model, base, read_model(_Adapter, file), shape)
+        adapter = _adapter_by_config(model, base, read_model(_Adapter, file), shape)
     return unhashed_expert(name, expert_config.domain, model_facts(base, shape), adapter), shape
 
 

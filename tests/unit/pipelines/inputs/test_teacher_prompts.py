@@ -11,8 +11,11 @@ import pytest
 from opd.config import load_pipeline
 from opd.errors import ConfigError, OpdError, PromptError
 from opd.records.types import Rollout
+from opd.train.deepspeed import read_teacher_prompts
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.merging.manifest import make_manifest
+from pipelines.specs import base_scoring, trainer_spec
+from tests.unit.pipelines.inputs.test_read import register
 
 JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SECRET = "the secret is "
@@ -186,3 +189,61 @@ def test_the_manifest_has_the_templates_hash(told: Any) -> None:
         manifests.append(make_manifest(config, read(told)))
     assert manifests[0]["teacher_templates"].keys() == {"rev"}
     assert manifests[0]["teacher_templates"] != manifests[1]["teacher_templates"]
+
+
+def test_the_student_is_its_own_teacher(told: Any) -> None:
+    told.data["experts"]["rev"]["model"] = "student"
+    inputs = read(told)
+    (assigned,) = inputs.scoring["reverse"]
+    assert (assigned.teacher.name, assigned.teacher.model_dir) == ("rev", Path("base").absolute())
+    assert teacher_text(inputs, "reverse", 0) == f"{SECRET}aaaa rev aaa="
+    manifest = make_manifest(load_pipeline(told.write()), inputs)
+    assert manifest["experts"]["rev"]["weights"] == {} and manifest["config"]["experts"]["rev"]["model"] == "student"
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_what_is_kept_has_the_start_student_for_a_teacher(world: Any, registered: bool) -> None:
+    (world.root / "general.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    world.data |= {"keep": {"prompts": "general.jsonl"}, "trainer": {"steps": 2, "samples_per_step": 6}}
+    if registered:
+        register(world)
+    inputs = read(world)
+    assert [p.id for p in inputs.prompts["kept"]] == ["kept/0"]
+    (assigned,) = inputs.scoring["kept"]
+    assert (assigned.teacher.name, assigned.weight) == ("kept", 1.0)
+    assert assigned.teacher.model_dir.resolve() == (world.root / "base").resolve()
+    manifest = make_manifest(load_pipeline(world.write()), inputs)
+    assert manifest["experts"]["kept"]["domains"] == ["kept"] and manifest["prompts"].keys() == {
+        "reverse",
+        "upper",
+        "kept",
+    }
+
+
+def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_adapter: Any) -> None:
+    (world.root / "general.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
+    for seed, name in enumerate(("rev", "up")):
+        make_adapter(world.root / f"{name}-lora", world.root / "base", seed=seed)
+        world.data["experts"][name]["model"] = f"{name}-lora"
+    world.data["student"]["lora"] = {"r": 4}
+    world.data |= {
+        "keep": {"prompts": "general.jsonl"},
+        "teachers": {"engine": "trainer"},
+        "trainer": {"steps": 2, "samples_per_step": 6},
+    }
+    inputs = read(world)
+    scoring = base_scoring(load_pipeline(world.write()), inputs.scoring)
+    assert scoring is not None
+    kept = next(teacher for teacher in scoring.teachers if teacher.name == "kept")
+    assert kept.adapter_dir is None and kept.weights == {"kept": 1.0}
+
+
+def test_ranks_that_score_by_the_base_get_its_own_prompts(told: Any) -> None:
+    told.data["experts"]["rev"]["model"] = told.data["experts"]["up"]["model"] = "student"
+    told.data["student"]["lora"], told.data["teachers"] = {"r": 4}, {"engine": "trainer"}
+    inputs = read(told)
+    spec = trainer_spec(load_pipeline(told.write()), inputs.student.vocab_size, inputs.scoring)
+    assert {name: set(domains) for name, domains in spec.teacher_prompts.items()} == {"rev": {"reverse"}}
+    sent = [sample(inputs, "reverse", 2), sample(inputs, "upper", 0)]
+    read_by = read_teacher_prompts(spec.teacher_prompts, sent)
+    assert read_by == {"rev": {sent[0].sample_id: inputs.scoring["reverse"][0].prompts(sent[0])}}  # type: ignore[misc]

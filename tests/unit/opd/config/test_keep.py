@@ -1,0 +1,66 @@
+"""`keep`: a domain of general prompts, whose teacher is the start student."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from opd.config import PipelineConfig, split_rounds
+
+DATA: dict[str, Any] = {
+    "name": "n",
+    "student": {"model": "base"},
+    "experts": {"e": {"model": "m", "domain": "d"}},
+    "domains": {"d": {"prompts": "d.jsonl"}},
+    "keep": {"prompts": "general.jsonl", "weight": 0.5},
+    "trainer": {"steps": 1, "samples_per_step": 4},
+}
+
+
+def make(**changes: Any) -> PipelineConfig:
+    return PipelineConfig.model_validate({**DATA, **changes})
+
+
+def test_keep_is_a_domain_and_an_expert() -> None:
+    config = make()
+    assert list(config.domains) == ["d", "kept"] and config.domain_weights == {"d": 1.0, "kept": 0.5}
+    assert {name: expert.model for name, expert in config.inline_experts.items() if name == "kept"} == {
+        "kept": "student"
+    }
+    assert "kept" not in config.experts  # type: ignore[operator]
+    assert not config.domains["kept"].is_rewarded
+    assert PipelineConfig.model_validate(config.model_dump(mode="json")) == config
+    assert list(make(keep=None).domains) == ["d"]
+
+
+def test_keep_beside_experts_of_the_registry_and_in_every_round() -> None:
+    config = make(
+        experts={"use": ["e"]},
+        rounds=[{}, {"experts": {"use": ["f"]}, "domains": {"f": {"prompts": "f.jsonl"}}}],
+    )
+    assert list(config.inline_experts) == ["kept"]
+    assert [list(part.domains) for part in split_rounds(config)] == [["d", "kept"], ["f", "kept"]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"domains": {"d": {"prompts": "d.jsonl"}, "kept": {"prompts": "other.jsonl"}}},
+        {"experts": {"kept": {"model": "m", "domain": "d"}}},
+        {
+            "teachers": {
+                "engine": "openai",
+                "payload": "sampled_logprobs",
+                "servers": {"e": {"base_url": "http://x", "model": "e"}},
+            }
+        },
+        {"keep": {"weight": 1.0}},
+        {"keep": {"prompts": "general.jsonl", "weight": 0}},
+        {"trainer": {"steps": 1, "samples_per_step": 1}},
+    ],
+)
+def test_what_keep_does_not_go_with_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        make(**changes)
