@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +169,8 @@ class Case:
     layout: str = "packed"
     micro_batches: tuple[tuple[str, ...], ...] = (tuple(r.sample_id for r in ROLLOUTS),)
     dtype: str = "float32"
+    read: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Teacher -> what it reads in the place of every prompt."""
 
     def step(self, *, asks: bool) -> tuple[RankResult, Engine]:
         """One step, in which the rank scores by the student's base, or teachers have scored in the names of these."""
@@ -190,7 +192,10 @@ class Case:
                     for name, teacher in on_base.items()
                     if domain in teacher.weights
                 ]
-            rows += [row for one in teachers for row in scored(one, some, scoring.payload, self.dtype)]
+            for one in teachers:
+                read = self.read.get(one[0])
+                sent = [r.as_read_by(read) for r in some] if read else some
+                rows += [row.as_sampled() for row in scored(one, sent, scoring.payload, self.dtype)]
         rank = TrainerRank(dataclasses.replace(self.options, world_size=1), 0)
         engine: Any = Engine(self.options)
         rank._engine, rank._device, rank._layout = engine, torch.device("cpu"), self.layout
@@ -202,6 +207,7 @@ class Case:
             micro_batches=self.micro_batches,
             components={"divergence": Component(weights=weights)},
             base_rounds=scoring.plan_rounds([self.micro_batches], mine) if asks else {},
+            teacher_prompts={name: dict.fromkeys((r.sample_id for r in mine), ids) for name, ids in self.read.items()},
         )
         heads = [source(path, self.dtype) for name, path in self.models.items() if not (asks and name == "student")]
         rank.begin_step(work, {head.key: head for head in heads})
@@ -286,6 +292,23 @@ def test_likeliest_tokens_are_those_of_the_base_with_its_adapter(
     options = on_base(models["student"], adapters, **TOP)
     assert options.base_scoring is not None and options.base_scoring.top_k == TOP_K
     is_the_same(Case(options, {"student": models["student"]}, layout, SPLITS[split]))
+
+
+@pytest.mark.parametrize(("layout", "split"), [("packed", "one"), (SHARED, "several")])
+def test_a_teacher_on_the_base_may_read_a_prompt_of_its_own(
+    layout: str, split: str, adapters: dict[str, Path], models: dict[str, Path], in_process: Any
+) -> None:
+    student = models["student"]
+    case = Case(on_base(student, adapters), {"student": student}, layout, SPLITS[split])
+    own = dataclasses.replace(case, read={"plain": tuple(range(10, 40)), "start student": (7,)})
+    is_the_same(own)
+    assert abs(own.step(asks=True)[0].loss - case.step(asks=True)[0].loss) > 1e-3, "its prompt decides"
+
+
+def test_a_rank_gets_the_own_prompts_of_its_samples_alone() -> None:
+    prompts = {"plain": {"a": (1,), "b": (2, 3)}}
+    work = RankWork(step=1, lr=0.0, micro_batches=(), components={}, teacher_prompts=prompts)
+    assert work.select_micro_batches([("b",), ("c",)]).teacher_prompts == {"plain": {"b": (2, 3)}}
 
 
 def test_an_expert_is_compared_with_its_probe(adapters: dict[str, Path], models: dict[str, Path]) -> None:

@@ -1,0 +1,118 @@
+"""A merge with a teacher that has a system message, one that reads a column which the student never sees, and general prompts that
+are kept, through the real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from opd.prompts import load_tokenizer
+from opd.stream.schema import TargetRow, read_stream
+from tests.integration.conftest import write_pipeline, write_prompts
+
+ROOT = Path(__file__).parents[2]
+SYSTEM = "say the word: "
+
+
+def start_merge(*args: object, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cli", "merge", *map(str, args)],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def with_own_prompts(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
+    template = root / "join.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    file = root / "right.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(row | {"solution": f"it is {row['answer']}. "}) + "\n" for row in rows))
+    for name, text in (("left", SYSTEM), ("right", "{{ row.solution }}")):
+        pipeline["experts"][name]["prompt"] = {"system": text, "template": str(template), "max_model_len": 80}
+    pipeline["keep"] = {"prompts": str(write_prompts(root / "general.jsonl", "gen", 20, 3)), "weight": 0.5}
+    pipeline["trainer"] |= {"steps": 5, "samples_per_step": 20}
+    return pipeline
+
+
+def logged_rows(step: Path) -> Iterator[TargetRow]:
+    for part in sorted(step.glob("worker-*.arrow")):
+        yield from read_stream(pa.py_buffer(part.read_bytes())).rows
+
+
+@torch.no_grad()
+def check_scores(rows: list[TargetRow], pipeline: dict[str, Any]) -> None:
+    """The logged states are those that plain transformers computes after the teacher's own prompt, token by token."""
+    from transformers import AutoModelForCausalLM
+
+    experts = {name: expert["model"] for name, expert in pipeline["experts"].items()}
+    experts["kept"] = pipeline["student"]["model"]
+    models = {n: AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for n, p in experts.items()}
+    tokenizer = load_tokenizer(Path(pipeline["student"]["model"]))
+    for row in rows:
+        asked = tokenizer.decode(row.rollout.prompt_ids)
+        word = asked.split()[1].rstrip("=")
+        front = {"left": SYSTEM, "right": f"it is {word}. ", "kept": ""}[row.teacher]
+        prompt = tokenizer.encode(front + asked, add_special_tokens=False)
+        ids = torch.tensor([[*prompt, *row.rollout.response_ids]])
+        hidden_T_D = models[row.teacher].base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        want = hidden_T_D[len(prompt) - 1 : -1][list(row.rollout.trained_positions)]
+        states: Any = row.answer
+        torch.testing.assert_close(states.states(torch.float32), want, rtol=0, atol=1e-4)
+
+
+def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
+    tmp_path: Path, pipeline: dict[str, Any]
+) -> None:
+    file = write_pipeline(tmp_path, with_own_prompts(tmp_path, pipeline))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    merge = start_merge(file, "--run-dir", whole, cwd=tmp_path)
+    out, _ = merge.communicate(timeout=400)
+    assert merge.returncode == 0, out
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert {name: d["samples"] for name, d in records[-1]["domains"].items()} == {
+        "left-domain": 8,
+        "right-domain": 8,
+        "kept": 4,
+    }
+    # The student begins as the teacher of what is kept, so that there is nothing to learn at first.
+    assert records[0]["domains"]["kept"]["loss"] == pytest.approx(0.0, abs=1e-5)
+    assert records[0]["domains"]["right-domain"]["loss"] > 1e-3
+    assert all(record["quarantined"] == {} for record in records)
+    assert "kept" in (whole / "report.html").read_text()
+
+    killed = start_merge(file, "--run-dir", broken, cwd=tmp_path)
+    deadline = time.monotonic() + 300
+    while not (broken / "targets" / "step-000004").exists():
+        assert killed.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait(timeout=60)
+    rows = [row for step in sorted((broken / "targets").glob("step-*")) for row in logged_rows(step)]
+    assert {row.teacher for row in rows} == {"left", "right", "kept"}
+    check_scores(rows, pipeline)
+    resumed = start_merge("--resume", broken, cwd=tmp_path)
+    out, _ = resumed.communicate(timeout=400)
+    assert resumed.returncode == 0 and "resumed from step 2" in out, out
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+    (tmp_path / "join.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    changed = start_merge("--resume", broken, "--set", "trainer.steps=6", cwd=tmp_path)
+    out, _ = changed.communicate(timeout=100)
+    assert changed.returncode == 2 and "teacher templates changed since the run began: left, right" in out, out
