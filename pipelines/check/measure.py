@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from experts.adapter import open_full_model
 from opd import cluster
 from opd.config import PipelineConfig
-from opd.config.domains import RegisteredExperts
+from opd.config.domains import STUDENT, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
@@ -162,6 +162,10 @@ def measure_teachers(
     """
     student_accuracy = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
+    # After the student's prompts these are not what they are in the merge.
+    apart = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
+    if apart:
+        tell(f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(apart))}")
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     # One response of each domain is enough to see whether trainer and scorer compute the same.
@@ -170,6 +174,7 @@ def measure_teachers(
         (domain, weighted_teacher.teacher)
         for domain, assigned in inputs.routes.items()
         for weighted_teacher in assigned
+        if weighted_teacher.teacher.name not in apart
     ]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
