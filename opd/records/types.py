@@ -7,7 +7,7 @@ rollout or a micro-batch, V vocabulary ids, D hidden width, P prompt tokens, R r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -128,9 +128,6 @@ class Rollout:
     none."""
     next: str | None = None
     """Sample id of the segment that continues this one from its end, with its summary or without its thoughts; None if none does."""
-    student_prompt_ids: tuple[int, ...] | None = None
-    """[P] the prompt that the student read, while a teacher's own stands in `prompt_ids`: only on the way to that teacher
-    (`as_read_by`). None everywhere else."""
 
     @classmethod
     def from_tokens(
@@ -150,15 +147,14 @@ class Rollout:
             stop_reason="stop",
         )
 
-    def as_read_by(self, prompt_ids: tuple[int, ...]) -> Rollout:
-        """Return the rollout with a teacher's own prompt before the same response, [P]. Each position of the response stays."""
-        return replace(self, prompt_ids=prompt_ids, student_prompt_ids=self.prompt_ids)
+    def as_read_by(self, prompt_ids: tuple[int, ...]) -> TeacherRollout:
+        """Return the rollout with a teacher's own prompt, [P], before the same response. Each position of the response stays."""
+        values = {own.name: getattr(self, own.name) for own in fields(Rollout)}
+        return TeacherRollout(**values | {"prompt_ids": prompt_ids}, student_prompt_ids=self.prompt_ids)
 
     def as_sampled(self) -> Rollout:
         """Return the rollout as the student wrote it: the inverse of `as_read_by`."""
-        if self.student_prompt_ids is None:
-            return self
-        return replace(self, prompt_ids=self.student_prompt_ids, student_prompt_ids=None)
+        return self
 
     @property
     def policy_version(self) -> int:
@@ -206,6 +202,18 @@ class Rollout:
     def trained_ids(self) -> tuple[int, ...]:
         """[N] the trained tokens."""
         return tuple(self.response_ids[position] for position in self.trained_positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherRollout(Rollout):
+    """A rollout on its way to a teacher that reads a prompt of its own, which stands in `prompt_ids`."""
+
+    student_prompt_ids: tuple[int, ...]
+    """[P] the prompt that the student read."""
+
+    def as_sampled(self) -> Rollout:
+        values = {own.name: getattr(self, own.name) for own in fields(Rollout)}
+        return Rollout(**values | {"prompt_ids": self.student_prompt_ids})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

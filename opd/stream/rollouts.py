@@ -152,12 +152,7 @@ def _find_segment_contradiction(rollout: Rollout) -> str:
 
 _NUMBERS = {"prompt_ids": np.int64, "response_ids": np.int64, "behaviour_logprobs": np.float32}
 """Fields with many numbers -> type in which `digest_rollout` compares them. Log-probs travel as float32."""
-_OTHER_FIELDS = tuple(
-    # `student_prompt_ids` is None wherever rollouts are compared.
-    field.name
-    for field in fields(Rollout)
-    if field.name not in (*_NUMBERS, "student_prompt_ids")
-)
+_OTHER_FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in _NUMBERS)
 
 
 def digest_rollout(rollout: Rollout) -> str:

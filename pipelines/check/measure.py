@@ -165,7 +165,9 @@ def measure_teachers(
     # After the student's prompts these are not what they are in the merge.
     apart = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
     if apart:
-        tell(f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(apart))}")
+        tell(
+            f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(apart))}"
+        )
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
     # One response of each domain is enough to see whether trainer and scorer compute the same.

@@ -50,7 +50,7 @@ def test_log_probs_of_the_response_after_the_teachers_own_prompt(
     rows = {row.rollout.sample_id: row for row in read_rows(scored.score(rollouts))}
     for sent in rollouts:
         row = rows[sent.sample_id]
-        assert row.rollout.prompt_ids == sent.prompt_ids and row.rollout.student_prompt_ids is None
+        assert row.rollout == sent
         want = plain_logprobs(expert_dirs["rev"], read_own(sent), sent.response_ids)
         students = plain_logprobs(expert_dirs["rev"], sent.prompt_ids, sent.response_ids)
         assert row.answer.teacher_logprobs == pytest.approx(want, abs=1e-5)  # type: ignore[attr-defined]

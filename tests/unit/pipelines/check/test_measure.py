@@ -377,3 +377,10 @@ def test_another_chat_template_is_shown(world: Any) -> None:
     assert "message['content']" in finding.message and "message['text']" in finding.message
     template.unlink()
     assert list(template_findings(read_inputs(load_pipeline(world.write())))) == []
+
+
+def test_teachers_that_read_prompts_of_their_own_are_not_compared(world: Any) -> None:
+    world.data["experts"]["rev"]["model"] = "student"
+    engine = FakeEngine({"base": {"reverse": 0.1, "upper": 0.2}, "up": {"upper": 0.8}})
+    rows, calls = measured_with(world, engine)
+    assert [row.expert for row in rows] == ["up"] and [name for name, *_ in calls] == ["student", "up"]
