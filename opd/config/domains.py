@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
+from opd.config.objectives import AnyObjective
 from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.verifiers import VerifierConfig
@@ -61,6 +62,9 @@ class ExpertConfig(Strict):
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
+    engine: dict[str, Any] | None = None
+    """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
+    Experts with equal engines share workers. Default: `teachers`."""
 
 
 class RegisteredExperts(Strict):
@@ -69,6 +73,8 @@ class RegisteredExperts(Strict):
         Discriminator(text_or_more),
     ]
     """Names from the registry (`opd experts list`), or `all`."""
+    engines: dict[Name, dict[str, Any]] = {}
+    """Expert's name -> its own engine, as `engine` of an expert that the pipeline itself describes."""
 
 
 def _choose_experts_kind(value: Any) -> str:
@@ -165,6 +171,8 @@ class DomainConfig(Strict):
         Discriminator(text_or_more),
     ] = "auto"
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
+    objective: AnyObjective | None = None
+    """Objective of this domain alone, a kind with its keys, for what its teachers send; default: `objective`."""
     extrapolate: float | None = Field(None, ge=1)
     """Default: `objective.extrapolate`."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)

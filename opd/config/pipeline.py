@@ -10,13 +10,14 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
-from opd.config.devices import PushKind, choose_push_kind, find_devices_problem, find_push_problem
+from opd.config.devices import PushKind, choose_push_kind, find_push_problem
 from opd.config.domains import DomainConfig, ExpertsConfig, RegisteredExperts, StudentConfig
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
+from opd.config.expert_engines import find_engines_problem, find_own_objective_problem, list_engines
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
-from opd.config.objectives import AnyObjective, build_default_objective
+from opd.config.objectives import AnyObjective, ObjectiveConfig, build_default_objective
 from opd.config.prompts import CHAT_COLUMNS
 from opd.config.sections import (
     CheckpointConfig,
@@ -31,6 +32,7 @@ from opd.config.sections import (
 from opd.config.teachers import (
     NoTeachers,
     OpenAITeachers,
+    Teachers,
     TeachersConfig,
     TrainerTeachers,
     TransformersTeachers,
@@ -107,6 +109,26 @@ class PipelineConfig(Strict):
         return {name: 1.0 if domain.weight == "auto" else domain.weight for name, domain in self.domains.items()}
 
     @property
+    def engines(self) -> list[Teachers]:
+        """The section `teachers` as each engine of the merge has it; a single one if no expert has an engine of its own."""
+        return [section for section, _, _ in list_engines(self)]
+
+    def engine_of(self, expert: str) -> Teachers:
+        """Return the section `teachers` as it is for this expert."""
+        own = (section for section, names, key in list_engines(self) if expert in names and key != "teachers")
+        return next(own, self.teachers)
+
+    def objective_of(self, domain: str) -> ObjectiveConfig:
+        """Return the objective of a domain: its own, else the pipeline's."""
+        own = self.domains[domain].objective
+        return self.objective if own is None else own
+
+    @property
+    def own_objectives(self) -> dict[str, ObjectiveConfig]:
+        """Domain -> its objective, for the domains that have one of their own."""
+        return {name: domain.objective for name, domain in self.domains.items() if domain.objective is not None}
+
+    @property
     def push_kind(self) -> PushKind:
         """The way of new weights that `sync.kind` asks for, with `auto` decided."""
         return choose_push_kind(self.sync, self.cluster, self.rollout)
@@ -119,7 +141,7 @@ class PipelineConfig(Strict):
             problem = PydanticCustomError(
                 "no_expert", "{wanted}", {"wanted": expected, "where": "experts", "found": "{}"}
             )
-        if isinstance(self.teachers, TrainerTeachers):
+        if any(isinstance(section, TrainerTeachers) for section in self.engines):
             problem = problem or _find_base_problem(self)
         if problem is not None:
             raise problem
@@ -163,8 +185,8 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _check_extrapolation(self) -> PipelineConfig:
         extrapolated = [name for name in self.domains if domain_extrapolation(self, name) > 1]
-        if not extrapolated:
-            return self
+        if not extrapolated or len(self.engines) > 1 or self.own_objectives:
+            return self  # with several engines `pipelines.routes` checks each domain, once its experts are known
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
         if problem is None and isinstance(self.teachers, OpenAITeachers) and not trainer_has_start(self):
             problem = PydanticCustomError(
@@ -178,21 +200,10 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _check_servers(self) -> PipelineConfig:
-        experts = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
-        if not isinstance(self.teachers, OpenAITeachers) or experts == "all":  # the registry's names are not known here
-            return self
-        served = self.teachers.servers
-        for names, problem in (
-            ([name for name in experts if name not in served], "nothing"),
-            ([name for name in served if name not in experts], "a server of no expert"),
-        ):
-            if names:
-                raise PydanticCustomError(
-                    "servers",
-                    "base_url and model for each of the experts {experts}, and no others",
-                    {"experts": ", ".join(experts), "where": f"teachers.servers.{names[0]}", "found": problem},
-                )
+    def _check_engines(self) -> PipelineConfig:
+        problem = find_engines_problem(self) or find_own_objective_problem(self)
+        if problem is not None:
+            raise problem
         return self
 
     @model_validator(mode="after")
@@ -245,9 +256,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _check_devices(self) -> PipelineConfig:
-        problem = find_devices_problem(
-            self.cluster, self.trainer, self.rollout, self.teachers, self.schedule
-        ) or find_push_problem(self.sync, self.cluster)
+        problem = find_push_problem(self.sync, self.cluster)
         if problem is not None:
             raise problem
         return self
@@ -308,7 +317,8 @@ def trainer_has_start(config: PipelineConfig) -> bool:
     It can with LoRA, which leaves the start's weights as they are. It cannot if the objective subtracts a baseline, because
     the baseline is needed before the trainer computes anything.
     """
-    return config.student.lora is not None and not config.objective.wants_baseline
+    objectives = (config.objective, *config.own_objectives.values())
+    return config.student.lora is not None and not any(objective.wants_baseline for objective in objectives)
 
 
 def _extrapolation_error(config: PipelineConfig, domain: str, other_setting: str, expected: str) -> PydanticCustomError:
@@ -371,10 +381,10 @@ def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
     if config.student.lora is None:
         key, actual = "teachers.engine", "trainer without student.lora"
         expected = "student.lora, which leaves the base as the experts need it; or engine transformers"
-    elif config.objective.wants_baseline:
+    elif any(objective.wants_baseline for objective in (config.objective, *config.own_objectives.values())):
         key, actual = "objective.baseline", "a baseline with teachers.engine trainer"
         expected = "none: a baseline is needed before the trainer computes; or teachers.engine transformers"
-    elif config.cluster.teacher_gpus:
+    elif config.cluster.teacher_gpus and isinstance(config.teachers, TrainerTeachers):
         key, actual = "cluster.teacher_gpus", f"{config.cluster.teacher_gpus:g} with teachers.engine trainer"
         expected = "0: the trainer's ranks score, on their own GPUs"
     else:
@@ -406,7 +416,7 @@ def is_overlapped(config: PipelineConfig) -> bool:
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
-    return bool(gpus) or config.teachers.elsewhere
+    return bool(gpus) or any(section.elsewhere for section in config.engines)
 
 
 def max_staleness(config: PipelineConfig) -> int:
