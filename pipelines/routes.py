@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pydantic_core import PydanticCustomError
-
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
@@ -165,7 +163,8 @@ def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequenc
             fix="set the payload of an expert's engine to the other's, or give the domain one teacher",
         )
     sections = list(engines.values())
-    if any(isinstance(section, FlightTeachers) and section != sections[0] for section in sections):
+    differ = any(section != sections[0] for section in sections)
+    if differ and any(isinstance(section, FlightTeachers) for section in sections):
         raise ConfigError.at(
             f"domains.{domain}.teachers",
             found=f"engines of several kinds: {', '.join(f'{a.teacher.name} {engines[a.teacher.name].engine}' for a in assigned)}",
@@ -174,10 +173,6 @@ def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequenc
         )
     objective, payload = config.objective_of(domain), sections[0].payload
     problem = objective.problem_with(payload)
-    if problem is None and domain_extrapolation(config, domain) > 1:
-        problem = objective.problem_with_extrapolation(payload)
-        if problem is None and isinstance(sections[0], OpenAITeachers) and not trainer_has_start(config):
-            problem = PydanticCustomError("extrapolate", "student.lora, because the start student has no server")
     if problem is not None:
         fitting = [kind for kind in OBJECTIVES if payload in find_objective_section(kind).PAYLOADS]
         own = config.domains[domain].objective is not None
@@ -186,6 +181,24 @@ def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequenc
             found=f"objective {objective.kind} and payload {payload} of {', '.join(sent)}",
             wanted=problem.message(),
             fix=f"set domains.{domain}.objective to {{kind: {' or '.join(fitting)}}}, or another payload of the expert's engine",
+        )
+    if domain_extrapolation(config, domain) > 1:
+        _refuse_extrapolation(config, domain, sections[0])
+
+
+def _refuse_extrapolation(config: PipelineConfig, domain: str, section: Teachers) -> None:
+    """Refuse a target beyond the experts that cannot be computed from what the domain's engine sends. Raises: ConfigError."""
+    problem = config.objective_of(domain).problem_with_extrapolation(section.payload)
+    expected = None if problem is None else problem.message()
+    if expected is None and isinstance(section, OpenAITeachers) and not trainer_has_start(config):
+        expected = "1, another engine, or student.lora: the start student scores every response, and has no server"
+    if expected is not None:
+        own = config.domains[domain].extrapolate is not None
+        raise ConfigError.at(
+            f"domains.{domain}.extrapolate" if own else "objective.extrapolate",
+            found=f"{domain_extrapolation(config, domain):g} with engine {section.engine} and payload {section.payload}",
+            wanted=expected,
+            fix=f"set domains.{domain}.extrapolate to 1",
         )
 
 

@@ -339,6 +339,11 @@ def rename_engine_keys(error: PydanticCustomError, key: str) -> PydanticCustomEr
 
     context = error.context or {}
     renamed = {name: rename(value) if isinstance(value, str) else value for name, value in context.items()}
+    if renamed.get("where") == "teachers":  # the section as a whole
+        renamed["where"] = key
+    if "known" in renamed:
+        known = [name for name in renamed["known"].split(", ") if name not in SHARED_KEYS]
+        renamed["known"] = ", ".join("kind" if name == "engine" else name for name in known)
     return PydanticCustomError(error.type, "{wanted}", {**renamed, "wanted": rename(error.message())})
 
 
