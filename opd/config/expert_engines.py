@@ -37,7 +37,9 @@ def list_engines(config: PipelineConfig) -> list[tuple[Teachers, list[str], str]
     own_engines, experts = list_own_engines(config), config.experts
     names = experts.use if isinstance(experts, RegisteredExperts) else list(experts)
     shared = [] if names == "all" else [name for name in names if name not in own_engines]
-    engines = [(config.teachers, shared, "teachers")] if shared or names == "all" or not own_engines else []
+    engines: list[tuple[Teachers, list[str], str]] = []
+    if shared or names == "all" or not own_engines:
+        engines.append((config.teachers, shared, "teachers"))
     for name, (key, own) in own_engines.items():
         section = build_expert_engine(config.teachers, own, key)
         equal = next((entry for entry in engines if entry[0] == section), None)
