@@ -229,8 +229,9 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
     )
     if not on_base:
         return None
-    domain = next(iter(on_base[0].weights))
-    return BaseScoring(teachers=on_base, payload=domain_payload(config, scoring[domain]))
+    assigned = scoring.get(next(iter(on_base[0].weights)), ())
+    payload = domain_payload(config, assigned) if assigned else config.teachers.payload
+    return BaseScoring(teachers=on_base, payload=payload)
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:
