@@ -20,7 +20,7 @@ from tests.integration.test_rank_memory import write_student
 
 LAYERS, WIDTH, TOKENS = 16, 256, 4096
 LIMIT = 2250 * MIB
-"""Memory of a rank, in addresses beyond its libraries: one with shared rows needs 1,930 MiB in two steps, one with whole rows 2,570."""
+"""Memory of a rank, in addresses beyond its libraries: one with shared rows needs 1,930 MiB, one with whole rows 2,570."""
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
