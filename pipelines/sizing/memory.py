@@ -41,9 +41,9 @@ TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
-EXCHANGE_COPIES = 56
-"""Copies of a token's hidden state that ranks with shared rows make around the attention of a layer. Measured: 34 and 55, at widths of 512
-and 256 (`benchmarks/long_rows.py`)."""
+EXCHANGE_COPIES = 16
+"""Copies of a token's hidden state around the attention of a layer in ranks with shared rows: queries, keys, values and outputs, before and
+after their exchange, and the gradients of these. Measured: at most 12 (`benchmarks/long_rows.py`, `tests/integration/test_long_rows.py`)."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk of the loss: logits, log-softmax, probabilities and gradient of student and teacher."""
 MASK_COPIES = 5
