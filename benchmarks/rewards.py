@@ -60,7 +60,7 @@ from pipelines.baselines.run import compute_results
 from pipelines.baselines.weights import WEIGHT_METHODS
 from pipelines.catalog import find_pipeline
 from pipelines.merging.results import read_progress
-from pipelines.reinforce import pipeline_of
+from pipelines.reinforce import build_pipeline
 
 OPD = Variant("opd", ())
 REWARD, BEYOND = "objective.reward.weight=0.5", "objective.extrapolate=1.25"
@@ -85,7 +85,7 @@ Records = Mapping[str, Sequence[StepRecord]]
 
 def training_records(spec: ReinforceSpec) -> dict[str, list[StepRecord]]:
     """The steps of every expert's training. Raises: SystemExit if a training is not finished, or its directory is gone."""
-    runs = {name: RunPaths(spec.runs / pipeline_of(spec, name).name) for name in spec.experts}
+    runs = {name: RunPaths(spec.runs / build_pipeline(spec, name).name) for name in spec.experts}
     found = {name: MetricsFile(paths.metrics).read() for name, paths in runs.items()}
     missing = [str(paths.root) for name, paths in runs.items() if not (paths.report.exists() and found[name])]
     if missing:

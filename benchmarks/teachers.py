@@ -316,9 +316,9 @@ def held_bytes(path: Path, dtype: str) -> int:
     """Bytes of a model's tensors in the type that teachers compute in."""
     import torch
 
-    from teachers.weights import read_weights
+    from teachers.weights import weights_nbytes
 
-    return sum(tensor.nbytes for tensor in read_weights(path, getattr(torch, dtype)).values())
+    return weights_nbytes(path, getattr(torch, dtype))
 
 
 def make_rollouts(case: Case, domain: str, vocab_size: int) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from opd.config import PipelineConfig, load_pipeline
+from opd.config import PipelineConfig, has_short_first_round, load_pipeline
 from opd.records.types import Rollout, Teacher
 from opd.train.feed import Feed
 from opd.train.plan import measure_row_sizes, plan_micro_batches
@@ -62,6 +62,8 @@ def workload(*changes: str) -> PipelineConfig:
         "trainer.ranks=8",
         "trainer.samples_per_step=512",
         f"rollout.max_new_tokens={RESPONSE}",
+        "rollout.sleep=false",
+        *(f"cluster.{role}_gpus=1" for role in ("rollout", "teacher", "trainer")),
     )
     config = load_pipeline(find_pipeline("merge-7b"), [*sizes, *changes])
     return choose_numbers(config, read_models(config).merge, None)
@@ -71,7 +73,9 @@ def simulate_step(config: PipelineConfig, scored: float = SCORED, trained: float
     """Return the timeline of a step of W. `scored`, `trained`: tokens a second of a scorer and of a rank."""
     rollouts = make_rollouts(config)
     ranks, workers = config.trainer.ranks, config.teachers.scoring_workers
-    plan = plan_micro_batches(measure_row_sizes(rollouts), ranks, config.trainer.micro_batch_tokens)
+    plan = plan_micro_batches(
+        measure_row_sizes(rollouts), ranks, config.trainer.micro_batch_tokens, short_first=has_short_first_round(config)
+    )
     clock = _Clock()
     targets = _Scorers(clock, rollouts, workers, scored, a_token=2 * 3584)
     fed: Any = targets

@@ -25,7 +25,7 @@ from benchmarks.asked import claim
 from benchmarks.machine import machine
 from opd.records.scores import DomainScore, Evaluation
 from opd.report.intervals import subtract_estimates
-from opd.report.summary import estimate_of
+from opd.report.summary import make_estimate
 from opd.run.paths import MERGE_EVALUATIONS, RunPaths
 from opd.text import format_or_dash
 from pipelines.baselines.comparison import mean_headroom
@@ -231,7 +231,7 @@ def measured(
         above=[
             d
             for d in after
-            if d in expert and subtract_estimates(estimate_of(after[d]), estimate_of(expert[d])).low > 0
+            if d in expert and subtract_estimates(make_estimate(after[d]), make_estimate(expert[d])).low > 0
         ],
         tokens=tokens,
         wall_s=wall_s,

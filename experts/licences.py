@@ -67,7 +67,7 @@ class Licence:
         return f"{self.name} ({self.file})"
 
 
-def licences_of(directory: Path) -> list[Licence]:
+def find_licences(directory: Path) -> list[Licence]:
     """Return the licences that a model's directory names, each once; if two differ, both hold. Raises: OSError."""
     by_name: dict[str, Licence] = {}
     for licence in (*_read_header_licences(directory / "README.md"), *_read_text_licences(directory)):

@@ -355,10 +355,10 @@ def _refuse_holes(path: Path, tokens: Mapping[int, str]) -> None:
     if count > 0:
         # No set of all ids is made, because the highest id may be a huge number.
         missing = list(islice((i for i in range(max(tokens)) if i not in tokens), 3))
-        shown = ", ".join(map(str, missing)) + (" ..." if count > 3 else "")
+        listed = ", ".join(map(str, missing)) + (" ..." if count > 3 else "")
         raise ModelError.at(
             path / "tokenizer.json",
-            found=f"no token for {count} ids below {max(tokens)}: {shown}",
+            found=f"no token for {count} ids below {max(tokens)}: {listed}",
             wanted="a token for every id from 0 to the highest",
             fix=f"give each of them an unused name in model.vocab, such as <|unused_{missing[0]}|>, in the student's and in "
             "every expert's tokenizer.json",

@@ -92,7 +92,7 @@ class Registry:
     """Experts by name, one directory each below `root`, which need not exist yet."""
 
     def __init__(self, root: Path) -> None:
-        """Raises: RegistryError if `root` is not a directory."""
+        """Keep the directory; it may not exist yet. Raises: RegistryError if `root` is something else."""
         if root.exists() and not root.is_dir():
             raise RegistryError.at(
                 root,

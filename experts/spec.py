@@ -198,5 +198,5 @@ def find_spec(name_or_path: str) -> Path:
 def _with_train(section: Any, shared: Mapping[str, Any]) -> Any:
     if not isinstance(section, Mapping):
         return section
-    own = section.get("train", {})
-    return {**section, "train": {**shared, **own} if isinstance(own, Mapping) else own}
+    train = section.get("train", {})
+    return {**section, "train": {**shared, **train} if isinstance(train, Mapping) else train}

@@ -103,7 +103,7 @@ _LEFTOVER = re.compile(r"^\.(tmp-.+|.+\.\d+\.(old|tmp))$")
 
 @contextmanager
 def raise_storage_errors(path: Path) -> Iterator[None]:
-    """Raises: StorageError naming the file, or `path`, where the disk refuses a write; every other error passes."""
+    """Within, raise StorageError where the disk refuses a write, with the file's name, or else `path`; every other error passes."""
     from safetensors import SafetensorError
 
     try:

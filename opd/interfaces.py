@@ -318,8 +318,7 @@ class Trainer(Protocol):
 
 
 class DirectSource(Protocol):
-    """The trainer's ranks in one direct push: see `opd.transfer`. Calls of a pending answer come back with the reason of a failure, or with an
-    empty text."""
+    """The trainer's ranks in one direct push: see `opd.transfer`. Each pending answer is the reason of a failure, or an empty text."""
 
     def is_joined(self, engines: Sequence[Worker[Any]]) -> bool:
         """Return True if these very engines, and no others, are in the channel of the last push."""
@@ -413,7 +412,7 @@ class Monitors(Protocol):
 
 
 class Traces(Protocol):
-    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
+    def keep(self, step: int, batch: RolloutBatch, report: StepReport) -> None:
         """Store some episodes of a step for people to read, with the trainer's numbers. Raises: StorageError."""
         ...
 

@@ -159,14 +159,14 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, display: Display) -> C
     if isinstance(baseline, CriticBaseline):
         credit: Credit = CriticCredit(critic_spec(config, baseline, inputs.student.vocab_size))
     else:
-        credit = credit_of(baseline)
+        credit = build_credit(baseline)
     if config.objective.has_critic:
         display.doing("the critic loads")
     credit.wait_ready()
     return credit
 
 
-def credit_of(baseline: BaselineConfig) -> Credit:
+def build_credit(baseline: BaselineConfig) -> Credit:
     """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
         return EmaCredit(baseline.decay)

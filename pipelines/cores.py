@@ -6,8 +6,7 @@ from opd.config import PipelineConfig
 
 
 def roles_at_once(config: PipelineConfig) -> int:
-    """Return the number of roles that compute at the same time on this machine's cores, or with `training` while the trainer
-    does.
+    """Return 2 if the student writes ahead on cores on which teachers or trainer compute meanwhile; else 1.
 
     `schedule.overlap` is not counted: on the same cores it is off unless a pipeline asks for it.
     """

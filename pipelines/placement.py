@@ -63,7 +63,7 @@ class _PlacedRole:
         )
 
 
-def groups_of(
+def list_worker_groups(
     config: PipelineConfig, keys: Collection[str] = ALL_ROLES, scorers: Sequence[str] | None = None
 ) -> list[WorkerGroup]:
     """Return the workers of these roles and what each asks for: first those that share GPUs, then those that exchange most.
@@ -146,7 +146,7 @@ def _seat_block(gpus: Sequence[Sequence[DealtWorker]], roles: Mapping[str, _Plac
     for bundle, gpu in enumerate(gpus):
         for dealt in gpu:
             bundles_of.setdefault(dealt, []).append(bundle)
-    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(own)) for dealt, own in bundles_of.items()]
+    workers = [roles[dealt.role].seat_worker(dealt.index, tuple(numbers)) for dealt, numbers in bundles_of.items()]
     bundles = [
         _sum_asks([worker.asks for worker in workers if worker.bundles[0] == bundle])
         | {"GPU": sum(dealt.share for dealt in gpu) if leaves_room else 1.0}
@@ -162,7 +162,27 @@ def refuse_unplaceable(config: PipelineConfig) -> None:
     if config.cluster.address == LOCAL:
         return
     with cluster.ray_session(config.cluster, 0):
-        refuse_impossible_placement(groups_of(config), local_worker_names(config), cluster.list_nodes())
+        refuse_on_nodes(config, cluster.list_nodes())
+
+
+def refuse_on_nodes(config: PipelineConfig, nodes: Sequence[Node]) -> None:
+    """Refuse a pipeline whose workers these nodes can never hold, or cannot send new weights between. Raises: ConfigError."""
+    _refuse_unreached_engines(config, nodes)
+    refuse_impossible_placement(list_worker_groups(config), local_worker_names(config), nodes)
+
+
+def _refuse_unreached_engines(config: PipelineConfig, nodes: Sequence[Node]) -> None:
+    """Refuse direct pushes to engines of several processes if rank 0 may be on another node: the processes of such an engine use NCCL and
+    gloo through loopback alone. Raises: ConfigError."""
+    size = config.rollout.tensor_parallel_size
+    if config.push_kind == "direct" and size > 1 and len(nodes) > 1:
+        raise ConfigError.at(
+            "sync.kind",
+            found=f"direct with rollout.tensor_parallel_size {size} on {len(nodes)} nodes",
+            wanted="network or shared_memory: the processes of a divided engine connect through loopback alone, which no other node "
+            "reaches",
+            fix="set sync.kind to network; or to shared_memory, which has trainer rank 0 and all engines on this machine",
+        )
 
 
 def reserve_places(
@@ -173,7 +193,7 @@ def reserve_places(
 ) -> dict[str, Node]:
     """Reserve the places of these roles' workers, with `local_workers` on this machine. Returns worker -> address of its node;
     nothing for Ray on this machine, which has one place. Raises: RunError past `cluster.start_timeout_s`."""
-    groups, timeout_s = groups_of(config, keys, scorers), config.cluster.start_timeout_s
+    groups, timeout_s = list_worker_groups(config, keys, scorers), config.cluster.start_timeout_s
     if config.cluster.address == LOCAL:
         sharing = [group for group in groups if group.shares_gpus]
         if sharing:
@@ -187,7 +207,7 @@ def reserve_places(
 
 
 def _order_groups(groups: Sequence[WorkerGroup], nodes: Sequence[Node]) -> list[WorkerGroup]:
-    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `groups_of` has them."""
+    """Return the groups in the order in which they choose their nodes: those first that have least choice, else as `list_worker_groups` has them."""
 
     def count_choices(group: WorkerGroup) -> int:
         return max(sum(seat.fits_node(node) for node in nodes) for seat in group.seats)
@@ -230,7 +250,7 @@ def _place_roles(
     config: PipelineConfig, keys: set[str], local_workers: Collection[str], scorers: Sequence[str] | None = None
 ) -> None:
     if config.cluster.address != LOCAL:
-        refuse_impossible_placement(groups_of(config, keys, scorers), local_workers, cluster.list_nodes())
+        refuse_impossible_placement(list_worker_groups(config, keys, scorers), local_workers, cluster.list_nodes())
     reserve_places(config, keys, local_workers, scorers)
 
 
@@ -263,15 +283,15 @@ def _refuse_far(group: WorkerGroup, local_seats: Sequence[Seat], this_node: Node
     """Refuse a group whose placement excludes this machine, if some of its workers have to be here. Raises: ConfigError."""
     reason = f"{_join_names(local_seats)} on this machine: new weights go through its shared memory"
     for seat in local_seats:
-        missed = {
+        unmet = {
             key: selector
             for key, selector in seat.labels.items()
             if not matches_selector(this_node.labels.get(key), selector)
         }
-        if missed:
+        if unmet:
             raise ConfigError.at(
                 f"{group.key}.label_selector",
-                found=f"{format_resources({}, missed)}, and this machine is {this_node}",
+                found=f"{format_resources({}, unmet)}, and this machine is {this_node}",
                 wanted=reason,
                 fix="start `opd` on a node that has the labels, or leave them out",
             )

@@ -7,7 +7,6 @@ What is finished is kept and what was interrupted goes on, so the same command t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,12 @@ from opd.prompts import find_source
 from opd.report import read_run
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
+from opd.text import Tell
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging.callbacks import TERMINAL, MergeCallbacks
 from pipelines.merging.changes import refused_keys
 from pipelines.merging.directory import link_files
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +80,12 @@ def reinforce_experts(spec: ReinforceSpec, tell: Tell, callbacks: MergeCallbacks
     return [expert.job.directory for expert in experts]
 
 
-def pipeline_of(spec: ReinforceSpec, name: str) -> PipelineConfig:
+def build_pipeline(spec: ReinforceSpec, name: str) -> PipelineConfig:
     """Return the pipeline of one expert of the spec. Raises: ConfigError naming the key of the pipeline that is wrong."""
     return validate_section(PipelineConfig, pipeline_data(spec, name), f"experts.{name}")
 
 
-def record_of(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
+def record_expert(config: PipelineConfig, spec: ReinforceSpec, base: dict[str, Any], prompts: str) -> dict[str, Any]:
     """Return everything that decides the expert's weights. `base` is what made the base, `prompts` the hash of the tasks."""
     decides = {"domains", "rollout", "teachers", "objective", "trainer", "schedule"} | (
         {"guard"} if config.guard else set()
@@ -108,11 +106,11 @@ def _task_options(prompts: Path | PromptsConfig | None) -> dict[str, Any]:
 
 
 def _make_expert_run(spec: ReinforceSpec, name: str, base: TrainingJob) -> _ReinforcedExpert:
-    config = pipeline_of(spec, name)
+    config = build_pipeline(spec, name)
     tasks = spec.experts[name].prompts
     source = find_source(tasks)
     directory = spec.output_dir / name
-    record = _keep_compatible_record(directory, record_of(config, spec, base.record, source.content_hash()))
+    record = _keep_compatible_record(directory, record_expert(config, spec, base.record, source.content_hash()))
     return _ReinforcedExpert(
         config=config,
         job=TrainingJob(name=name, directory=directory, lines=(), train=None, record=record),

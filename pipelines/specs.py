@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, sync_tolerance
+from opd.config import PipelineConfig, has_short_first_round, sync_tolerance
 from opd.config.reward import CriticBaseline
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
@@ -118,6 +118,7 @@ def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         weighs_turns=any(turn_weights(config)),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.shares_prefixes,
+        short_first=has_short_first_round(config),
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
         gpus=config.cluster.trainer_gpus,
@@ -177,6 +178,8 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         max_grad_norm=trainer.max_grad_norm,
         grad_accum_dtype=trainer.grad_accum_dtype,
         gradient_checkpointing=trainer.gradient_checkpointing,
+        activation_offloading=trainer.activation_offloading,
+        mlp_tile_tokens=trainer.mlp_tile_tokens,
         compile=trainer.compile,
         sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
@@ -229,9 +232,10 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
     )
     if not on_base:
         return None
-    assigned = scoring.get(next(iter(on_base[0].weights)), ())
+    domain = next(iter(on_base[0].weights))
+    assigned = scoring.get(domain, ())
     payload = domain_payload(config, assigned) if assigned else config.teachers.payload
-    return BaseScoring(teachers=on_base, payload=payload)
+    return BaseScoring(teachers=on_base, payload=payload, top_k=config.objective_of(domain).top_k)
 
 
 def learning_rate(trainer: TrainerConfig) -> LearningRate:
@@ -293,16 +297,16 @@ def pool_spec(config: PipelineConfig, vocab_size: int, *, first_worker: int = 0,
 def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
     """Return the options of a scoring worker. A key that this engine does not have keeps its default."""
     teachers = config.teachers
-    own: dict[str, Any] = {}
+    engine_options: dict[str, Any] = {}
     if isinstance(teachers, TransformersTeachers):
-        own = {
+        engine_options = {
             "memory_bytes": teachers.memory,
             "gpu_memory_bytes": teachers.gpu_memory,
             "device_map": teachers.device_map,
             "max_memory": dict(teachers.max_memory),
         }
     elif isinstance(teachers, VLLMTeachers):
-        own = {
+        engine_options = {
             "gpu_memory_utilization": teachers.gpu_memory_utilization,
             "tensor_parallel_size": teachers.tensor_parallel_size,
         }
@@ -310,7 +314,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         servers = {
             name: Server(base_url=server.base_url, model=server.model) for name, server in teachers.servers.items()
         }
-        own = {
+        engine_options = {
             "servers": servers,
             "api_key_env": teachers.api_key_env,
             "server_timeout_s": teachers.server_timeout_s,
@@ -323,7 +327,7 @@ def scorer_options(config: PipelineConfig, vocab_size: int) -> ScorerOptions:
         share_prompts=config.rollout.shares_prefixes,
         lends_memory=config.rollout.sleep and config.cluster.teacher_gpus > 0,
         max_model_len=config.rollout.max_model_len,
-        **own,
+        **engine_options,
     )
 
 

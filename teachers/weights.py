@@ -159,13 +159,8 @@ def read_tensors(directory: Path) -> State:
     return state
 
 
-def read_weights(directory: Path, dtype: torch.dtype) -> State:
-    """Return all tensors of a model's or an adapter's files, memory-mapped where they already have `dtype`."""
-    return {name: tensor.to(dtype) for name, tensor in read_tensors(directory).items()}
-
-
 def weights_nbytes(directory: Path, dtype: torch.dtype, leave_out: Collection[str] = ()) -> int:
-    """Return how many bytes the tensors that `read_weights` returns take, except those in `leave_out`; reads headers only."""
+    """Return the bytes that the tensors of `read_tensors` take in a type, without those in `leave_out`; reads headers only."""
     numbers = 0
     for path in weight_files(directory):
         with safe_open(path, framework="pt") as file:

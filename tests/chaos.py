@@ -30,6 +30,7 @@ import yaml
 
 from opd.files import blake3_file
 from opd.machine.orphans import SHARED_MEMORY
+from opd.run.paths import RunPaths
 from tests.conftest import build_model_dir
 from tests.integration.conftest import two_domain_pipeline
 
@@ -390,7 +391,8 @@ def left(commands: Sequence[Merge], place: Path) -> list[str]:
 
 def unfinished(run: Path) -> list[str]:
     """Temporary files in the run directory."""
-    return [str(path.relative_to(run)) for path in run.rglob(".*") if path.name != ".lock"]
+    paths = RunPaths(run)
+    return [str(path.relative_to(run)) for path in run.rglob(".*") if path not in (paths.lock, paths.live)]
 
 
 def complaints(cells: Sequence[Cell], outcome: Outcome) -> list[str]:

@@ -1,1 +1,2 @@
-"""Episodes for experts: rows that hold a whole episode, their tokens, and episodes that a solver plays."""
+"""Episodes that experts learn from: rows of whole episodes (`rows`), their tokens (`encode`), episodes that a solver plays (`play`),
+and prompts that are the beginnings of episodes (`prefixes`)."""

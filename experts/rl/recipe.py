@@ -36,7 +36,7 @@ disagreement mean nothing. And the gradient is nearly zero in steps whose answer
 def pipeline_data(spec: ReinforceSpec, name: str) -> dict[str, Any]:
     """Return the pipeline of one expert of the spec as plain data, not checked yet."""
     expert = spec.experts[name]
-    sections = spec.sections_of(name)
+    sections = spec.merge_sections(name)
     kl = spec.kl_to_base if expert.kl_to_base is None else expert.kl_to_base
     reward = merge_mappings({"baseline": BASELINES[spec.method]}, sections.pop("reward"))
     if kl:

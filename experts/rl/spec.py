@@ -89,7 +89,7 @@ class ReinforceSpec(FromBase, Sections):
                 raise PydanticCustomError("steps", "a number of steps", {"where": key, "found": "nothing"})
         return self
 
-    def sections_of(self, name: str) -> dict[str, dict[str, Any]]:
+    def merge_sections(self, name: str) -> dict[str, dict[str, Any]]:
         """Return the sections of one expert: the spec's sections, in which the expert's own keys replace the spec's."""
         expert = self.experts[name]
         return {key: merge_mappings(getattr(self, key), getattr(expert, key)) for key in Sections.model_fields}

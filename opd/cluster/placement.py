@@ -37,7 +37,7 @@ ANSWER_S = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatedWorker:
-    """A worker as the seat knows it that it has, alone or with others."""
+    """A worker as its seat knows it, which has this worker alone or with others."""
 
     name: str
     """The worker's name, as `spawn_worker` gets it."""
@@ -118,7 +118,7 @@ class Node:
     id: str
     address: str
     is_local: bool
-    """Whether this process is on it."""
+    """True if this process is on it."""
     has: Mapping[str, float]
     """Resource -> amount that the node has in all; from `_list_free_nodes`, the amount that is free."""
     labels: Mapping[str, str]
@@ -226,9 +226,9 @@ def join_names(names: Sequence[str]) -> str:
         role, _, number = name.rpartition(" ")
         numbers.setdefault(role, []).append(int(number)) if number.isdigit() else numbers.setdefault(name, [])
     parts = []
-    for role, own in numbers.items():
-        in_row = len(own) > LISTED and own == list(range(own[0], own[-1] + 1))
-        parts += [f"{role} {own[0]} to {own[-1]}"] if in_row else [f"{role} {number}" for number in own] or [role]
+    for role, ids in numbers.items():
+        in_row = len(ids) > LISTED and ids == list(range(ids[0], ids[-1] + 1))
+        parts += [f"{role} {ids[0]} to {ids[-1]}"] if in_row else [f"{role} {number}" for number in ids] or [role]
     return ", ".join(parts)
 
 
@@ -393,5 +393,5 @@ def _accepts_connections(node_id: str) -> bool:
 
 def _drop_internal_resources(resources: Mapping[str, float]) -> dict[str, float]:
     """Return the resources without those that Ray adds itself: a node's name, its memory, and entries of placement groups."""
-    own = ("memory", "object_store_memory")
-    return {name: n for name, n in resources.items() if name not in own and ":" not in name and "_group_" not in name}
+    skip = ("memory", "object_store_memory")
+    return {name: n for name, n in resources.items() if name not in skip and ":" not in name and "_group_" not in name}

@@ -90,9 +90,9 @@ def _read_answer(pending: Pending[R]) -> R:
             answer: R = ray.get(pending.handle)
             return answer
     except ray.exceptions.RayTaskError as error:
-        lost = _describe_lost_argument(error.cause)
-        if lost:
-            raise LostValue(f"{pending.worker.name}: `{pending.method}` was {lost}") from None
+        loss = _describe_lost_argument(error.cause)
+        if loss:
+            raise LostValue(f"{pending.worker.name}: `{pending.method}` was {loss}") from None
         raise unwrap_task_error(error) from None
     except LostValue as error:
         pending.worker.kill()  # it may still live, but the caller will replace it

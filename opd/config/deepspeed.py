@@ -57,8 +57,8 @@ class _DeepSpeedSection(Strict):
         if not isinstance(data, Mapping):
             return data
         # A configuration written for Hugging Face's trainer has `auto` where that decides; here our own keys decide.
-        own = {key: value for key, value in data.items() if value != AUTO and (key, value) != ("stage", 3)}
-        for key, value in own.items():
+        settings = {key: value for key, value in data.items() if value != AUTO and (key, value) != ("stage", 3)}
+        for key, value in settings.items():
             if key in _DECIDED_BY:
                 raise _deepspeed_error(
                     f"{cls.PATH}.{key}", value, f"{_DECIDED_BY[key]}, which decides this; remove it here"
@@ -69,7 +69,7 @@ class _DeepSpeedSection(Strict):
                 raise _deepspeed_error(
                     f"{cls.PATH}.{key}", value, "3, or nothing: only with stage 3 does no rank hold the whole model"
                 )
-        return own
+        return settings
 
 
 class OffloadConfig(Strict):

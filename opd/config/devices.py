@@ -157,10 +157,8 @@ def _find_map_problem(gpus: float, teachers: TransformersTeachers) -> PydanticCu
     if gpus % 1 and not teachers.max_memory:
         expected = "the most bytes on GPU 0, and on cpu and disk: others on this GPU need memory too, a fraction does not say how much"
         return _devices_error("teachers.max_memory", f"nothing, {with_gpus}", expected)
-    named_gpus, worker_gpus = (
-        {device for device in teachers.max_memory if isinstance(device, int)},
-        set(range(ceil(gpus))),
-    )
+    named_gpus = {device for device in teachers.max_memory if isinstance(device, int)}
+    worker_gpus = set(range(ceil(gpus)))
     if named_gpus - worker_gpus:
         worker_devices = (
             f"the GPUs of a scoring worker, {_format_numbers(worker_gpus)}"

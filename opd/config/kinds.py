@@ -58,7 +58,7 @@ def discriminate_by_kind(error: str) -> Discriminator:
 def kind_tag(value: Any) -> str:
     """Return the tag of a section: a tilde and its `kind`.
 
-    pydantic puts tags among the keys of an error. By the tilde `opd.settings.yaml_files.keys_of` knows that the user did
+    pydantic puts tags among the keys of an error. By the tilde `opd.settings.yaml_files.find_error_keys` knows that the user did
     not write this one.
     """
     return f"~{value.get('kind') if isinstance(value, Mapping) else getattr(value, 'kind', '')}"

@@ -307,8 +307,8 @@ class PipelineConfig(Strict):
 
 def domain_extrapolation(config: PipelineConfig, domain: str) -> float:
     """Return how far beyond its experts the student is trained in a domain: the domain's `extrapolate`, else the objective's."""
-    own = config.domains[domain].extrapolate
-    return config.objective.extrapolate if own is None else own
+    factor = config.domains[domain].extrapolate
+    return config.objective.extrapolate if factor is None else factor
 
 
 def trainer_has_start(config: PipelineConfig) -> bool:
@@ -392,7 +392,7 @@ def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
     return PydanticCustomError("trainer_scores", "{wanted}", {"wanted": expected, "where": key, "found": actual})
 
 
-def rounds_of(config: PipelineConfig) -> list[PipelineConfig]:
+def split_rounds(config: PipelineConfig) -> list[PipelineConfig]:
     """Return for each round a pipeline of that round alone. All of them name the student with which the first round starts."""
     num = config.rounds if isinstance(config.rounds, int) else len(config.rounds)
     return [PipelineConfig.model_validate(_build_round_data(config, index)) for index in range(num)]
@@ -417,6 +417,15 @@ def is_overlapped(config: PipelineConfig) -> bool:
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
     return bool(gpus) or any(section.elsewhere for section in config.engines)
+
+
+def has_short_first_round(config: PipelineConfig) -> bool:
+    """Return True if the first round of micro-batches is short, so that training soon begins: if ranks have whole GPUs, and rows are
+    scored elsewhere.
+
+    `schedule.overlap` does not count, because a run may go on with another value, and must end with the same weights.
+    """
+    return config.cluster.trainer_gpus >= 1 and not isinstance(config.teachers, TrainerTeachers | NoTeachers)
 
 
 def max_staleness(config: PipelineConfig) -> int:

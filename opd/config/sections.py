@@ -78,7 +78,7 @@ class TrainerConfig(Strict):
     ranks: int = Field(2, ge=1)
     """Trainer processes; on GPUs each needs one of its own."""
     sequence_parallel_size: int = Field(1, ge=1)
-    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/gpu.md#long-rows."""
+    """Ranks that share every row, for rows that one has no memory for; divides `ranks`. See docs/long_rows.md."""
     dtype: DType = "float32"
     """Compute type; bfloat16 keeps float32 master weights."""
     steps: int = Field(..., ge=1)
@@ -116,6 +116,11 @@ class TrainerConfig(Strict):
     micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations: less memory, a third more time."""
+    activation_offloading: bool = False
+    """On GPUs: keep the inputs of layers, from which activations are recomputed, in the machine's memory. Needs
+    `gradient_checkpointing`. See docs/long_rows.md."""
+    mlp_tile_tokens: int | None = Field(None, ge=1)
+    """Most tokens that an MLP computes at a time: less memory, and its forward pass once more. Default: all of a micro-batch."""
     compile: bool = False
     """Compile the model's layers, see docs/pipelines.md#compiled-layers."""
     bucket: Annotated[int, Field(ge=1), OrAuto(100_000_000)] | None = None
@@ -137,6 +142,16 @@ class TrainerConfig(Strict):
                     "a divisor of trainer.ranks: the ranks are divided into groups of so many",
                     {"where": key, "found": f"{size} with trainer.ranks {self.ranks}"},
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_offloading(self) -> TrainerConfig:
+        if self.activation_offloading and not self.gradient_checkpointing:
+            raise PydanticCustomError(
+                "offloading",
+                "false, or true with trainer.gradient_checkpointing: only what activations are recomputed from is moved",
+                {"where": "trainer.activation_offloading", "found": "true without trainer.gradient_checkpointing"},
+            )
         return self
 
     @model_validator(mode="after")

@@ -121,7 +121,7 @@ class CriticCredit:
 
 
 def _refuse_broken(step: int, values: Mapping[str, Floats]) -> None:
-    """Raises: RunError naming a sample whose values are not finite."""
+    """Refuse values that are not finite. Raises: RunError naming the first such sample."""
     for sample_id, value_N in values.items():
         if not np.isfinite(value_N).all():
             raise RunError(f"step {step}: the critic's values of {sample_id} are not finite: its weights broke")

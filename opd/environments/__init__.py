@@ -27,7 +27,7 @@ ENVIRONMENTS = {
 """Name -> the class as `module:Class`. Named, not imported: a pipeline is checked without its environments."""
 
 
-def place_of(name: str, setting: str) -> str:
+def find_import_name(name: str, setting: str) -> str:
     """Return the `module:Class` of a name, or of an import path itself; imports nothing. Raises: ConfigError."""
     if name in ENVIRONMENTS or is_import_name(name):
         return ENVIRONMENTS.get(name, name)
@@ -42,4 +42,4 @@ def place_of(name: str, setting: str) -> str:
 def find_environment(name: str, setting: str) -> Any:
     """Return the class of a name or import path. Raises: ConfigError if there is none, or if it cannot be imported."""
     wanted = "a class with the methods of opd.interfaces.Environment"
-    return import_user_object(place_of(name, setting), setting, wanted)
+    return import_user_object(find_import_name(name, setting), setting, wanted)

@@ -87,7 +87,7 @@ def _describe_places(positions: Mapping[str, str]) -> str:
 
 
 def _read_places(metadata: Mapping[str, Any], key: str) -> Places:
-    """Raises: PromptError."""
+    """Return the box of each thing. Raises: PromptError."""
     positions = metadata.get(key)
     if not isinstance(positions, Mapping) or any(box not in BOXES for box in positions.values()):
         raise _make_metadata_error(f"{key} = {positions!r:.60}")

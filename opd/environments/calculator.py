@@ -111,7 +111,7 @@ def evaluate_expression(expression: str) -> str:
 
 
 def _evaluate_node(node: ast.expr) -> Fraction:
-    """Raises: ValueError for anything but numbers, four operations and signs, or for a number too long."""
+    """Compute the value of a node. Raises: ValueError for anything but numbers, four operations and signs, or for a number too long."""
     if isinstance(node, ast.Constant):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):

@@ -60,8 +60,8 @@ class FromVerifiers:
         task = dict(metadata["input"])
         self._state = self._wait(self._environment.init_state(input=task, client=None, model="", sampling_args={}))
         self._state = self._wait(self._environment.setup_state(self._state)) or self._state
-        shown = self._wait(self._environment.get_prompt_messages(self._state))
-        self._prompt, self._message_count = shown, len(shown)
+        messages = self._wait(self._environment.get_prompt_messages(self._state))
+        self._prompt, self._message_count = messages, len(messages)
         return ""
 
     def step(self, action: Action) -> Outcome:

@@ -48,7 +48,7 @@ class Reward:
         return ""
 
 
-def score_of(episode: EpisodeResult) -> float:
+def clip_reward(episode: EpisodeResult) -> float:
     """Return the episode's reward, cut to 0..1; 0 if the environment gave none or the episode broke."""
     return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))
 
@@ -103,7 +103,7 @@ class EngineEvaluator:
         prompt = completion.prompt
         score, error, episode = 0.0, "", completion.episode
         if episode is not None:
-            score, error = score_of(episode), episode.error
+            score, error = clip_reward(episode), episode.error
         else:
             try:
                 score = exam.verifier(completion.text, prompt.answer, prompt.metadata)

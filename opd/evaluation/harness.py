@@ -73,7 +73,7 @@ def check_tasks(config: LMEvalConfig) -> None:
 
 
 def _refuse_unknown(names: list[str]) -> None:
-    """Raises: ConfigError for a task that the harness does not have."""
+    """Refuse a task that the harness does not have. Raises: ConfigError."""
     from lm_eval.tasks import TaskManager  # reads thousands of files: seconds
 
     manager = TaskManager()

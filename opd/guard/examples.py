@@ -22,12 +22,12 @@ def refuse_wrong_examples(name: str, rules: RuleFile) -> None:
     file_guard = Guard(RuleSet([rules]))
     for rule in rules.rules:
         rule_guard = Guard(RuleSet([rules.model_copy(update={"rules": [rule]})]))
-        missed = next((command for command in rule.hit if _check_example(rule_guard, command).hit is None), None)
+        unhit = next((command for command in rule.hit if _check_example(rule_guard, command).hit is None), None)
         caught = next((command for command in rule.miss if _check_example(file_guard, command).hit is not None), None)
-        if missed is not None or caught is not None:
+        if unhit is not None or caught is not None:
             raise ConfigError.at(
                 f"{name}: rule {rule.id}",
-                found=f"`{missed or caught}` is {'not hit' if missed else 'hit'}",
+                found=f"`{unhit or caught}` is {'not hit' if unhit else 'hit'}",
                 wanted="a rule that hits every command under `hit`, and no rule of the file that hits one under `miss`",
                 fix="correct the rule's patterns or its examples; `opd guard check` shows how a command is read",
             )

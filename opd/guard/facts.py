@@ -367,10 +367,10 @@ def find_addresses(call: ProgramCall) -> tuple[tuple[str, ...], tuple[str, ...]]
             elif re.fullmatch(r"(?:[\w-]+@)?[\w-]+(?:\.[\w-]+)*(?::\d+.*)?", arg) and not arg.isdigit():
                 hosts.append(arg.rpartition("@")[2].partition(":")[0])
         hosts += _DEV_TCP.findall(arg)
-    hosts += [host_of(url) for url in urls]
+    hosts += [parse_host(url) for url in urls]
     return tuple(dict.fromkeys(urls)), tuple(dict.fromkeys(h for h in hosts if h))
 
 
-def host_of(url: str) -> str:
+def parse_host(url: str) -> str:
     """Return the host of a URL, without user and port."""
     return url.partition("://")[2].partition("/")[0].rpartition("@")[2].partition(":")[0].partition("?")[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from opd.guard.facts import ProgramCall, host_of
+from opd.guard.facts import ProgramCall, parse_host
 
 _NO_FILE = {
     "ls": "ls: cannot access '{path}': No such file or directory",
@@ -94,7 +94,7 @@ def _fill_text(texts_by_program: dict[str, str], otherwise: str, call: ProgramCa
     arg = next((arg for arg in reversed(call.args) if not arg.startswith("-")), "")
     path = _path_as_spelled(call)
     text = texts_by_program.get(call.program, otherwise)
-    host = call.hosts[0] if call.hosts else host_of(url)
+    host = call.hosts[0] if call.hosts else parse_host(url)
     return text.format(program=call.program or "bash", path=path, host=host, url=url, arg=arg)
 
 

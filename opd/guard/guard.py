@@ -9,7 +9,6 @@ call ──▶ stage one: parse, walk, rules ──nothing──▶ allowed
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from opd.guard.shell.projects import read_patch
 from opd.guard.shell.walk import MAX_NESTED, ProgramRun, Walker
 from opd.records.environments import ToolCall
 from opd.records.guard import Stage, Suspicion, Verdict
+from opd.records.json_fields import parse_json_or_none
 from opd.text import strip_control_characters, to_one_line
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
@@ -223,7 +223,7 @@ class Guard:
         tool = call.name.lower()
         if _tool_writes_files(call) and value in _find_whole_texts(call):
             return
-        if value[:1] in ("{", "[") and (data := _parse_json(value)) is not None:
+        if value[:1] in ("{", "[") and (data := parse_json_or_none(value)) is not None:
             # The depth is near its bound, so that no more than two further levels are read.
             self._walk_value(walker, call, "given", data, MAX_NESTED - 2)
             return
@@ -304,14 +304,6 @@ def _tool_writes_files(call: ToolCall) -> bool:
 def _find_whole_texts(call: ToolCall) -> list[str]:
     """Return the arguments that may hold the whole text of the file that a tool writes. If there are several, the first counts."""
     return [text for name in WHOLE_TEXT_ARGUMENTS if isinstance(text := call.arguments.get(name), str)]
-
-
-def _parse_json(text: str) -> object:
-    """Parse a text as JSON; return None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _is_argument_vector(values: object) -> TypeGuard[list[str]]:

@@ -73,10 +73,10 @@ def read_cases(path: Path, form: str = "commands") -> list[Case]:
 def shipped_cases(half: Half = "both") -> list[Case]:
     """Return the cases of our own set, which comes with the package, or of one half of it."""
     lines = files("opd.guard").joinpath("commands.jsonl").read_text(encoding="utf-8").split("\n")
-    return [case for case in _parse_commands(lines, "commands.jsonl") if half in ("both", half_of(case.id))]
+    return [case for case in _parse_commands(lines, "commands.jsonl") if half in ("both", choose_half(case.id))]
 
 
-def half_of(case_id: str) -> Half:
+def choose_half(case_id: str) -> Half:
     """Return the half of our set that a case is in. The hash of its id decides, so that new cases do not move the others."""
     return "development" if hashlib.sha256(case_id.encode()).digest()[0] % 2 == 0 else "held_out"
 
@@ -88,7 +88,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_text(path: Path, errors: str = "strict") -> str:
-    """Raises: OpdError if the file cannot be read."""
+    """Read a file. Raises: OpdError if that is not possible."""
     try:
         return path.read_text(encoding="utf-8", errors=errors)
     except (OSError, UnicodeDecodeError) as error:

@@ -194,8 +194,10 @@ def _may_expand_below(parts: list[str], name: str) -> bool:
     name_parts = name.split("/")
     if name.startswith("**/"):
         return False
-    for part, own in zip(parts[1:], name_parts[1:], strict=False):
-        if (own.startswith(".") and part[:1] not in (".", "…")) or not _matches_shell_glob(part.replace("…", "*"), own):
+    for part, level in zip(parts[1:], name_parts[1:], strict=False):
+        if (level.startswith(".") and part[:1] not in (".", "…")) or not _matches_shell_glob(
+            part.replace("…", "*"), level
+        ):
             return False
     return len(parts) >= len(name_parts)
 

@@ -283,7 +283,7 @@ class _Compiler:
         return tests
 
     def _refuse_broken(self, key: str, patterns: Sequence[str]) -> None:
-        """Raises: ConfigError for a glob that no absolute path can fit."""
+        """Refuse a glob that no absolute path can fit. Raises: ConfigError."""
         for pattern in patterns:
             # A NUL is the pattern of an empty list; see `expand_patterns`.
             is_absolute = pattern.removeprefix(OUTSIDE).startswith(("/", "**", "{", "\0"))

@@ -19,7 +19,7 @@ from opd.live.course import Course, domain_rewards
 from opd.live.interfaces import Display
 from opd.live.memory import Memory
 from opd.live.render import RunScreen, format_duration
-from opd.live.view import view_of
+from opd.live.view import build_view
 from opd.records.step import StepRecord
 from opd.text import escape_control_characters
 
@@ -97,7 +97,7 @@ class Screen(Display):
         self._notes: tuple[str, ...] = ()
         self._doing = ("", time.monotonic())
         self._began = self._stepped = time.monotonic()
-        self._view = view_of(self._course)
+        self._view = build_view(self._course)
         self._most_notes = max(most for lines, most in ON_SCREEN.items() if console.height >= lines)
         self._live = Live(console=console, get_renderable=self._render_screen, refresh_per_second=1, transient=True)
 
@@ -124,12 +124,12 @@ class Screen(Display):
         self, before: Mapping[str, float], expert: Mapping[str, float], clear: Collection[str] | None = None
     ) -> None:
         self._course.before, self._course.expert, self._course.clear = before, expert, clear
-        self._view = view_of(self._course)
+        self._view = build_view(self._course)
 
     def step(self, record: StepRecord) -> None:
         self._course.add_record(record)
         self._stepped = time.monotonic()
-        self._view = view_of(self._course)
+        self._view = build_view(self._course)
         self._scroll_notes(self._most_notes)
 
     def _scroll_notes(self, most: int) -> None:

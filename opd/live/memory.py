@@ -7,12 +7,12 @@ from contextlib import suppress
 
 import psutil
 
-AGAIN_S = 5.0
+PAUSE_S = 5.0
 """Pause between two measurements, because each reads a file for every process of the machine."""
 DRIVER, WORKERS, RAY = "driver", "workers", "Ray"
 
 
-def memory_of(pid: int) -> tuple[tuple[str, int], ...]:
+def measure_memory(pid: int) -> tuple[tuple[str, int], ...]:
     """Return the memory of a driver, its workers and Ray: pairs of a name and of bytes that are shared with no other process.
 
     It is empty if there is no such process. Experts' weights that teachers have mapped do not count, because the system can
@@ -38,7 +38,7 @@ def _private_bytes(process: psutil.Process) -> int:
 
 
 class Memory:
-    """The memory of a driver and its workers, measured anew only every `AGAIN_S` seconds."""
+    """The memory of a driver and its workers, measured anew only every `PAUSE_S` seconds."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -46,8 +46,8 @@ class Memory:
         self._next = 0.0
 
     def read_usage(self) -> tuple[tuple[str, int], ...]:
-        """Return a result of `memory_of` that is at most `AGAIN_S` seconds old."""
+        """Return a result of `measure_memory` that is at most `PAUSE_S` seconds old."""
         if time.monotonic() >= self._next:
-            self._usage = memory_of(self._pid)
-            self._next = time.monotonic() + AGAIN_S
+            self._usage = measure_memory(self._pid)
+            self._next = time.monotonic() + PAUSE_S
         return self._usage

@@ -36,12 +36,12 @@ class RunReporter:
         self._metrics.write(record)
         for sink in self._sinks:
             sink.step(record)
-        for line in notes_of(record):
+        for line in describe_incidents(record):
             self._shown.say(line)
         self._shown.step(record)
 
 
-def notes_of(record: StepRecord) -> Iterator[str]:
+def describe_incidents(record: StepRecord) -> Iterator[str]:
     """Yield a sentence for the user about each unusual thing in a step."""
     for domain, episodes in record.episodes.items():
         if episodes.broken:

@@ -159,7 +159,7 @@ def _draw_course(view: View, width: int) -> Iterator[Text]:
     yield make_sentence(first + draw_curve(values, width - len(first) - len(last)) + last)
 
 
-def one_line_of(view: View) -> str:
+def format_view(view: View) -> str:
     """Return the view as one line of text, for output without a screen."""
     parts = [f"{view.state}: step {view.done}/{view.steps}"]
     if view.loss is not None:

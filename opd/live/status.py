@@ -13,11 +13,11 @@ from pathlib import Path
 from opd.errors import RunDirError
 from opd.live.course import Course
 from opd.live.live_state import FINISHED, PAUSED, STOPPED, LiveState, read_now
-from opd.live.memory import memory_of
-from opd.live.progress import notes_of
-from opd.live.view import KILLED, RUNNING, View, view_of
+from opd.live.memory import measure_memory
+from opd.live.progress import describe_incidents
+from opd.live.view import KILLED, RUNNING, View, build_view
 from opd.report.run import RunFiles, read_run
-from opd.report.summary import clear_domains_of
+from opd.report.summary import find_clear_domains
 from opd.run.checkpoints import list_checkpoint_steps
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
@@ -26,20 +26,20 @@ DEEPEST = 3
 """How many levels below a directory run directories are looked for."""
 
 
-def status_of(root: Path) -> View:
+def read_view(root: Path) -> View:
     """Build the view of a run directory. Raises: RunDirError if it is no run directory, or if a file is damaged."""
     run, paths = read_run(root), _under_way(RunPaths(root))
     course, now = _read_course(run), read_now(paths.live)
     state = _merge_state(run, now)
     checkpoints = list_checkpoint_steps(paths.checkpoints)
     view = replace(
-        view_of(course),
+        build_view(course),
         name=str(run.pipeline.get("name", root.name)),
         root=str(root),
         state=state,
         elapsed_s=run.stored["wall_s"] if run.stored and state == FINISHED else course.seconds or None,
         checkpoint=checkpoints[-1] if checkpoints else None,
-        notes=now.notes if now else tuple(line for record in course.recent for line in notes_of(record)),
+        notes=now.notes if now else tuple(line for record in course.recent for line in describe_incidents(record)),
     )
     if state == RUNNING and now:
         view = replace(
@@ -47,7 +47,7 @@ def status_of(root: Path) -> View:
             doing=now.doing,
             doing_s=_seconds_since(paths.live.stat().st_mtime),
             elapsed_s=_seconds_since(datetime.fromisoformat(now.began).timestamp()),
-            memory=memory_of(now.pid) if now.host == socket.gethostname() else (),
+            memory=measure_memory(now.pid) if now.host == socket.gethostname() else (),
         )
     return replace(view, why=_explain_stop(view, now), hints=_next_steps(view, now))
 
@@ -79,7 +79,7 @@ def _read_course(run: RunFiles) -> Course:
     course = Course(run.planned_steps or len(run.records), run.pipeline.get("domains", {}), run.records)
     course.before = run.before.accuracy if run.before else {}
     course.expert = run.expert.accuracy if run.expert else {}
-    course.clear = clear_domains_of(run.before, run.expert)
+    course.clear = find_clear_domains(run.before, run.expert)
     if run.during:
         course.exam_step = max(run.during)
         course.accuracy = run.during[course.exam_step].accuracy
@@ -138,12 +138,12 @@ class RunRow:
     """Bytes on the disk."""
 
 
-def runs_in(directory: Path) -> Iterator[RunRow]:
+def list_runs(directory: Path) -> Iterator[RunRow]:
     """Yield all runs below a directory, damaged ones included, sorted by path. Runs inside of a run are not listed."""
     for root in _find_run_directories(directory, DEEPEST):
         written, size = _on_disk(root)
         try:
-            view = status_of(root)
+            view = read_view(root)
         except RunDirError as error:
             view = View(steps=0, state=f"damaged: {str(error).splitlines()[0]}")
         yield RunRow(root=root, view=view, written=written, size=size)

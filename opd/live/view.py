@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import fmean
 
 from opd.live.course import Course
+from opd.records.sums import mean_or_none
 from opd.report import recovered_share
 
 RUNNING, KILLED = "running", "killed"
@@ -73,7 +73,7 @@ class View:
     quarantined: int = 0
     """Prompts and responses that the last step left out."""
     memory: tuple[tuple[str, int], ...] = ()
-    """Pairs of a kind of process and its bytes; see `opd.live.memory.memory_of`."""
+    """Pairs of a kind of process and its bytes; see `opd.live.memory.measure_memory`."""
     checkpoint: int | None = None
     """Step of the newest checkpoint."""
     notes: tuple[str, ...] = ()
@@ -107,10 +107,9 @@ def _list_domains(course: Course) -> tuple[DomainView, ...]:
     return tuple(views)
 
 
-def view_of(course: Course) -> View:
+def build_view(course: Course) -> View:
     """Build the view of a merge's course. The caller adds name, directory, state and what the merge does now."""
     domains, last = _list_domains(course), course.recent[-1] if course.recent else None
-    headrooms = [domain.headroom for domain in domains if domain.headroom is not None]
     phases = sorted(last.phase_s.items(), key=lambda phase: -phase[1]) if last else ()
     return View(
         steps=course.steps,
@@ -119,7 +118,7 @@ def view_of(course: Course) -> View:
         domains=domains,
         loss=last.loss if last else None,
         losses=tuple(course.losses),
-        mean_headroom=fmean(headrooms) if headrooms else None,
+        mean_headroom=mean_or_none(domain.headroom for domain in domains),
         exam_step=course.exam_step,
         phases=tuple(phases),
         tokens_per_s=course.tokens_per_s,

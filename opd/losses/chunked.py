@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from opd.interfaces import Objective
 from opd.losses.blocks import Block, BlockChunk, DomainBlock
-from opd.losses.logits import pad_rows, token_logprobs, upcast_for_loss
+from opd.losses.logits import pad_rows, token_logprobs, top_logprobs, upcast_for_loss
 from opd.losses.none import NoDivergence
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk, likeliest_token, token_entropy
 from opd.losses.policy_gradient import PolicyGradient
@@ -145,7 +145,7 @@ class LossHead(nn.Module):
     def forward(
         self,
         hidden_N_D: Tensor,
-        tokens: Tokens | Tensor,
+        tokens: Tokens | Tensor | int,
         teachers: Sequence[Block] = (),
         heads: Mapping[str, Head] | None = None,
         show_logits: Callable[[slice, Tensor], None] | None = None,
@@ -155,14 +155,16 @@ class LossHead(nn.Module):
         The loss is sum_n weight_n f(p_n), plus the policy gradient's sum if tokens have advantages. If no block has an answer of
         a teacher, the divergence is 0. It is computed in float32, or in float64 if the student's hidden states are float64.
 
-        `tokens`: if these are ids instead of `Tokens`, only their log-probs [N] are returned. `teachers`: blocks that cover the
-        N tokens in order. `heads`: content hash -> output head that the blocks need, except for the student's own.
+        `tokens`: if these are ids instead of `Tokens`, only their log-probs [N] are returned; if it is a number K, the ids [N, K] and the
+        log-probs [N, K] of the K likeliest tokens. `teachers`: blocks that cover the N tokens in order. `heads`: content hash -> output head that the blocks need, except for the student's own.
         `show_logits` is called with the place of C tokens among the N, and their logits [C, v] under the student.
         Raises: ValueError if hidden states and their head differ in width.
         """
         loss, head_v_D = self._choose_loss(teachers), self._cut_padding()
         if isinstance(tokens, Tensor):
             return token_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
+        if isinstance(tokens, int):
+            return top_logprobs(hidden_N_D, head_v_D, tokens, loss.rule)
         teachers = self._with_heads(teachers, heads or {})
         _check_shapes(loss, hidden_N_D, self.weight, teachers, tokens)
         acc = torch.float64 if hidden_N_D.dtype == torch.float64 else torch.float32

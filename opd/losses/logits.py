@@ -28,3 +28,15 @@ def token_logprobs(hidden_N_D: Tensor, head_V_D: Tensor, token_N: Tensor, rule: 
         for h, t in zip(hidden_N_D.split(chunk), token_N.split(chunk), strict=True)
     ]
     return torch.cat(parts) if parts else torch.zeros(0)
+
+
+def top_logprobs(
+    hidden_N_D: Tensor, head_V_D: Tensor, k: int, rule: LogitRule, chunk: int = 512
+) -> tuple[Tensor, Tensor]:
+    """Return [N, K] the ids of the `k` likeliest tokens, or of all if they are fewer, and [N, K] their log-probs, float32, computed a chunk
+    of logits at a time."""
+    tops = [
+        rule.apply(h @ head_V_D.T).float().log_softmax(-1).topk(min(k, len(head_V_D)), dim=-1)
+        for h in hidden_N_D.split(chunk)
+    ]
+    return torch.cat([top.indices for top in tops]), torch.cat([top.values for top in tops])

@@ -22,10 +22,11 @@ def find_network_device(address: str) -> str:
             probe.connect((address, 9))  # nothing is sent: for UDP this only chooses a route, and with it our address
         except OSError:
             return ""
-        own = probe.getsockname()[0]
+        source = probe.getsockname()[0]
     devices = psutil.net_if_addrs()
     return next(
-        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == own for entry in has)), ""
+        (name for name, has in devices.items() if any(entry.address.partition("%")[0] == source for entry in has)),
+        "",
     )
 
 

@@ -213,8 +213,8 @@ LAYOUTS: Mapping[str, Callable[[Sequence[Sequence[int]]], Packed]] = {
 def list_candidate_layouts(share: bool, varlen: bool = False) -> tuple[str, ...]:
     """Return the names of the layouts to try, in order. `share`: include trees, because a step has several responses to a prompt.
     `varlen`: include `PACKED_VARLEN`, because the model is on a GPU."""
-    wanted = {SHARED: share, PACKED_VARLEN: varlen}
-    return tuple(name for name in LAYOUTS if wanted.get(name, True))
+    conditions = {SHARED: share, PACKED_VARLEN: varlen}
+    return tuple(name for name in LAYOUTS if conditions.get(name, True))
 
 
 def lay_out_single(sequence: Sequence[int]) -> Packed:
@@ -293,9 +293,9 @@ def measure_layout_differences(body: Body, layout: str, vocab_size: int) -> tupl
 def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
     """Make sequences of random tokens, and others of the same lengths for their places. For trees both have the same prefixes."""
     gen = torch.Generator().manual_seed(0)
-    drawn = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
+    pairs = [torch.randint(0, vocab_size, (2, n), generator=gen).tolist() for n in PROBE_LENGTHS]
     if layout != SHARED:
-        return [pair[0] for pair in drawn], [pair[1] for pair in drawn]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     stem, fork, apart = (torch.randint(0, vocab_size, (n,), generator=gen).tolist() for n in (16, 8, 40))
     # The tree must fork here: below, a token from 0 to 3 follows each prefix, and this one must differ from it.
     fork[0] = vocab_size - 1
@@ -303,7 +303,7 @@ def _make_probes(layout: str, vocab_size: int) -> tuple[list[list[int]], list[li
     # The token behind a prefix tells the sequences apart, so that the tree has the same shape, whichever sequences are in it:
     # another shape would round differently. A fourth sequence is a tree of its own beside the first tree.
     kinds = [
-        [[*start, kind + 2 * (i == 2), *pair[kind]] for i, (start, pair) in enumerate(zip(starts, drawn, strict=True))]
+        [[*start, kind + 2 * (i == 2), *pair[kind]] for i, (start, pair) in enumerate(zip(starts, pairs, strict=True))]
         for kind in (0, 1)
     ]
     alone = [[(stem[0] + 1) % vocab_size, *tokens] for tokens in (apart, apart[::-1])]

@@ -285,12 +285,12 @@ def _hide_progress_bars() -> Iterator[None]:
     """Within, transformers shows no progress bar."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 

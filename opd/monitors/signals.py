@@ -77,8 +77,8 @@ def means_of_tokens(steps: Sequence[StepRecord], key: str) -> dict[str, float]:
 
 def mean_probability(rollout: Rollout) -> float:
     """Return the mean probability with which the student sampled its tokens; 0 for an empty response."""
-    own = zip(rollout.trained_positions, rollout.sampled_mask, strict=True)
-    probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in own if sampled]
+    positions = zip(rollout.trained_positions, rollout.sampled_mask, strict=True)
+    probabilities = [exp(rollout.behaviour_logprobs[index]) for index, sampled in positions if sampled]
     return fmean(probabilities) if probabilities else 0.0
 
 

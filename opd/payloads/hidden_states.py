@@ -212,23 +212,21 @@ class _TeacherGroupBlock(Block):
     def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
         return tuple(pair for teacher in self.teachers for pair in teacher.products())
 
-    def weighted_sum(self, part: slice, vocab_size: int, transform: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [C, V] the sum over teachers of the weight times `transform(logits)`; computed in float32 or float64."""
-        from opd.losses.logits import upcast_for_loss
+    def select_chunk(self, part: slice, vocab_size: int) -> TeacherGroupLogits:
+        import torch
 
-        terms = (
-            w * transform(upcast_for_loss(t.logits(part, vocab_size)))
-            for w, t in zip(self.weights, self.teachers, strict=True)
+        return TeacherGroupLogits(
+            tuple(teacher.logits(part, vocab_size) for teacher in self.teachers),
+            tuple(torch.tensor(weight, dtype=torch.float64, device="cpu") for weight in self.weights),
+            self.is_mixture,
         )
-        return functools.reduce(operator.add, terms)
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureBlock(_TeacherGroupBlock):
     """A mixture of teachers, with no weight below 0. Its objective is sum_k w_k KL(p || q_k) (DeepSeek-V4, arXiv 2606.19348).
 
-    This equals KL(p || m) with the measure log m = sum_k w_k log q_k, which is not normalised. So one [C, V] sum is enough for any
-    number of teachers.
+    This equals KL(p || m) with the measure log m = sum_k w_k log q_k, which is not normalised.
     """
 
     is_mixture: ClassVar[bool] = True
@@ -236,9 +234,6 @@ class MixtureBlock(_TeacherGroupBlock):
     def __post_init__(self) -> None:
         _TeacherGroupBlock.__post_init__(self)
         assert min(self.weights) >= 0
-
-    def select_chunk(self, part: slice, vocab_size: int) -> MixtureMeasure:
-        return MixtureMeasure(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V.log_softmax(-1)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,10 +244,6 @@ class ExtrapolatedBlock(_TeacherGroupBlock):
     lambda E[log q - log start] - KL(p || start) at each state (G-OPD, arXiv 2602.12125). A sum of other divergences with a
     negative weight has no minimum. So every objective sees the normalised target, as if one teacher had given it.
     """
-
-    def select_chunk(self, part: slice, vocab_size: int) -> Logits:
-        # The teachers' logits need no softmax: its normaliser is the same for all ids, and `view_chunk` normalises the sum.
-        return Logits(self.weighted_sum(part, vocab_size, lambda logits_C_V: logits_C_V))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,24 +267,37 @@ class Logits(BlockChunk):
 
 
 @dataclass(frozen=True, slots=True)
-class MixtureMeasure(BlockChunk):
-    """A mixture's log-measure at C tokens."""
+class TeacherGroupLogits(BlockChunk):
+    """Logits of several teachers at C tokens. Their weighted sum is elementwise, so that it is compiled with the rest."""
 
     compiles: ClassVar[bool] = True
 
-    measure_C_V: Tensor
-    """sum_k w_k log q_k, not normalised."""
+    logits: tuple[Tensor, ...]
+    """For each teacher [C, V]."""
+    weights: tuple[Tensor, ...]
+    """For each teacher a scalar on the CPU. A number would be compiled in, and other weights would be compiled once more."""
+    is_mixture: bool
 
-    def select_rows(self, rows: slice) -> MixtureMeasure:
-        return MixtureMeasure(self.measure_C_V[rows])
+    def select_rows(self, rows: slice) -> TeacherGroupLogits:
+        return replace(self, logits=tuple(logits_C_V[rows] for logits_C_V in self.logits))
 
-    def pad_rows(self, rows: int) -> MixtureMeasure:
+    def pad_rows(self, rows: int) -> TeacherGroupLogits:
         from opd.losses.logits import pad_rows
 
-        return MixtureMeasure(pad_rows(self.measure_C_V, rows))
+        return replace(self, logits=tuple(pad_rows(logits_C_V, rows) for logits_C_V in self.logits))
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
-        return _whole_distribution(self.measure_C_V.to(dtype), token_C, is_mixture=True)
+        from opd.losses.logits import upcast_for_loss
+
+        def weigh(weight: Tensor, logits_C_V: Tensor) -> Tensor:
+            # Without a mixture the normalisers of single teachers fall out: they are the same for all ids.
+            values_C_V = upcast_for_loss(logits_C_V)
+            return weight * (values_C_V.log_softmax(-1) if self.is_mixture else values_C_V)
+
+        sum_C_V = functools.reduce(operator.add, map(weigh, self.weights, self.logits)).to(dtype)
+        return _whole_distribution(
+            sum_C_V if self.is_mixture else sum_C_V.log_softmax(-1), token_C, is_mixture=self.is_mixture
+        )
 
 
 @dataclass(frozen=True, slots=True)

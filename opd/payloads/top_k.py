@@ -50,8 +50,8 @@ class TopTokens(Answer):
 
     def select_tokens(self, part: slice, num: int) -> TopTokens:
         k = self.width(num) or 0
-        own = slice(part.start * k, part.stop * k)
-        return TopTokens(self.topk_ids[own], self.topk_logprobs[own])
+        values = slice(part.start * k, part.stop * k)
+        return TopTokens(self.topk_ids[values], self.topk_logprobs[values])
 
     def width(self, num: int) -> int | None:
         """Return K."""

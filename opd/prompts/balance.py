@@ -53,11 +53,11 @@ class Balance:
         if isinstance(section, GapBalance):
             gaps = {name: signals.gap for name, signals in self._signals.items()}
             # If tokens are shared out, `at_least_one` below sees to one sample for each domain.
-            least, own = (
+            least, samples_by_domain = (
                 (1.0, samples_by_weight(self._total, self._weights)) if section.of == "samples" else (0.0, counts)
             )
-            low = {name: max(least, section.floor * samples) for name, samples in own.items()}
-            high = {name: section.cap * samples for name, samples in own.items()}
+            low = {name: max(least, section.floor * samples) for name, samples in samples_by_domain.items()}
+            high = {name: section.cap * samples for name, samples in samples_by_domain.items()}
             counts = fit_proportions(counts, gaps, low, high)
         return at_least_one(counts, self._prompts_per_token()) if section.of == "tokens" else counts
 

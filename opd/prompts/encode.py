@@ -20,7 +20,7 @@ from opd.prompts.untrusted_text import escape_specials, escape_specials_inside, 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 """Roles that chat templates know; a template may leave out their messages on purpose."""
 _LETTER = "a"
-"""Text by which `ids_in_front` finds what a tokenizer adds."""
+"""Any text with which `ids_in_front` tries what a tokenizer adds."""
 
 
 def load_tokenizer(model_dir: Path, add_special_tokens: bool = True) -> Any:
@@ -134,30 +134,30 @@ def encode_prompts(
     if the chat template leaves the question out, because then all prompts would be equal.
     """
     row_variables = variables or [{}] * len(prompts)
-    asking = {
-        index: _render_question(tokenizer, p, day, row_variables[index])
-        for index, p in enumerate(prompts)
-        if not _is_blank(p)
+    texts = {
+        index: _render_question(tokenizer, prompt, day, row_variables[index])
+        for index, prompt in enumerate(prompts)
+        if not _is_blank(prompt)
     }
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     token_ids: list[Sequence[int]] = [()] * len(prompts)
-    for index, ids in zip(asking, _encode_texts(tokenizer, list(asking.values())), strict=True):
+    for index, ids in zip(texts, _encode_texts(tokenizer, list(texts.values())), strict=True):
         if any(token not in special for token in ids):
             token_ids[index] = _with_begin_tokens(ids, front) if isinstance(prompts[index], str) else ids
     return token_ids
 
 
-def make_row_error(row_label: str, whose: str, error: Exception) -> PromptError:
+def make_row_error(row_label: str, model: str, error: Exception) -> PromptError:
     """Return the error about a row that cannot be encoded.
 
-    `error` is the reason: there is no chat template, it refuses the messages, or a text is not Unicode. `whose`: the model
+    `error` is the reason: there is no chat template, it refuses the messages, or a text is not Unicode. `model`: the one
     that would read the row, `student` or `base`.
     """
     return PromptError.at(
         row_label,
         found=str(error),
-        wanted=f"text or messages that the {whose}'s tokenizer and chat template take",
-        fix=f"correct or delete this row, give text instead of messages, or choose a {whose} with a chat template",
+        wanted=f"text or messages that the {model}'s tokenizer and chat template take",
+        fix=f"correct or delete this row, give text instead of messages, or choose a {model} with a chat template",
     )
 
 
@@ -183,12 +183,13 @@ def _is_blank(prompt: str | Messages) -> bool:
 def _render_question(
     tokenizer: Tokenizer, prompt: str | Messages, day: date | None, variables: Mapping[str, Any]
 ) -> str:
-    """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, or one with an odd role."""
+    """Return `render_prompt`. Raises: also ValueError if the chat template leaves out every message, or one of a role that is not in `ROLES`."""
     text = render_prompt(tokenizer, prompt, day, **variables)
-    if not isinstance(prompt, str):
-        specials = special_texts(tokenizer)
-        lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
-        if len(lost) == len(prompt) or not set(lost) <= ROLES:
-            odd = next((role for role in lost if role not in ROLES), lost[0])
-            raise ValueError(f"a chat template that leaves out what has the role {odd!r}; most know user and assistant")
+    if isinstance(prompt, str):
+        return text
+    specials = special_texts(tokenizer)
+    lost = [m["role"] for m in prompt if escape_specials(m["content"], specials).strip() not in text]
+    if len(lost) == len(prompt) or not set(lost) <= ROLES:
+        role = next((role for role in lost if role not in ROLES), lost[0])
+        raise ValueError(f"a chat template that leaves out what has the role {role!r}; most know user and assistant")
     return text

@@ -23,7 +23,7 @@ from opd.prompts.conversation import (
     rename_turn_keys,
 )
 from opd.settings.wording import describe_error
-from opd.settings.yaml_files import keys_of
+from opd.settings.yaml_files import find_error_keys
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
 # Made once: `json.dumps` would make a new encoder for each row.
@@ -108,7 +108,7 @@ def read_row(data: Any, columns: Mapping[Column, str | None] | None = None) -> P
         line = PromptLine.model_validate(data)
     except ValidationError as error:
         detail = error.errors()[0]
-        column_path = ".".join(keys_of(detail, data)) or "line"
+        column_path = ".".join(find_error_keys(detail, data)) or "line"
         raise BrokenRow(f"column `{column_path}`: {describe_error(detail)}", "correct or delete this line") from None
     for name in ("prompt", "completion", "answer"):
         value = getattr(line, name)

@@ -22,7 +22,7 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import PromptError
 from opd.prompts.broken_rows import BrokenRow
 from opd.prompts.line import COLUMNS, FORM, MAX_LINE_BYTES, PARSER, no_column, parse_json_line
-from opd.prompts.sources import Source, import_datasets, kind_of, open_unpacked, quiet_datasets
+from opd.prompts.sources import Source, find_file_kind, import_datasets, open_unpacked, quiet_datasets
 
 BATCH_ROWS = 1024
 ARRAY_CHARACTERS = 1 << 20
@@ -314,7 +314,7 @@ def refuse_missing_columns(file: Path, shown: str, config: PromptsConfig) -> Non
     from pyarrow import parquet
 
     try:
-        names = _read_header(file) if kind_of(file) == "csv" else parquet.read_schema(file).names
+        names = _read_header(file) if find_file_kind(file) == "csv" else parquet.read_schema(file).names
     except (OSError, ValueError, csv.Error, pa.ArrowException, *GZIP_ERRORS) as error:
         raise _make_unreadable_error(shown, error) from None
     _choose_columns(shown, names, config)

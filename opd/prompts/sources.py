@@ -65,7 +65,7 @@ class Source:
         return [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self.files)]
 
 
-def kind_of(file: Path) -> str:
+def find_file_kind(file: Path) -> str:
     """Return the kind of a file, from its name."""
     return KINDS.get(_unpacked_name(file).suffix.lower(), "jsonl")
 
@@ -195,7 +195,7 @@ def _find_file(config: PromptsConfig, label: str) -> Source:
             wanted=f"{FORMATS}; JSONL and CSV may be packed by gzip",
             fix=f"unpack it: {unpack} {config.path}",
         )
-    return Source(label=label, kind=kind_of(config.path), files=(config.path,), shown=(str(config.path),))
+    return Source(label=label, kind=find_file_kind(config.path), files=(config.path,), shown=(str(config.path),))
 
 
 def _make_key_error(key: str, problem: str, config: PromptsConfig) -> PromptError:

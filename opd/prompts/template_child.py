@@ -50,8 +50,8 @@ def _find_fault(request: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    asked = json.load(sys.stdin)
-    resource.setrlimit(resource.RLIMIT_CPU, (asked["cpu_s"], asked["cpu_s"]))
-    resource.setrlimit(resource.RLIMIT_AS, (asked["bytes"], asked["bytes"]))
+    request = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_s"], request["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_AS, (request["bytes"], request["bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    print(_find_fault(asked))
+    print(_find_fault(request))

@@ -16,19 +16,19 @@ from typing import Any
 
 from opd.prompts.chat_templates import apply_template
 
-OWN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Marks that a policy writes within its own turn. They are left as they are in other texts."""
-FRAMES = ("<tools>", "</tools>", "<tool_response>", "</tool_response>")
-"""Marks around tools and results. Templates write them, and we write them for a template that knows no tools."""
-_ROLE = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>")
-"""An added token of this form marks a turn, whether the tokenizer flags it as special or not."""
-_MARK = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>")
+_POLICY_MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+"""Marks that a policy writes within its own turn. They begin and end no turn, so they stay as they are in any text."""
+_TOOL_MARKS = ("<tools>", "</tools>", "<tool_response>", "</tool_response>")
+"""Marks around tools and results. They are broken up even where the template lacks them, because we write them then."""
+_TURN = re.compile(r"<[|｜][^<>\n]{1,40}[|｜]>")
+"""Form of an added token that marks a turn, whether the tokenizer flags it as special or not."""
+_MARK = re.compile(rf"{_TURN.pattern}|</?[A-Za-z][\w:.-]*>|\[/?[A-Z][A-Z_]+\]|<</?[A-Z]+>>")
 """Marks of a turn in plain text: `<|user|>`, `<s>`, `[INST]`, `<<SYS>>`."""
 _HEADER = re.compile(r"(?:#+ *)?[A-Za-z]{4,}:\s*\Z")
 """Heading of a turn in a template without such marks: `### Instruction:`, `USER:`."""
 _TAG = re.compile(r"<(/?)([A-Za-z][\w:.-]*)>")
 """An opening or a closing tag."""
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_ATTRIBUTES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Attributes of a tokenizer that name its special tokens."""
 _PROBES = ("zq1zq", "zq2zq", "zq3zq")
 """Contents of the messages with which a template is tried; they occur in no template."""
@@ -48,21 +48,21 @@ def _special_texts(tokenizer: Any, template: str) -> Sequence[str]:
     special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     texts = {tokenizer.decode([i], skip_special_tokens=False) for i in special}
     plain_tokens = {str(token.content) for i, token in added.items() if i not in special}
-    between = list(_find_gaps(tokenizer)) if template else []
+    gaps = list(_find_gaps(tokenizer)) if template else []
     # Some tokenizers flag none of their marks as special, such as DeepSeek's <｜User｜>. But other added tokens are ordinary
-    # words, such as Gemma's <td> or runs of blanks. So a token counts if it looks like a mark or the template writes it.
+    # words, such as Gemma's <td> or runs of blanks. So a token counts if it has the form of one or the template writes it.
     texts |= {
-        text for text in plain_tokens if _ROLE.fullmatch(text) or (text.strip() and any(text in gap for gap in between))
+        text for text in plain_tokens if _TURN.fullmatch(text) or (text.strip() and any(text in gap for gap in gaps))
     }
-    for gap in between:
+    for gap in gaps:
         marks = set(_MARK.findall(gap))
         header = _HEADER.search(gap)
         if header and not marks and not any(text in gap for text in texts if text):
             marks.add(header[0].strip())
         texts |= marks
     texts -= _find_tag_pairs(tokenizer, template, [*texts, *plain_tokens])
-    texts |= {*FRAMES} if template else set()
-    return sorted(texts - {"", *OWN}, key=lambda text: (-len(text), text))
+    texts |= {*_TOOL_MARKS} if template else set()
+    return sorted(texts - {"", *_POLICY_MARKS}, key=lambda text: (-len(text), text))
 
 
 def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[str]:
@@ -70,7 +70,7 @@ def _find_tag_pairs(tokenizer: Any, template: str, added: Iterable[str]) -> set[
 
     They mark the text between them and begin or end no turn. Prompts mention them, and the model itself writes them.
     """
-    named = {getattr(tokenizer, name, None) for name in _NAMED}
+    named = {getattr(tokenizer, name, None) for name in _SPECIAL_ATTRIBUTES}
     tags = {text: tag for text in added if text not in named and text not in template and (tag := _TAG.fullmatch(text))}
     return {text for text, tag in tags.items() if f"<{'' if tag[1] else '/'}{tag[2]}>" in tags}
 

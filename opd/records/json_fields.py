@@ -32,6 +32,14 @@ def parse_strict_json(text: str) -> Any:
     return STRICT.decode(text)
 
 
+def parse_json_or_none(text: str) -> Any:
+    """Return the value of a JSON text; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def make_record(record: type[T], data: Any) -> T:
     """Make a dataclass of the parsed JSON of `dataclasses.asdict`, with every value, at any depth, converted to the type of its field.
 

@@ -1,9 +1,10 @@
-"""Records whose fields are sums. They are added field by field: over rows, micro-batches and ranks."""
+"""Records whose fields are sums, added field by field over rows, micro-batches and ranks; and means of numbers that may be unknown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from statistics import fmean
 from typing import Any, Self, TypeVar
 
 
@@ -33,3 +34,9 @@ def sum_by_key(parts: Iterable[Mapping[K, S]]) -> dict[K, S]:
         for key, record in part.items():
             add_to_sums(sums, key, record)
     return sums
+
+
+def mean_or_none(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the numbers that are not None; None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None

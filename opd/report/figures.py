@@ -70,10 +70,10 @@ def draw_headrooms(domains: Mapping[str, Mapping[str, Any]], gate: float | None)
 def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -> Plot:
     """Draw success with its intervals against the length of the task, for those of student before, merged and expert that
     took the exam."""
-    shown = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
+    bars = [(key, label) for key, label in BARS if any(group[key] is not None for group in groups)]
 
     def draw(axes: Axes) -> None:
-        for slot, (key, _) in enumerate(shown):
+        for slot, (key, _) in enumerate(bars):
             colour = COLOURS[BAR_COLOURS[key]]
             points = [(at + (slot - 1) * 0.12, group) for at, group in enumerate(groups) if group[key] is not None]
             axes.plot([at for at, _ in points], [group[key] for _, group in points], "o-", color=colour, markersize=4.5)
@@ -85,7 +85,7 @@ def draw_by_length(name: str, title: str, groups: Sequence[Mapping[str, Any]]) -
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set(xlabel="right moves of the task", ylabel="success")
 
-    return draw_plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in shown))
+    return draw_plot(name, title, draw, legend=tuple((BAR_COLOURS[key], label) for key, label in bars))
 
 
 def _draw_shares(

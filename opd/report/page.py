@@ -7,20 +7,20 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
-from statistics import fmean
 from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from opd.evaluation.evaluator import MERGED
 from opd.records.scores import ScoredAnswer
+from opd.records.sums import mean_or_none
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
 from opd.report.exams import agent_exams, latest_exam, moves_label
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
-from opd.report.stale import stale_matrix
+from opd.report.stale import explain_stale_matrix
 from opd.report.tables import trained_on
 
 SAMPLES_PER_DOMAIN = 4
@@ -310,8 +310,7 @@ def _entropy_plot(curves: Mapping[str, Any]) -> list[Plot]:
 
 
 def _mean_over_domains(curves: Mapping[str, Sequence[float | None]]) -> list[float | None]:
-    rows = [[value for value in row if value is not None] for row in zip(*curves.values(), strict=True)]
-    return [fmean(row) if row else None for row in rows]
+    return [mean_or_none(row) for row in zip(*curves.values(), strict=True)]
 
 
 def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
@@ -329,7 +328,7 @@ def _time_plots(report: Mapping[str, Any]) -> list[Plot]:
 
 def _matrix_plot(run: RunFiles) -> Plot:
     domains = list(dict.fromkeys(d for e in run.matrix.values() for d in e.scores))
-    out_of_date = {MERGED: f"{MERGED} (out of date)"} if stale_matrix(run) else {}
+    out_of_date = {MERGED: f"{MERGED} (out of date)"} if explain_stale_matrix(run) else {}
     return figures.draw_matrix(
         {show_control_characters(out_of_date.get(name, name)): e.accuracy for name, e in run.matrix.items()}, domains
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from opd.records.rewards import RewardRecord
 from opd.records.step import StepRecord
+from opd.records.sums import mean_or_none
 
 if TYPE_CHECKING:  # it imports matplotlib, which report.json does not need
     from opd.report.drawing import Plot
@@ -27,8 +27,8 @@ def reward_curves(points: Sequence[Sequence[StepRecord]], domains: Sequence[str]
         return {}
     curves: dict[str, Any] = {"reward": {name: [_mean_reward(part, name) for part in rewards] for name in domains}}
     for curve, key in STEP_CURVES.items():
-        curves[curve] = [_mean_or_none([getattr(record, key) for record in part]) for part in rewards]
-    explained = [_mean_or_none([record.credit.get("explained_variance") for record in part]) for part in rewards]
+        curves[curve] = [mean_or_none(getattr(record, key) for record in part) for part in rewards]
+    explained = [mean_or_none(record.credit.get("explained_variance") for record in part) for part in rewards]
     return curves | ({"explained_variance": explained} if any(value is not None for value in explained) else {})
 
 
@@ -36,11 +36,6 @@ def _mean_reward(part: Sequence[RewardRecord], domain: str) -> float | None:
     entries = [record.domains[domain] for record in part if domain in record.domains]
     episodes = sum(entry.episodes for entry in entries)
     return sum(entry.reward * entry.episodes for entry in entries) / episodes if episodes else None
-
-
-def _mean_or_none(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return fmean(numbers) if numbers else None
 
 
 def reward_plots(curves: Mapping[str, Any], names: Sequence[str]) -> list[Plot]:

@@ -15,7 +15,7 @@ from opd.text import quote_for_shell
 
 
 def describe_unfinished(run: RunFiles) -> str | None:
-    """Say how far an unfinished merge has come, and which model the report calls merged; None for a finished merge."""
+    """Describe how far an unfinished merge has come, and which model the report calls merged; None for a finished merge."""
     if run.finished:
         return None
     steps, _ = count_steps_and_tokens(run.records)
@@ -29,7 +29,7 @@ def describe_unfinished(run: RunFiles) -> str | None:
     return f"{progress}; what stands under “merged” is the last evaluation so far, after step {max(measured)}"
 
 
-def stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
+def explain_stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
     """Return why a baseline is out of date; None if it is not.
 
     A baseline that merges weights has no `token_share`: it does not depend on the merge's steps, so it stays up to date.
@@ -41,15 +41,15 @@ def stale_baseline(baseline: BaselineResult, run: RunFiles) -> str | None:
         return "an older release measured it and did not record beside how many steps"
     if (baseline.merge_steps, baseline.merge_tokens) == (steps, tokens):
         return None
-    return other_budget((baseline.merge_steps, baseline.merge_tokens or 0), (steps, tokens))
+    return describe_changed_budget((baseline.merge_steps, baseline.merge_tokens or 0), (steps, tokens))
 
 
-def other_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
+def describe_changed_budget(then: tuple[int, int], now: tuple[int, int]) -> str:
     """Describe the merge's budget when a baseline was measured and now; each is a number of steps and of tokens."""
     return f"measured beside {then[0]} steps and {then[1]:,} tokens of the merge, which has {now[0]} and {now[1]:,} now"
 
 
-def stale_matrix(run: RunFiles) -> str | None:
+def explain_stale_matrix(run: RunFiles) -> str | None:
     """Return why the matrix is out of date; None if it is not, or if there is no matrix."""
     from opd.evaluation.evaluator import MERGED  # it needs pydantic, which those who only read a run do not
 
@@ -84,15 +84,15 @@ def _baseline_command(baseline: BaselineResult, run: RunFiles) -> str:
     return f"opd baseline {quote_for_shell(run.root)} --method {baseline.method}{share}{seed}"
 
 
-def stale_notices(run: RunFiles) -> list[str]:
+def describe_stale_results(run: RunFiles) -> list[str]:
     """Return a sentence for each result that is out of date, with the command that measures it again."""
     outdated = {
         _baseline_command(baseline, run): (baseline.label, reason)
         for baseline in run.baselines
-        if (reason := stale_baseline(baseline, run))
+        if (reason := explain_stale_baseline(baseline, run))
     }
     lines = [f"{label}: {reason}; `{command}` measures it again" for command, (label, reason) in outdated.items()]
-    if reason := stale_matrix(run):
+    if reason := explain_stale_matrix(run):
         lines.append(
             f"{RunPaths(run.root).matrix.relative_to(run.root)}: {reason}; `opd evaluate --matrix {quote_for_shell(run.root)}` "
             "measures it again"

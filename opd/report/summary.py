@@ -12,6 +12,7 @@ from opd.config.objectives import DEFAULT_KIND
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
+from opd.records.sums import mean_or_none
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.exams import answer_stats, latest_exam, success_by_length
@@ -19,7 +20,7 @@ from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
 from opd.report.rewards import reward_curves
 from opd.report.run import STORED, RunFiles
-from opd.report.stale import describe_unfinished, stale_baseline, stale_notices
+from opd.report.stale import describe_stale_results, describe_unfinished, explain_stale_baseline
 from opd.run.lineage import LINEAGE, format_events
 from opd.run.metrics import count_trained_tokens
 from opd.run.paths import MERGE_EVALUATIONS
@@ -44,7 +45,7 @@ def clear_domains(before: Mapping[str, DomainScore], expert: Mapping[str, Domain
     return frozenset(
         domain
         for domain, score in expert.items()
-        if domain in before and is_clear(estimate_of(before[domain]), estimate_of(score))
+        if domain in before and is_clear(make_estimate(before[domain]), make_estimate(score))
     )
 
 
@@ -102,7 +103,7 @@ def _summarise_gains(
     recovered = [d["headroom"] for d in domains.values() if d["headroom"] is not None]
     return {
         "domains": domains,
-        "mean_headroom": fmean(recovered) if recovered else None,
+        "mean_headroom": mean_or_none(recovered),
         "worst_headroom": min(recovered) if recovered else None,
     }
 
@@ -145,7 +146,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["rounds"] = [_summarise_round(run, index) for index in range(len(run.rounds))]
     if alarms := alarm_rows(run):
         report["alarms"] = alarms
-    if outdated := stale_notices(run):
+    if outdated := describe_stale_results(run):
         report["stale"] = outdated
     if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
@@ -190,19 +191,19 @@ def _summarise_round(run: RunFiles, index: int) -> dict[str, Any]:
             round_files.after if round_files.finished else None,
         )
     )
-    own = _summarise_gains(before, expert, after, clear_domains_of(round_files.before, round_files.expert))
+    in_round = _summarise_gains(before, expert, after, find_clear_domains(round_files.before, round_files.expert))
     among = {d: value for d, value in after.items() if d in start}
-    cumulative = _summarise_gains(start, expert, among, clear_domains_of(run.before, round_files.expert))
-    for domain, values in own["domains"].items():
+    cumulative = _summarise_gains(start, expert, among, find_clear_domains(run.before, round_files.expert))
+    for domain, values in in_round["domains"].items():
         values["headroom_in_round"] = values["headroom"]
         values["headroom"] = cumulative["domains"].get(domain, {}).get("headroom")
-    gains = [values["after"] - values["before"] for values in own["domains"].values()]
+    gains = [values["after"] - values["before"] for values in in_round["domains"].values()]
     return summary | {
-        "domains": own["domains"],
-        "mean_gain": fmean(gains) if gains else None,
+        "domains": in_round["domains"],
+        "mean_gain": mean_or_none(gains),
         "mean_headroom": cumulative["mean_headroom"],
         "mean_headroom_interval": _mean_interval(run.before, round_files.expert, round_files.after),
-        "mean_headroom_in_round": own["mean_headroom"],
+        "mean_headroom_in_round": in_round["mean_headroom"],
     }
 
 
@@ -213,7 +214,7 @@ def _stored_report(run: RunFiles) -> dict[str, Any]:
     return {
         "name": stored.pop("name"),
         "steps": stored.pop("steps"),
-        **_summarise_gains(*_read_accuracies(run), clear_domains_of(run.before, run.expert)),
+        **_summarise_gains(*_read_accuracies(run), find_clear_domains(run.before, run.expert)),
         **stored,
     }
 
@@ -225,11 +226,11 @@ def _partial_report(run: RunFiles) -> dict[str, Any]:
         run.records,
         wall_s=sum(record.seconds for record in run.records),
         versions=run.manifest.get("versions", {}),
-        clear=clear_domains_of(run.before, run.expert),
+        clear=find_clear_domains(run.before, run.expert),
     )
 
 
-def clear_domains_of(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
+def find_clear_domains(before: Evaluation | None, expert: Evaluation | None) -> frozenset[str] | None:
     """Return `clear_domains` of two evaluations; None if one of them is missing."""
     return clear_domains(before.scores, expert.scores) if before and expert else None
 
@@ -256,7 +257,7 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
 
 
-def estimate_of(score: DomainScore) -> Estimate:
+def make_estimate(score: DomainScore) -> Estimate:
     return Estimate(score.accuracy, score.low, score.high)
 
 
@@ -268,8 +269,8 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     """Add the 95 % interval [low, high] of each number; it is null for a domain without a headroom beyond chance."""
     shares = []
     for domain, values in report["domains"].items():
-        b, a = (estimate_of(x.scores[domain]) for x in (before, after))
-        e = estimate_of(expert.scores[domain]) if expert else None
+        b, a = (make_estimate(x.scores[domain]) for x in (before, after))
+        e = make_estimate(expert.scores[domain]) if expert else None
         share = headroom_interval(b, a, e) if e else None
         values |= {
             "before_interval": _accuracy_pair(b),
@@ -408,7 +409,7 @@ def _mean_headroom(run: RunFiles, accuracy: Mapping[str, float], scores: Evaluat
     expert = run.expert.accuracy if run.expert else {}
     comparable = {d: value for d, value in accuracy.items() if d in before and d in expert}
     summary: dict[str, Any] = {
-        "mean_headroom": _summarise_gains(before, expert, comparable, clear_domains_of(run.before, run.expert))[
+        "mean_headroom": _summarise_gains(before, expert, comparable, find_clear_domains(run.before, run.expert))[
             "mean_headroom"
         ]
     }
@@ -424,7 +425,7 @@ def _mean_interval(
     if before is None or expert is None or model is None:
         return None
     shares = [
-        headroom_interval(estimate_of(before.scores[d]), estimate_of(score), estimate_of(expert.scores[d]))
+        headroom_interval(make_estimate(before.scores[d]), make_estimate(score), make_estimate(expert.scores[d]))
         for d, score in model.scores.items()
         if d in before.scores and d in expert.scores
     ]
@@ -452,7 +453,7 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
             before,
             expert,
             {d: s.accuracy for d, s in result.scores.items() if d in before},
-            clear_domains_of(run.before, run.expert),
+            find_clear_domains(run.before, run.expert),
         )
         for result in group
     ]
@@ -462,16 +463,15 @@ def _baseline_row(group: Sequence[BaselineResult], run: RunFiles) -> dict[str, A
         interval = _mean_interval(run.before, run.expert, group[0])
     domains = sorted({d for g in gains for d in g["domains"]})
     tokens = [result.tokens for result in group if result.tokens is not None]
-    worst = [g["worst_headroom"] for g in gains if g["worst_headroom"] is not None]
     return {
         "method": group[0].method,
         "label": group[0].label,
         "token_share": group[0].token_share,
         "tokens": round(fmean(tokens)) if tokens else None,
         "seeds": len(group),
-        "mean_headroom": fmean(shares) if shares else None,
-        "worst_headroom": fmean(worst) if worst else None,
+        "mean_headroom": mean_or_none(shares),
+        "worst_headroom": mean_or_none(g["worst_headroom"] for g in gains),
         "interval": interval,
         "accuracy": {d: fmean(g["domains"][d]["after"] for g in gains if d in g["domains"]) for d in domains},
-        "stale": next((reason for result in group if (reason := stale_baseline(result, run))), None),
+        "stale": next((reason for result in group if (reason := explain_stale_baseline(result, run))), None),
     }

@@ -14,14 +14,14 @@ def domain_rows(report: Mapping[str, Any]) -> list[tuple[str, str, str, str, str
     """Return a row for each domain, and a last row with the means: domain, student before, expert, merged, headroom."""
     domains = report["domains"]
     rows = [
-        (n, f"{d['before']:.2f}", format_or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", share_text(d["headroom"]))
+        (n, f"{d['before']:.2f}", format_or_dash(d["expert"], ".2f"), f"{d['after']:.2f}", format_share(d["headroom"]))
         for n, d in domains.items()
     ]
     if domains:
         means = [
             format_or_dash(_mean([d[key] for d in domains.values()]), ".2f") for key in ("before", "expert", "after")
         ]
-        rows.append(("mean", *means, share_text(report["mean_headroom"])))  # type: ignore[arg-type]
+        rows.append(("mean", *means, format_share(report["mean_headroom"])))  # type: ignore[arg-type]
     return rows
 
 
@@ -39,8 +39,8 @@ def round_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
             str(r["round"]),
             str(r["steps"]),
             "-" if r["mean_gain"] is None else f"{r['mean_gain']:+.2f}",
-            share_text(r["mean_headroom"]),
-            share_text(r["mean_headroom_in_round"]),
+            format_share(r["mean_headroom"]),
+            format_share(r["mean_headroom_in_round"]),
         )
         for r in report.get("rounds", ())
     ]
@@ -52,7 +52,7 @@ def baseline_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     A row has method, share of the merge's training, response tokens, seeds, mean headroom, and `stale` if out of date.
     """
     rows = report.get("baselines", ())
-    merge = ("this merge", "1", f"{trained_on(report):,}", "1", share_text(report["mean_headroom"]), "")
+    merge = ("this merge", "1", f"{trained_on(report):,}", "1", format_share(report["mean_headroom"]), "")
     return [merge, *map(_baseline_row, rows)] if rows else []
 
 
@@ -68,7 +68,7 @@ def _baseline_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         "-" if row["token_share"] is None else f"{row['token_share']:g}",
         "-" if row["tokens"] is None else f"{row['tokens']:,}",
         str(row["seeds"]),
-        share_text(row["mean_headroom"]),
+        format_share(row["mean_headroom"]),
         "stale" if row["stale"] else "",
     )
 
@@ -85,7 +85,7 @@ def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
         str(row["episodes"]),
         "-" if row["turns"] is None else f"{row['turns']:.1f}",
         "-" if row["reward"] is None else f"{row['reward']:.3f}",
-        share_text(row["trained"]),
+        format_share(row["trained"]),
         str(row["forks"]),
         str(row["lost_turns"]),
         str(row["broken"]),
@@ -122,6 +122,6 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def share_text(value: float | None) -> str:
+def format_share(value: float | None) -> str:
     """Format a share: 0.95 as `95 %`, None as a dash."""
     return "-" if value is None else f"{100 * value:.0f} %"

@@ -44,15 +44,15 @@ class Gate:
         if self.min_headroom is not None and all(domain["headroom"] is None for domain in report["domains"].values()):
             failures.append("no domain has a headroom beyond chance: --min-headroom has nothing to judge")
         for name, domain in report["domains"].items():
-            share, lost = domain["headroom"], domain["before"] - domain["after"]
+            share, loss = domain["headroom"], domain["before"] - domain["after"]
             if self.min_headroom is not None and share is not None and share < self.min_headroom - SLACK:
                 failures.append(
                     f"{name}: headroom {share:.3f} < {self.min_headroom:g} "
                     f"(before {domain['before']:.3f}, merged {domain['after']:.3f}, expert {domain['expert']:.3f})"
                 )
-            if self.max_regression is not None and lost > self.max_regression + SLACK:
+            if self.max_regression is not None and loss > self.max_regression + SLACK:
                 failures.append(
-                    f"{name}: lost {lost:.3f} > {self.max_regression:g} "
+                    f"{name}: lost {loss:.3f} > {self.max_regression:g} "
                     f"(before {domain['before']:.3f}, merged {domain['after']:.3f})"
                 )
         return failures

@@ -28,8 +28,8 @@ class TurnTokenizer(Tokenizer, Decoder, Protocol):
 
 def end_ids(tokenizer: Decoder, stop_token_ids: Iterable[int]) -> frozenset[int]:
     """Return the ids that end or pad a response: those of the model, and those that the tokenizer names itself."""
-    own = (getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
-    return frozenset([*stop_token_ids, *(i for i in own if i is not None)])
+    named = (getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
+    return frozenset([*stop_token_ids, *(i for i in named if i is not None)])
 
 
 def written_text(tokenizer: Decoder, token_ids: Sequence[int], ends: Collection[int]) -> str:

@@ -95,8 +95,8 @@ class Engines:
             memory_ids = self._call(lambda worker, _: worker.submit(VLLMWorker.memory_ids))
             meeting, routes = source.open_channel(self._workers, memory_ids)
             joining = [
-                worker.submit(VLLMWorker.join_channel, meeting, own)
-                for worker, own in zip(self._workers, routes, strict=True)
+                worker.submit(VLLMWorker.join_channel, meeting, engine_routes)
+                for worker, engine_routes in zip(self._workers, routes, strict=True)
             ]
             problem, died = self._wait_for_transfer([*joining, *source.join()], source)
             if problem and not died:

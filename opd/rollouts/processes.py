@@ -48,10 +48,10 @@ def engine_env(size: int) -> dict[str, str]:
     """Return the environment variables for the owner of an engine of `size` processes, which inherit them."""
     if size == 1:
         return ENGINE_ENV
-    own = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
+    env = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a fork would copy the owner's threads' locks without the threads
     if sys.platform.startswith("linux"):  # they find each other by sockets, on this machine alone
-        own |= {GLOO_DEVICE: LOOPBACK_DEVICE, NCCL_DEVICE: LOOPBACK_DEVICE}
-    return ENGINE_ENV | own
+        env |= {GLOO_DEVICE: LOOPBACK_DEVICE, NCCL_DEVICE: LOOPBACK_DEVICE}
+    return ENGINE_ENV | env
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from opd.rollouts.processes import unlink_shared_memory
 from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
 if TYPE_CHECKING:
-    from opd.rollouts.direct import EngineChannel
+    from opd.rollouts.engine_channel import EngineChannel
 
 EXTENSION = "opd.rollouts.worker_extension.WorkerExtension"
 """The name under which vLLM imports the class below."""
@@ -121,7 +121,7 @@ class WorkerExtension:
 
     def opd_join_channel(self, meeting: MeetingPoint, routes: Sequence[Route]) -> str:
         """Join the channel of direct pushes by the route of this process. Returns the reason if that fails; else an empty text."""
-        from opd.rollouts.direct import EngineChannel
+        from opd.rollouts.engine_channel import EngineChannel
         from opd.transfer.channel import TransferBroken
 
         this = self._opd_this()

@@ -58,7 +58,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 
         PyYAML's own method takes the wrong value if a merged mapping has replaced a key of a mapping that it merges itself.
         """
-        own = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
+        beside = {self.construct_object(k, deep=True): (k, v) for k, v in node.value if k.tag != MERGE}
         merged: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             if key_node.tag != MERGE:
@@ -68,7 +68,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, "`<<` merges mappings alone", source.start_mark)
                 self.flatten_mapping(source)
                 merged = {self.construct_object(k, deep=True): (k, v) for k, v in source.value} | merged
-        node.value = list((merged | own).values())
+        node.value = list((merged | beside).values())
 
 
 MAX_YAML_BYTES = 1 << 20
@@ -181,8 +181,8 @@ def _locate_yaml_problem(error: Exception) -> tuple[str, str]:
     since = error.context_mark
     begins = f", {error.context} that begins in line {since.line + 1}" if error.context and since else ""
     snippet = (mark.get_snippet(indent=0) or "").rstrip()
-    shown = f"\n{snippet}" if snippet.strip(" ^\n") else ""
-    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}{shown}"
+    excerpt = f"\n{snippet}" if snippet.strip(" ^\n") else ""
+    return f": line {mark.line + 1}, column {mark.column + 1}", f"{problem}{begins}{excerpt}"
 
 
 def apply_overrides(data: dict[str, Any], overrides: list[str]) -> dict[str, Any]:
@@ -234,7 +234,7 @@ _TAG = re.compile(r"(bool|int|float|str|none)$|(list|dict|tuple|literal|function
 """Matches names that pydantic gives to the members of a union, and puts among the keys of an error."""
 
 
-def keys_of(error: ErrorDetails, data: Any = None) -> list[str]:
+def find_error_keys(error: ErrorDetails, data: Any = None) -> list[str]:
     """Return the keys that lead to the error in the user's data.
 
     pydantic puts names of a union's members among them: its own, and our tags that begin with `~`. The user did not write
@@ -263,7 +263,7 @@ def describe_found(error: ErrorDetails) -> str:
 def move_error(errors: ValidationError, above: Sequence[str], data: Any) -> PydanticCustomError:
     """Return the first error about a part of a file as an error about the whole file. The part lies at the keys `above`."""
     error = errors.errors()[0]
-    key = ".".join([*above, *keys_of(error, data)])
+    key = ".".join([*above, *find_error_keys(error, data)])
     moved_context = {"wanted": describe_wanted(error), "found": describe_found(error), "where": key}
     return PydanticCustomError(error["type"], "{wanted}", {**error.get("ctx", {}), **moved_context})
 
@@ -292,7 +292,7 @@ def _find_sections(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
 
 def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data: Any, source: object) -> ConfigError:
     error = errors[0]
-    keys = keys_of(error, data)
+    keys = find_error_keys(error, data)
     context = error.get("ctx", {})
     if isinstance(context.get("error"), ConfigError):  # a validator raised it, with all its words
         return ConfigError(f"{source}: {context['error']}")
@@ -306,7 +306,7 @@ def _explain_error(errors: Sequence[ErrorDetails], model: type[BaseModel], data:
             fix=hint or suggest_key_elsewhere(context["key"], iterate_keys(model)) or "remove the key",
         )
     key = ".".join(keys) or "the file as a whole"
-    same_key_errors = [other for other in errors if other["type"] != "missing" and keys_of(other, data) == keys]
+    same_key_errors = [other for other in errors if other["type"] != "missing" and find_error_keys(other, data) == keys]
     # Several errors about the same value come from the members of a union; any of their forms would do.
     in_union = len(same_key_errors) > 1 and error["input"] is same_key_errors[1]["input"]
     return ConfigError.at(

@@ -30,7 +30,7 @@ from opd.records.types import Prompt, Rollout, RolloutBatch
 from opd.run.paths import parse_step_name, step_name
 from opd.stream.part_files import PartsDirectory, part_name
 from opd.stream.part_summaries import PartSummary, parse_summary
-from opd.stream.rollouts import read_file
+from opd.stream.rollouts import read_file, write_file
 from opd.stream.schema import StreamError
 from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
 from opd.stream.written_rollouts import (
@@ -39,7 +39,6 @@ from opd.stream.written_rollouts import (
     describe_file,
     describe_request,
     make_manifest_entries,
-    make_rollout_files,
     read_batch,
     read_verified,
     refuse_other_request,
@@ -116,8 +115,7 @@ class ArrowTargetLog:
 
         def finish() -> None:
             with _write_directory(temporary):
-                for name, raw in make_rollout_files(batch, ROLLOUTS).items():
-                    write(name, raw)
+                write(ROLLOUTS, memoryview(write_file(batch.rollouts)))
                 # A worker that died may have left a part that nobody knows of.
                 for path in temporary.iterdir():
                     if path.name not in files:
@@ -196,8 +194,7 @@ class ArrowTargetLog:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
         files = manifest["files"]
-        stored = {ROLLOUTS: read_verified(path / ROLLOUTS, files[ROLLOUTS])}
-        batch = read_batch(stored, ROLLOUTS, manifest, self._vocab_size)
+        batch = read_batch(read_verified(path / ROLLOUTS, files[ROLLOUTS]), manifest, self._vocab_size)
         if manifest["parts"] is None:
             return batch, None
         teachers = {

@@ -179,8 +179,8 @@ def _encode_shared(values: Sequence[Mapping[str, Any]], kind: pa.DictionaryType)
 
 def _row_values(row: TargetRow) -> dict[str, Any]:
     """Return name -> value for each column and each field of the dictionary column."""
-    own = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
-    return rollouts.list_rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | own
+    answer = {name: getattr(row.answer, name) for name, _ in (*row.answer.GROUP, *row.answer.ROW)}
+    return rollouts.list_rollout_values(row.rollout) | {"teacher": row.teacher, "weight": row.weight} | answer
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,13 +44,13 @@ class WrittenRollouts:
 
     def store_rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt], batch: RolloutBatch) -> None:
         """Store a step's rollouts, all or none. Raises: StorageError."""
-        files = make_rollout_files(batch, ROLLOUTS)
+        raw = memoryview(write_file(batch.rollouts))
         manifest = {
             **describe_request(FORMAT, step, policy_version, prompts),
             **make_manifest_entries(batch),
-            "files": {name: describe_file(raw) for name, raw in files.items()},
+            "files": {ROLLOUTS: describe_file(raw)},
         }
-        self._store_files(step, {**files, MANIFEST: json.dumps(manifest).encode()})
+        self._store_files(step, {ROLLOUTS: raw, MANIFEST: json.dumps(manifest).encode()})
 
     def read(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch | None:
         """Return the rollouts as they were stored; None if there are none, they are damaged, or belong to another request."""
@@ -60,8 +60,8 @@ class WrittenRollouts:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             refuse_other_request(manifest, describe_request(FORMAT, step, policy_version, prompts), MANIFEST)
-            raw = {name: read_verified(path / name, facts) for name, facts in manifest["files"].items()}
-            return read_batch(raw, ROLLOUTS, manifest, self._vocab_size)
+            raw = read_verified(path / ROLLOUTS, manifest["files"][ROLLOUTS])
+            return read_batch(raw, manifest, self._vocab_size)
         except UNREADABLE as error:
             self._say(f"warning: step {step} is rolled out again, what was written ahead cannot be used: {error}")
             return None
@@ -105,29 +105,21 @@ def _whole_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 
-def make_rollout_files(batch: RolloutBatch, rollouts: str) -> dict[str, memoryview]:
-    """Return name -> content of the files that hold a batch: one, with the name `rollouts`."""
-    return {rollouts: memoryview(write_file(batch.rollouts))}
-
-
 def make_manifest_entries(batch: RolloutBatch) -> dict[str, Any]:
-    """Return a manifest's entries about a batch beside its files. `RolloutBatch.restarted` is not stored."""
+    """Return a manifest's entries about a batch beside the file of its rollouts. `RolloutBatch.restarted` is not stored."""
     return {
         "refused": [asdict(q) for q in batch.quarantined],
         "episodes": {domain: asdict(stats) for domain, stats in batch.episodes.items()},
     }
 
 
-def read_batch(
-    raw: Mapping[str, np.ndarray], rollouts: str, manifest: Mapping[str, Any], vocab_size: int
-) -> RolloutBatch:
-    """Make the batch from its files and its manifest; the inverse of `make_rollout_files` and `make_manifest_entries`.
+def read_batch(raw: np.ndarray, manifest: Mapping[str, Any], vocab_size: int) -> RolloutBatch:
+    """Make the batch from the bytes of its rollouts' file, and its manifest's entries of `make_manifest_entries`.
 
-    `raw`: name -> content of files; `rollouts`: name of the file with the rollouts. Raises: KeyError, TypeError or RolloutError
-    if anything was damaged or changed.
+    Raises: KeyError, TypeError or RolloutError if anything was damaged or changed.
     """
     return RolloutBatch(
-        rollouts=tuple(read_file(pa.py_buffer(raw[rollouts]), vocab_size)),
+        rollouts=tuple(read_file(pa.py_buffer(raw), vocab_size)),
         quarantined=tuple(QuarantinedPrompt(**data) for data in manifest["refused"]),
         episodes={domain: EpisodeStats.from_json(data) for domain, data in manifest.get("episodes", {}).items()},
     )

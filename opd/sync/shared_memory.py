@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -33,11 +33,10 @@ class SharedMemorySync(ProvenSync):
             base = self._spec.trainer.export_changed(directory)
             self.begin_trainer_logprobs()  # the trainer has nothing else to do while the engines load
             # An engine that restarts later loads the weights again: from these files if they are kept, else from a new export.
-            reload_files: Callable[[], AbstractContextManager[Path]] = partial(self._exported_weights, version)
-            if self._spec.keeps_weights:
-                reload_files = partial(_keep_files, directory)
+            keeps = self._spec.keeps_weights
+            reload_files = (lambda: nullcontext(directory)) if keeps else partial(self._exported_weights, version)
             self._spec.engine.load(directory, restart_weights=reload_files, base=base)
-            if self._spec.keeps_weights:
+            if keeps:
                 self._kept_files.close()
                 # The new files stay for engines that restart: they are not deleted at the end of this block.
                 self._kept_files = files.pop_all()
@@ -69,8 +68,3 @@ class SharedMemorySync(ProvenSync):
         return tempfile.TemporaryDirectory(
             prefix=f"{orphans.directory_prefix()}weights-{version:06d}-", dir=None if small else SHARED_MEMORY
         )
-
-
-def _keep_files(directory: Path) -> AbstractContextManager[Path]:
-    """Return a context that leaves the files where they are."""
-    return nullcontext(directory)

@@ -12,7 +12,7 @@ from typing import Any
 
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import STRICT
-from opd.tool_formats.records import BadCall, Uncounted, WrittenCalls, arguments_of
+from opd.tool_formats.records import BadCall, Uncounted, WrittenCalls, check_arguments
 
 TAG = "<|python_tag|>"
 _BEGUN = re.compile(r'\{\s*("name"|"parameters"|"arguments"|"type"\s*:\s*"function")')
@@ -73,4 +73,4 @@ def _read_call(data: dict[str, Any]) -> ToolCall | None:
     key = next((key for key in ("parameters", "arguments") if key in data), None)
     if key is None or not isinstance(data.get("name"), str):
         return None
-    return ToolCall(name=data["name"], arguments=arguments_of(data["name"], data[key]))
+    return ToolCall(name=data["name"], arguments=check_arguments(data["name"], data[key]))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import BadCall, WrittenCalls, arguments_of, parse_call, parse_json
+from opd.tool_formats.records import BadCall, WrittenCalls, check_arguments, parse_call, parse_json
 
 MARK, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 WHERE = f"after {MARK}"
@@ -46,4 +46,4 @@ def _read_calls(part: str) -> list[ToolCall]:
     if named is None:
         raise BadCall(f"wanted NAME{ARGS}{{...}}, or a list of calls, {WHERE}")
     name, arguments = named.groups()
-    return [ToolCall(name=name, arguments=arguments_of(name, parse_json(arguments, f"{WHERE}{name:.60}{ARGS}")))]
+    return [ToolCall(name=name, arguments=check_arguments(name, parse_json(arguments, f"{WHERE}{name:.60}{ARGS}")))]

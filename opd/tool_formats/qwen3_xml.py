@@ -19,7 +19,7 @@ from typing import Any
 from opd.records.environments import Tool, ToolCall
 from opd.records.json_fields import parse_strict_json
 from opd.tool_formats.records import BEGINS, CLOSE, OPEN, BadCall, WrittenCalls, between_tags, in_tags
-from opd.tool_formats.schema import fits_type, schema_properties, types_of
+from opd.tool_formats.schema import fits_type, list_schema_types, schema_properties
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.DOTALL)
@@ -85,7 +85,7 @@ def _read_parameters(name: str, body: str) -> Iterator[tuple[str, str]]:
 
 def _read_value(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the value that a text stands for, of the type that the schema wants; the text itself if it fits none."""
-    kinds = types_of(schema)
+    kinds = list_schema_types(schema)
     word = text.strip().lower()
     if "null" in kinds and word == "null":
         return None

@@ -97,10 +97,10 @@ def parse_call(data: Any, location: str) -> ToolCall:
     """Read a call from a JSON object with `name` and `arguments`. Raises: BadCall if it is none."""
     if not isinstance(data, dict) or not isinstance(data.get("name"), str):
         raise BadCall(f'wanted {{"name": ..., "arguments": {{...}}}} {location}')
-    return ToolCall(name=data["name"], arguments=arguments_of(data["name"], data.get("arguments", {})))
+    return ToolCall(name=data["name"], arguments=check_arguments(data["name"], data.get("arguments", {})))
 
 
-def arguments_of(name: str, arguments: Any) -> Mapping[str, Any]:
+def check_arguments(name: str, arguments: Any) -> Mapping[str, Any]:
     """Return the arguments of a call of `name`. Raises: BadCall if they are no object."""
     if not isinstance(arguments, dict):
         raise BadCall(f"{name:.60}: arguments is {arguments!r:.60}, wanted object")

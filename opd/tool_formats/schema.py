@@ -55,7 +55,7 @@ def schema_properties(schema: Mapping[str, Any]) -> Mapping[str, Mapping[str, An
     return {name: inner if isinstance(inner, Mapping) else {} for name, inner in properties.items()}
 
 
-def types_of(schema: Mapping[str, Any]) -> set[str]:
+def list_schema_types(schema: Mapping[str, Any]) -> set[str]:
     """Return the types that a schema names: by `type`, by the values of `enum`, or in one of its alternatives; empty if none."""
     kind, choices = schema.get("type"), schema.get("enum")
     if kind is not None:
@@ -63,7 +63,7 @@ def types_of(schema: Mapping[str, Any]) -> set[str]:
     if isinstance(choices, list | tuple):
         return {kind for kind in _TYPES for choice in choices if fits_type(choice, kind)}
     alternatives = [inner for word in ("anyOf", "oneOf", "allOf") for inner in _collect(schema.get(word), Mapping)]
-    return {kind for alternative in alternatives for kind in types_of(alternative)}
+    return {kind for alternative in alternatives for kind in list_schema_types(alternative)}
 
 
 def fits_type(value: Any, kind: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.records.environments import Tool, ToolCall
-from opd.tool_formats.records import BadCall, WrittenCalls, arguments_of, parse_json
+from opd.tool_formats.records import BadCall, WrittenCalls, check_arguments, parse_json
 from opd.tool_formats.thoughts import TAGS, without_thoughts
 
 CALL_IDS = {"kimi_k2": "functions.{name}:{place}"}
@@ -114,4 +114,4 @@ class VllmFormat:
 def _read_call(name: str, arguments: str) -> ToolCall:
     """Read a call of vLLM's. Raises: BadCall for arguments that are no JSON, or no object."""
     data = parse_json(arguments or "{}", f"in the call of {name:.60}")
-    return ToolCall(name=name, arguments=arguments_of(name, data))
+    return ToolCall(name=name, arguments=check_arguments(name, data))

@@ -10,7 +10,6 @@ from opd.records.guard import GuardEvent
 from opd.records.types import Rollout, Span
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace
 from opd.traces.selection import TraceReason
-from opd.traces.token_texts import token_texts
 
 MAX_TEXT = 4000
 """Most characters of a prompt or an observation that are kept: half of them from its beginning, half from its end."""
@@ -18,12 +17,14 @@ MAX_TOKENS = 2000
 """Most tokens of any other span that are kept, from its beginning."""
 DIGITS = 4
 """Digits of a loss after the decimal point."""
+_INCOMPLETE = "�"
+"""The replacement character, at the end of a text whose last character lacks bytes."""
 
 Losses = Mapping[str, Sequence[float]]
 """Sample id -> the loss of each of its trained tokens, in nats."""
 
 
-def guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
+def list_guard_events(stats: Iterable[EpisodeStats]) -> list[GuardEvent]:
     """Return what the guard saw in a step, in all domains."""
     return [
         event
@@ -60,8 +61,8 @@ def _make_segment(rollout: Rollout, losses: Sequence[float], tokenizer: Decoder)
     pieces, at, trained = [], 0, 0
     for span in rollout.spans:
         ids = rollout.response_ids[at : at + span.length]
-        own = losses[trained : trained + span.length] if span.trained else ()
-        pieces.append(_make_piece(span, ids, own, tokenizer))
+        span_losses = losses[trained : trained + span.length] if span.trained else ()
+        pieces.append(_make_piece(span, ids, span_losses, tokenizer))
         at, trained = at + span.length, trained + span.length * span.trained
     prompt, _ = _shorten_text(tokenizer.decode(rollout.prompt_ids, skip_special_tokens=False))
     return SegmentTrace(
@@ -81,7 +82,7 @@ def _make_piece(span: Span, ids: Sequence[int], losses: Sequence[float], tokeniz
         text, left_out = _shorten_text(tokenizer.decode(ids, skip_special_tokens=False))
         texts: Sequence[str] = (text,)
     else:
-        texts, left_out = token_texts(ids[:MAX_TOKENS], tokenizer), max(0, len(ids) - MAX_TOKENS)
+        texts, left_out = split_into_token_texts(ids[:MAX_TOKENS], tokenizer), max(0, len(ids) - MAX_TOKENS)
     return Piece(
         origin=span.origin,
         policy_version=span.policy_version,
@@ -99,3 +100,23 @@ def _shorten_text(text: str) -> tuple[str, int]:
         return text, 0
     half = MAX_TEXT // 2
     return f"{text[:half]} … ({missing:,} characters) … {text[-half:]}", missing
+
+
+def split_into_token_texts(ids: Sequence[int], tokenizer: Decoder) -> list[str]:
+    """Return the text that each token adds to those before it, special tokens too; joined they are the text of all.
+
+    A character that takes several tokens is the text of the last of them; the others have an empty text. A token is decoded together
+    with those just before it, on which its text may depend. To decode all before it would take time that grows with the square of
+    their number.
+    """
+    texts: list[str] = []
+    start, at = 0, 0
+    for end in range(1, len(ids) + 1):
+        prefix = tokenizer.decode(ids[start:at], skip_special_tokens=False)
+        text = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        if text.endswith(_INCOMPLETE) and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(text[len(prefix) :])
+        start, at = at, end  # the next one is decoded together with the tokens of this text
+    return texts

@@ -16,7 +16,7 @@ _RESPONSE_STOPS = frozenset(get_args(TurnStop))
 """Stop reasons of single responses, which are no episodes of turns."""
 
 
-def episodes_of(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+def group_episodes(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
     """Return the segments of each episode in order, by episode id; responses of a single turn are left out."""
     episodes: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
@@ -40,7 +40,7 @@ def choose_episodes(episodes: Mapping[str, Sequence[Rollout]]) -> dict[str, tupl
 
 def watched_samples(rollouts: Iterable[Rollout]) -> frozenset[str]:
     """Return the ids of samples whose loss is kept token by token: the segments of the chosen episodes."""
-    episodes = episodes_of(rollouts)
+    episodes = group_episodes(rollouts)
     return frozenset(rollout.sample_id for name in choose_episodes(episodes) for rollout in episodes[name])
 
 

@@ -7,8 +7,8 @@ from opd.interfaces import Decoder
 from opd.records.types import RolloutBatch, StepReport
 from opd.run.paths import RunPaths
 from opd.traces.record import StepTraces
-from opd.traces.rendering import guard_events, make_trace
-from opd.traces.selection import choose_episodes, episodes_of
+from opd.traces.rendering import list_guard_events, make_trace
+from opd.traces.selection import choose_episodes, group_episodes
 
 
 class TraceFiles:
@@ -25,13 +25,13 @@ class TraceFiles:
         self._every = every
         self._last = last
 
-    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
+    def keep(self, step: int, batch: RolloutBatch, report: StepReport) -> None:
         """Write the chosen episodes of a step, if the step is one to keep, and delete older steps. Raises: StorageError."""
         if not (_is_power_of_two(step) or step % self._every == 0 or step == self._last):
             return
-        episodes, events = episodes_of(batch.rollouts), guard_events(batch.episodes.values())
+        episodes, events = group_episodes(batch.rollouts), list_guard_events(batch.episodes.values())
         traces = [
-            make_trace(episodes[name], reasons, trained.token_losses, self._tokenizer, events)
+            make_trace(episodes[name], reasons, report.token_losses, self._tokenizer, events)
             for name, reasons in choose_episodes(episodes).items()
         ]
         if not traces:
@@ -45,5 +45,5 @@ class TraceFiles:
 
 
 def _is_power_of_two(step: int) -> bool:
-    """Return True for 1, 2, 4, 8 and so on."""
+    """Return True for 1, 2, 4, 8 and so on. Steps begin at 1."""
     return step & (step - 1) == 0

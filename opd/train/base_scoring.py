@@ -24,6 +24,7 @@ from opd.models.probe_gap import refuse_other_weights
 from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.sampled_logprobs import SampledLogprobs
+from opd.payloads.top_k import TopTokens
 from opd.records.types import Probe, Rollout
 from opd.stream.schema import TargetRow
 from opd.train.lora import without_adapters
@@ -51,6 +52,8 @@ class BaseScoring:
     teachers: tuple[BaseTeacher, ...]
     payload: str
     """Payload of all teachers' answers, a key of `ANSWERS`."""
+    top_k: int = 0
+    """With payload `top_k`: how many of the likeliest tokens an answer has for each position."""
 
     def plan_rounds(
         self, plan: Sequence[Sequence[Sequence[str]]], rollouts: Sequence[Rollout]
@@ -68,8 +71,9 @@ class BaseScoring:
         return rounds
 
 
-_Compute = Callable[[Student, Packed, Sequence[Rollout]], torch.Tensor]
-"""Function that returns [N, ...] what the student says of the trained tokens of these rollouts, on the CPU."""
+_Compute = Callable[[Student, Packed, Sequence[Rollout], int], torch.Tensor]
+"""Function that returns [N, ...] what the student says of the trained tokens of these rollouts, on the CPU. The number is
+`BaseScoring.top_k`."""
 
 
 class BaseScorer:
@@ -81,6 +85,7 @@ class BaseScorer:
         self._device = device
         self._compiled = compiled
         self._answers = ANSWERS[scoring.payload]
+        self._top_k = scoring.top_k
         self._teachers = {teacher.name: teacher for teacher in scoring.teachers}
         self._updates = {
             teacher.name: load_updates(teacher.adapter_dir, student.lm.dtype)
@@ -131,7 +136,7 @@ class BaseScorer:
         sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
         packed = to_device(LAYOUTS[layout](sequences), self._device)
         with torch.no_grad(), self._with_adapter(self._updates.get(teacher.name, {})):
-            return compute(self._student, packed, rollouts)
+            return compute(self._student, packed, rollouts, self._top_k)
 
     @contextmanager
     def _with_adapter(self, updates: Mapping[str, Update]) -> Iterator[None]:
@@ -161,7 +166,7 @@ class _Answers:
     """Function that makes the answer about one rollout from its part of that, in the stream's type."""
 
 
-def _compute_states(student: Student, packed: Packed, rollouts: Sequence[Rollout]) -> torch.Tensor:
+def _compute_states(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
     return student.hidden_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
 
 
@@ -169,7 +174,7 @@ def _make_states(hidden_N_D: torch.Tensor, dtype: torch.dtype) -> Answer:
     return HiddenStates.from_states(hidden_N_D.to(dtype), OWN_HEAD)
 
 
-def _compute_logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout]) -> torch.Tensor:
+def _compute_logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
     token_N = torch.tensor([token for r in rollouts for token in r.trained_ids], dtype=torch.long)
     predict_N = find_positions_before_trained(packed, rollouts)
     return student.logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
@@ -179,8 +184,20 @@ def _make_logprobs(logprob_N: torch.Tensor, dtype: torch.dtype) -> Answer:
     return SampledLogprobs(logprob_N.tolist())
 
 
+def _compute_top_tokens(student: Student, packed: Packed, rollouts: Sequence[Rollout], top_k: int) -> torch.Tensor:
+    """Return [N, 2, K] the ids and the log-probs of the likeliest tokens, in float64, which holds both exactly."""
+    top = student.top_logprobs(packed, find_positions_before_trained(packed, rollouts), top_k)
+    return torch.stack([part_N_K.double() for part_N_K in top], dim=1).cpu()
+
+
+def _make_top_tokens(top_N_2_K: torch.Tensor, dtype: torch.dtype) -> Answer:
+    ids_N_K, logprobs_N_K = top_N_2_K.unbind(1)
+    return TopTokens(ids_N_K.long().flatten().tolist(), logprobs_N_K.flatten().tolist())
+
+
 ANSWERS: Mapping[str, _Answers] = {
     "hidden_states": _Answers(_compute_states, _make_states),
     "sampled_logprobs": _Answers(_compute_logprobs, _make_logprobs),
+    "top_k": _Answers(_compute_top_tokens, _make_top_tokens),
 }
-"""Payload -> how it is scored. `top_k` is missing: the module that owns the sharded output head computes no likeliest tokens."""
+"""Payload -> how it is scored."""

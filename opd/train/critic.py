@@ -1,5 +1,7 @@
-"""The critic as the driver sees it: N DeepSpeed ranks in Ray actors. It has processes of its own, and no weights in common with the
-trainer."""
+"""The critic as the driver sees it: DeepSpeed ranks in Ray actors of their own. It has no weights in common with the trainer.
+
+Shapes: N trained tokens of a sample.
+"""
 
 from __future__ import annotations
 
@@ -54,20 +56,21 @@ class DeepSpeedCritic(Ranks[CriticRank]):
             values_by_sample |= answer
         return values_by_sample
 
-    def update(self, step: int, returns: Mapping[str, Floats], values: Mapping[str, Floats]) -> tuple[float, float]:
+    def update(self, step: int, returns: Mapping[str, Floats], old_values: Mapping[str, Floats]) -> tuple[float, float]:
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.
 
-        `returns` and `values`: sample id -> [N] a number for each trained token; `values` are the critic's own, from before the
-        step's first update. Returns the mean squared error before this update, and the norm of the gradient.
+        `returns` and `old_values`: sample id -> [N] a number for the state before each trained token; `old_values` are the critic's
+        own, from before the step's first update. Returns the mean squared error before this update, and the norm of the gradient.
         Raises: RunError on a non-finite gradient, and what `opd.cluster.wait_for_all` raises.
         """
-        # The mean over all tokens. DeepSpeed averages gradients over ranks, and the last factor cancels that.
-        weight = 1 / sum(len(part) for part in returns.values()) * len(self._ranks)
-        whole = Component(weights=dict.fromkeys(returns, weight), columns={RETURN: returns, OLD_VALUE: values})
+        tokens = sum(map(len, returns.values()))
+        # The loss is the mean over all tokens. DeepSpeed averages gradients over ranks, and the number of ranks cancels that.
+        weight = 1 / tokens * len(self._ranks)
+        all_ranks = Component(weights=dict.fromkeys(returns, weight), columns={RETURN: returns, OLD_VALUE: old_values})
         lr = self._rate.rate_at_step(step)
         pending = []
         for rank, part in zip(self._ranks, self._plan, strict=True):
-            work = UpdateWork(step=step, lr=lr, component=whole.select_samples([i for ids in part for i in ids]))
+            work = UpdateWork(step=step, lr=lr, component=all_ranks.select_samples([i for ids in part for i in ids]))
             pending.append(rank.submit(CriticRank.update, work))
         results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
         return sum(result.loss for result in results), results[0].grad_norm

@@ -106,11 +106,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         turns = self._spec.weighs_turns
         share = math.fsum(self._call(TrainerRank.sum_weights)) if turns else scored_share(weights, left_out)
         other_shares = {
-            n: scored_share(own.weights, left_out) for n, own in step_work.components.items() if n != DIVERGENCE
+            name: scored_share(term.weights, left_out)
+            for name, term in step_work.components.items()
+            if name != DIVERGENCE
         }
         if other_shares and left_out:
             self._rescale(len(plan[0]), share, other_shares)
-        companion_shares = {name: scored_share(own.weights, left_out) for name, own in step_work.companions.items()}
+        companion_shares = {name: scored_share(term.weights, left_out) for name, term in step_work.companions.items()}
         readings = self._call(TrainerRank.step_companions, companion_shares)[0] if companion_shares else {}
         report = _make_step_report(step, step_work.lr, self._call(TrainerRank.finish_step, share))
         self._refuse_broken(report)
@@ -149,8 +151,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             if index == rounds - 1 and not scored_share(left_out):
                 return False
             pending = [
-                rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *own)
-                for rank, own in zip(self._ranks, self._repeat_for_ranks(handles), strict=True)
+                rank.submit(TrainerRank.accumulate_micro_batch, index, left_out, *handles_of_rank)
+                for rank, handles_of_rank in zip(self._ranks, self._repeat_for_ranks(handles), strict=True)
             ]
             running.append((index, pending))
         while finish_oldest():

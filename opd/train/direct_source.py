@@ -72,10 +72,10 @@ class RanksSource:
         ]
 
     def plan(self) -> tuple[Path, DirectPush]:
-        planned = self._wait([rank.submit(TrainerRank.plan_direct, self._nbytes) for rank in self._ranks])
-        self._plan = planned[SENDER][0]
+        plans = self._wait([rank.submit(TrainerRank.plan_direct, self._nbytes) for rank in self._ranks])
+        self._plan = plans[SENDER][0]
         self._number += 1
-        handles = {process: own for _, by_process in planned for process, own in by_process.items()}
+        handles = {process: buffers for _, by_process in plans for process, buffers in by_process.items()}
         return self._model_dir, DirectPush(number=self._number, plan=self._plan, handles=handles)
 
     def send(self) -> list[Pending[str]]:

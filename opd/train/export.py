@@ -58,7 +58,7 @@ class FileTensors:
 
     def planned_tensors(self) -> Iterator[State]:
         """Yield, for each group, its tensors on the meta device: names, shapes and types of the files, without values."""
-        shapes = {name: (whole_shape(weight.own), self._dtype) for name, weight in self._sources.items()}
+        shapes = {name: (whole_shape(weight.param), self._dtype) for name, weight in self._sources.items()}
         shapes |= {name: (buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()}
         empty = {name: torch.empty(shape, dtype=kind, device="meta") for name, (shape, kind) in shapes.items()}
         for group in self.groups:
@@ -93,8 +93,8 @@ def write_model(tensors: FileTensors, path: Path | None) -> None:
     with ExitStack() as stack:
         if path is not None:
             with _note_failed_write(failed, path):
-                planned = {name: tensor for group in tensors.planned_tensors() for name, tensor in group.items()}
-                files = stack.enter_context(ModelFiles(path, planned))
+                tensor_by_name = {name: tensor for group in tensors.planned_tensors() for name, tensor in group.items()}
+                files = stack.enter_context(ModelFiles(path, tensor_by_name))
         for group in tensors.groups:
             with tensors.gather_group(group):
                 if files is not None and not failed:
@@ -163,10 +163,10 @@ def plan_parts(tensors: FileTensors, nbytes: int) -> list[GatheredPart]:
 
     Machines pass buckets on to each other, and the others would wait for the one that has a bucket larger than theirs.
     """
-    planned = list(tensors.planned_tensors())
-    sizes = [{name: count_padded_bytes(tensor) for name, tensor in group.items()} for group in planned]
+    states = list(tensors.planned_tensors())
+    sizes = [{name: count_padded_bytes(tensor) for name, tensor in state.items()} for state in states]
     room = max((nbytes, *(size for group in sizes for size in group.values())))
-    tensor_by_name = {name: tensor for group in planned for name, tensor in group.items()}
+    tensor_by_name = {name: tensor for state in states for name, tensor in state.items()}
     return [
         GatheredPart(groups, [make_slots({name: tensor_by_name[name] for name in names}) for names in buckets])
         for groups, buckets in _split_groups(tensors.groups, sizes, room)
@@ -174,17 +174,17 @@ def plan_parts(tensors: FileTensors, nbytes: int) -> list[GatheredPart]:
 
 
 def _split_groups(
-    groups: Sequence[FileGroup], planned: Sequence[Mapping[str, int]], room: int
+    groups: Sequence[FileGroup], group_sizes: Sequence[Mapping[str, int]], room: int
 ) -> Iterator[tuple[list[FileGroup], list[list[str]]]]:
     """Put groups into buckets in order, as many into each as it has room for. Yield groups that are gathered before the next are, with the
     names of the tensors in their bucket; a group that needs several buckets comes alone.
 
-    `planned` has, for each group, name -> bytes of its tensors. `room`: bytes of a bucket; no tensor is larger.
+    `group_sizes` has, for each group, name -> bytes of its tensors. `room`: bytes of a bucket; no tensor is larger.
     """
     held: list[FileGroup] = []
     names: list[str] = []
     bytes_held = 0
-    for group, sizes in zip(groups, planned, strict=True):
+    for group, sizes in zip(groups, group_sizes, strict=True):
         size = sum(sizes.values())
         if held and bytes_held + size > room:
             yield held, [names]

@@ -79,7 +79,7 @@ class PlainWeight:
 
     name: str
     """Name that the tensor has in the model without adapters."""
-    own: nn.Parameter
+    param: nn.Parameter
     """The model's own parameter, without the update."""
     update: Update | None = None
     """The update that the module's adapter adds; None if no adapter changes the tensor."""
@@ -87,7 +87,7 @@ class PlainWeight:
     @property
     def params(self) -> list[Any]:
         """Parameters that the tensor is made of."""
-        return [self.own, self.update.a_K_I, self.update.b_O_K] if self.update else [self.own]
+        return [self.param, self.update.a_K_I, self.update.b_O_K] if self.update else [self.param]
 
     @property
     def module(self) -> str:
@@ -97,7 +97,7 @@ class PlainWeight:
     def read_tensor(self) -> Tensor:
         """Return the tensor with its update, in the type of the parameter."""
         with torch.no_grad():
-            return merge_update(self.own, self.update) if self.update else self.own.detach()
+            return merge_update(self.param, self.update) if self.update else self.param.detach()
 
 
 def list_plain_weights(lm: Any) -> list[PlainWeight]:
@@ -105,12 +105,12 @@ def list_plain_weights(lm: Any) -> list[PlainWeight]:
     params = dict(lm.named_parameters())
     weights = []
     for name, param in params.items():
-        module, _, own = name.rpartition(_BASE)
+        module, _, leaf = name.rpartition(_BASE)
         if not module:
             if not name.endswith((_A, _B)):
                 weights.append(PlainWeight(name, param))
-        elif own != "weight":
-            weights.append(PlainWeight(f"{module}.{own}", param))
+        elif leaf != "weight":
+            weights.append(PlainWeight(f"{module}.{leaf}", param))
         else:
             scaling = lm.get_submodule(module).scaling[_ADAPTER]
             update = Update(a_K_I=params[module + _A], b_O_K=params[module + _B], scaling=scaling)
@@ -137,7 +137,7 @@ def select_changed_weights(lm: Any, every: Sequence[PlainWeight]) -> Sequence[Pl
 def fold_adapters(lm: Any) -> None:
     """Add the adapters' updates to the model's own weights in place, and remove the adapters. Not for a model under ZeRO-3."""
     for weight in list_plain_weights(lm):
-        weight.own.data.copy_(weight.read_tensor())
+        weight.param.data.copy_(weight.read_tensor())
     for name, module in list(lm.named_modules()):
         if hasattr(module, "base_layer"):
             setattr(lm.get_submodule(_parent_module(name)), name.rpartition(".")[2], module.base_layer)
@@ -166,7 +166,7 @@ def count_lora_weights(lm: Any) -> LoraSize:
     updates = [weight.update for weight in every if weight.update]
     return LoraSize(
         trained=sum(u.a_K_I.numel() + u.b_O_K.numel() for u in updates),
-        pushed=sum(weight.own.numel() for weight in select_changed_weights(lm, every)),
+        pushed=sum(weight.param.numel() for weight in select_changed_weights(lm, every)),
     )
 
 
@@ -192,7 +192,7 @@ def _is_convertible_alone(lm: Any, subset: Sequence[PlainWeight], every: Sequenc
     """
 
     def files(weights: Sequence[PlainWeight]) -> dict[str, torch.Size]:
-        shapes = {w.name: whole_shape(w.own) for w in weights}
+        shapes = {w.name: whole_shape(w.param) for w in weights}
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {name: tensor.shape for name, tensor in to_files(lm, state).items()}
 
@@ -257,5 +257,5 @@ def _unadaptable_modules(lm: Any) -> list[str]:
         if listed or type(module).__name__ == "Conv1D":
             names.append(name)
         elif not isinstance(module, nn.Conv1d | nn.Conv2d):
-            names += [f"{name}.{own}" for own, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
+            names += [f"{name}.{key}" for key, p in module.named_parameters(recurse=False) if len(whole_shape(p)) == 3]
     return names

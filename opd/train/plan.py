@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from opd.models.packing import make_packing_units
 from opd.records.types import Rollout
+
+FIRST_SHARE = 32
+"""A short first round has this part of a rank's tokens at most, so that training begins when few rows are scored."""
+MANY_ROUNDS = 4
+"""Rounds of micro-batches from which on the first is made short. It costs one round more, which is much for a step of fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ def measure_row_sizes(rollouts: Sequence[Rollout], *, share: bool = False) -> li
 
 
 def plan_micro_batches(
-    rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int, *, padded: bool = False
+    rows: Sequence[RowSize], ranks: int, micro_batch_tokens: int, *, padded: bool = False, short_first: bool = False
 ) -> list[list[list[str]]]:
     """Return [rank][micro-batch] the sample ids. Every rank gets the same number of micro-batches, some of which may be empty.
 
@@ -40,6 +47,9 @@ def plan_micro_batches(
     shortest first. So the first micro-batches can be trained while the last teachers score, and a micro-batch needs few output
     heads. A micro-batch has about `micro_batch_tokens` tokens at most; with `padded` it has no more than these, or than its
     longest row, even if each row is filled up to the longest one beside it.
+
+    `short_first`: cut the first of at least `MANY_ROUNDS` micro-batches in two, so that the first round needs few scored rows. The
+    step then has one more forward and backward pass, of no more tokens.
     """
     shares: list[list[RowSize]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -53,9 +63,10 @@ def plan_micro_batches(
     # Padding fills every row to the longest one of its micro-batch, which may make it too large: cut finer until all fit.
     while padded and max(_padded_size(part) for share in shares for part in _split_runs(share, num)) > most:
         num += max(1, num // 4)
-    return [
-        [[i for row in part for i in (row.sample_id, *row.siblings)] for part in _split_runs(s, num)] for s in shares
-    ]
+    plan = [_split_runs(share, num) for share in shares]
+    if short_first and num >= MANY_ROUNDS:
+        plan = _shorten_first_round(plan)
+    return [[[i for row in part for i in (row.sample_id, *row.siblings)] for part in parts] for parts in plan]
 
 
 def _padded_size(part: Sequence[RowSize]) -> int:
@@ -73,3 +84,17 @@ def _split_runs(rows: Sequence[RowSize], num: int) -> list[list[RowSize]]:
         parts[min(num - 1, int((tokens_before + row.length / 2) * num / total))].append(row)
         tokens_before += row.length
     return parts
+
+
+def _shorten_first_round(plan: list[list[list[RowSize]]]) -> list[list[list[RowSize]]]:
+    """Cut the first micro-batch of each rank in two. The first of both has 1 / `FIRST_SHARE` of the rank's tokens, but at least a row.
+
+    Returns the plan as it is if that is no less than every rank's first micro-batch.
+    """
+    cuts = []
+    for parts in plan:
+        most = sum(row.length for part in parts for row in part) / FIRST_SHARE
+        cuts.append(max(1, bisect_right(list(accumulate(row.length for row in parts[0])), most)))
+    if all(cut >= len(parts[0]) for cut, parts in zip(cuts, plan, strict=True)):
+        return plan
+    return [[parts[0][:cut], parts[0][cut:], *parts[1:]] for cut, parts in zip(cuts, plan, strict=True)]

@@ -56,8 +56,8 @@ class GradientComparison:
         """
         divergence_sq = policy_sq = dot = 0.0
         for total, policy in zip(gradients, self._policy, strict=True):
-            divergence, own = (total - policy).double() / share, policy.double() / share
+            divergence, policy = (total - policy).double() / share, policy.double() / share
             divergence_sq += float(divergence.square().sum())
-            policy_sq += float(own.square().sum())
-            dot += float((divergence * own).sum())
+            policy_sq += float(policy.square().sum())
+            dot += float((divergence * policy).sum())
         return GradientSums(divergence_sq=divergence_sq, policy_sq=policy_sq, dot=dot)

@@ -31,11 +31,11 @@ from opd.train.base_scoring import BaseScorer, BaseScoring
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, build_unscored_batch, gather_samples
 from opd.train.companions import Companion, CompanionSpec, StudentView
 from opd.train.components import Component
-from opd.train.direct import RankChannel
 from opd.train.export import WeightSender, gather_parameters
 from opd.train.load import load_model_share
 from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_adapter
 from opd.train.policy import GradientComparison
+from opd.train.rank_channel import RankChannel
 from opd.train.sequence_parallel import SequenceGroup, Shard
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
@@ -239,7 +239,7 @@ class TrainerRank(ZeroEngine):
         work, rollouts = self._step.work, self._step.other_rollouts[index]
         batch = build_unscored_batch(rollouts, self._layout, self._shard)
         ids = [rollout.sample_id for rollout in rollouts]
-        weights = {name: own.token_weights(batch, ids) * more.get(name, 0.0) for name, own in work.components.items()}
+        weights = {name: term.token_weights(batch, ids) * more.get(name, 0.0) for name, term in work.components.items()}
         with self._note_added_gradients(weights):
             loss, _ = self.model(*self._make_inputs(batch, ids, {}, weights))
             self.add_gradients(loss, last=index == len(work.micro_batches) - 1)
@@ -485,7 +485,7 @@ class _StepInput:
         self._refuse_missing(ids)
         samples = gather_samples(row for sample_id in ids for row in self._rows.pop(sample_id))
         work = self.work
-        others = {i for name, own in work.components.items() if name != DIVERGENCE for i in own.weights}
+        others = {i for name, term in work.components.items() if name != DIVERGENCE for i in term.weights}
         self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
         rest = (work.baselines, layout, work.first_turns, shard, self._own_objectives)
         return build_micro_batch([samples[i] for i in ids], self.dtype, *rest)

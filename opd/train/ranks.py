@@ -59,6 +59,8 @@ class RanksSpec:
     """Prompt and response tokens of one forward pass of a rank."""
     share_prompts: bool = False
     """Compute a beginning that several rows share only once, if the model gives the right states then (`opd.models.layouts`)."""
+    short_first: bool = False
+    """Make the first round of micro-batches short (`plan_micro_batches`)."""
     gpus: float = 0
     """GPUs of each rank; 0: it computes on the CPU."""
     roles: int = 1
@@ -121,8 +123,13 @@ class Ranks(Generic[E]):
         """Return [rank][micro-batch] the sample ids, for the layout that was proven. Ranks that share rows have the same."""
         layout = self.layout.layout
         sizes = measure_row_sizes(rollouts, share=layout == SHARED)
-        tokens = self._ranks_spec.micro_batch_tokens
-        plan = plan_micro_batches(sizes, len(self._ranks) // self._sharing, tokens, padded=layout == "padded")
+        plan = plan_micro_batches(
+            sizes,
+            len(self._ranks) // self._sharing,
+            self._ranks_spec.micro_batch_tokens,
+            padded=layout == "padded",
+            short_first=self._ranks_spec.short_first,
+        )
         return self._repeat_for_ranks(plan)
 
     def _repeat_for_ranks(self, parts: Sequence[R]) -> list[R]:

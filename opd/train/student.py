@@ -70,3 +70,8 @@ class Student(nn.Module):
         """Return [N] the log-prob of each token, from the hidden state at the position that predicts it."""
         logprob_N: Tensor = self.loss_head(self.hidden_states(packed)[predict_N], token_N)
         return logprob_N
+
+    def top_logprobs(self, packed: Packed, predict_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return [N, K] the `k` likeliest tokens at each of these positions, and [N, K] their log-probs."""
+        top: tuple[Tensor, Tensor] = self.loss_head(self.hidden_states(packed)[predict_N], k)
+        return top

@@ -90,10 +90,10 @@ def _length_changes(rollouts: Sequence[Rollout], domain_weights: Mapping[str, fl
     for ids in members.values():
         sums = sum((lengths[episode] for episode in ids), Counter[str]())
         for episode in ids:
-            own = lengths[episode]
-            if sums.total() > own.total():
+            tokens = lengths[episode]
+            if sums.total() > tokens.total():
                 changes[episode] = sum(
-                    domain_weights.get(domain, 1.0) * ((num - own[domain]) / (len(ids) - 1) - own[domain])
+                    domain_weights.get(domain, 1.0) * ((num - tokens[domain]) / (len(ids) - 1) - tokens[domain])
                     for domain, num in sums.items()
                 )
     return changes

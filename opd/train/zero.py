@@ -44,6 +44,7 @@ from opd.train.lora import PlainWeight, list_plain_weights, select_changed_weigh
 from opd.train.optimizer import AdamWOptions, build_adamw
 from opd.train.process_group import join_ranks
 from opd.train.shards import MOMENTS, Shards, compute_part_sizes, write_shard
+from opd.train.tiled_mlp import tile_mlps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,10 @@ class ZeroOptions:
     """Type in which gradients are summed over micro-batches and ranks."""
     gradient_checkpointing: bool
     """Recompute activations in the backward pass."""
+    activation_offloading: bool = False
+    """Keep what activations are recomputed from in the machine's memory, in place of the GPU's. A CPU has no other memory."""
+    mlp_tile_tokens: int | None = None
+    """Most tokens that an MLP computes at a time, see `opd.train.tiled_mlp`; None: all."""
     compile: bool = False
     """Fuse what layers do between matrix products, see `opd.train.compiled_layers`."""
     timeout_s: float
@@ -340,10 +345,14 @@ def _start_deepspeed(options: ZeroOptions, build: Callable[[], nn.Module]) -> An
     if not torch.cuda.is_available():
         patch_all_gather()
     module: Any = build()
-    _disable_randomness(module, options.gradient_checkpointing)
+    _disable_randomness(
+        module, options.gradient_checkpointing, options.activation_offloading and torch.cuda.is_available()
+    )
     # Each step sets its own rate.
     optimizer = build_adamw(module, options.adamw, lr=0.0)
     leaf_classes = find_leaf_classes(module.lm, options.world_size, compiled=options.compile)
+    if options.mlp_tile_tokens is not None:
+        leaf_classes += tile_mlps(module.lm, options.mlp_tile_tokens)
     if leaf_classes:
         set_z3_leaf_modules(module.lm, leaf_classes)
         if not all(param.requires_grad for param in module.lm.parameters()):
@@ -372,17 +381,18 @@ def _make_sums_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _disable_randomness(module: Any, gradient_checkpointing: bool) -> None:
+def _disable_randomness(module: Any, gradient_checkpointing: bool, offloading: bool = False) -> None:
     """Switch dropout and router noise off: the engine that wrote the tokens has neither, and the loss is about that policy.
 
     Layers recompute their activations only in training mode. So with `gradient_checkpointing` the layers are put into training
-    mode, while the modules inside of them stay in evaluation mode.
+    mode, while the modules inside of them stay in evaluation mode. `offloading` moves the inputs of layers, from which they
+    recompute, into the machine's memory until then.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     module.eval()
     if gradient_checkpointing:
-        module.lm.gradient_checkpointing_enable()
+        module.lm.gradient_checkpointing_enable(offload=offloading)
         for layer in module.modules():
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.training = True

@@ -154,15 +154,15 @@ def _make_backend(store: Any, meeting: MeetingPoint, rank: int, device: torch.de
     trainer's ranks, or the parts of an engine."""
     from torch import distributed
 
-    own = distributed.PrefixStore("group", store)
+    group_store = distributed.PrefixStore("group", store)
     # Longer than our own deadline: torch would end the whole process when its deadline passes.
     timeout = timedelta(seconds=2 * meeting.timeout_s)
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return distributed.ProcessGroupNCCL(own, rank, meeting.group_size, options)
+        return distributed.ProcessGroupNCCL(group_store, rank, meeting.group_size, options)
     gloo: Any = distributed.ProcessGroupGloo  # torch's stubs have another name for its options
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [gloo.create_device(interface=find_network_device(meeting.address))]
-    return gloo(own, rank, meeting.group_size, options)
+    return gloo(group_store, rank, meeting.group_size, options)

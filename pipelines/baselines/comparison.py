@@ -21,6 +21,7 @@ from opd.errors import RunDirError
 from opd.evaluation.baselines import BaselineResult
 from opd.files import atomic_file, atomic_write_text
 from opd.records.scores import Evaluation
+from opd.records.sums import mean_or_none
 from opd.report import clear_domains, markdown_table, recovered_share
 from opd.run.paths import MERGE_EVALUATIONS, ComparisonPaths, RunPaths
 from opd.settings.yaml_files import validate_section
@@ -236,12 +237,11 @@ def _summarise_group(group: Group) -> ComparisonRow:
         mean_headroom(seed.before.scores, {d: s.accuracy for d, s in result.scores.items()}, seed.expert.scores)
         for seed, result in group
     ]
-    tokens = [result.tokens for result in results if result.tokens is not None]
     return ComparisonRow(
         method=results[0].method,
         label=" / ".join(dict.fromkeys(result.label for result in results)),
         share=results[0].token_share,
-        tokens=fmean(tokens) if tokens else None,
+        tokens=mean_or_none(result.tokens for result in results),
         accuracy=SeedMean.of([result.accuracy for result in results]),
         headroom=SeedMean.of([gain for gain in gains if gain is not None]) if None not in gains else None,
     )
@@ -252,8 +252,7 @@ def mean_headroom(before: Scores, after: Mapping[str, float], expert: Scores) ->
     there is none."""
     clear = clear_domains(before, expert)
     shares = [recovered_share(before[d].accuracy, after[d], expert[d].accuracy) for d in after if d in clear]
-    defined_shares = [share for share in shares if share is not None]
-    return fmean(defined_shares) if defined_shares else None
+    return mean_or_none(shares)
 
 
 def _compare_with_opd(row: ComparisonRow, group: Group, opd: Group | None) -> ComparisonRow:

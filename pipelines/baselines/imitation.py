@@ -33,7 +33,7 @@ from opd.records.types import Prompt, Rollout, WeightedTeacher
 from opd.rollouts.vllm import VLLMRolloutEngine
 from pipelines.baselines.episodes import FileEpisode, read_file_episodes
 from pipelines.build import start_rollouts
-from pipelines.inputs.prompts import prompts_of
+from pipelines.inputs.prompts import find_prompts
 from pipelines.inputs.read import Inputs, load_tokenizer
 from pipelines.placement import place_rollouts
 from pipelines.specs import imitation_spec, lora_options
@@ -154,10 +154,10 @@ def file_author(config: PipelineConfig, completions: Completions) -> Iterator[Au
     room = config.rollout.max_model_len
 
     def make_rollout(prompt: Prompt) -> Rollout:
-        own = completions[prompt.id]
-        if isinstance(own, FileEpisode):
-            return own.as_rollout(prompt, room)
-        return Rollout.from_tokens(prompt.id, prompt.token_ids, own[: room - len(prompt.token_ids)], prompt.domain)
+        row = completions[prompt.id]
+        if isinstance(row, FileEpisode):
+            return row.as_rollout(prompt, room)
+        return Rollout.from_tokens(prompt.id, prompt.token_ids, row[: room - len(prompt.token_ids)], prompt.domain)
 
     yield lambda prompts: [make_rollout(prompt) for prompt in prompts]
 
@@ -174,7 +174,7 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
     encoder = EpisodeEncoder(inputs.tokenizer, day, student.tool_call_parser, ends, student.chat_template_kwargs)
     completions: Completions = {}
     for domain, prompts in inputs.prompts.items():
-        source = prompts_of(domain, config.domains[domain], inputs.registered_prompts(domain))
+        source = find_prompts(domain, config.domains[domain], inputs.registered_prompts(domain))
         rows = open_rows(source)
         if rows[0].completion is None and has_episodes(source):
             fitting = _select_fitting(prompts, config)

@@ -82,9 +82,9 @@ def compare_methods(candidate: Sequence[Scores], reference: Sequence[Scores]) ->
     seeds = [_VarianceShare(variance=variance(m) / len(m), degrees=len(m) - 1) for m in by_seed if len(m) > 1]
     questions, noise = [], 0.0
     for domain in domains:
-        part, own = _estimate_domain_variance(*([scores[domain] for scores in side] for side in sides))
+        part, domain_noise = _estimate_domain_variance(*([scores[domain] for scores in side] for side in sides))
         questions.append(_VarianceShare(variance=part.variance / len(domains) ** 2, degrees=part.degrees))
-        noise += own / len(domains) ** 2
+        noise += domain_noise / len(domains) ** 2
     by_chance = [sum(part.variance for part in parts) for parts in (questions, seeds)]
     total = max(sum(by_chance) - noise, *by_chance)
     mean = fmean(by_seed[0]) - fmean(by_seed[1])

@@ -12,12 +12,12 @@ from experts.bound_files import model_digest
 from experts.weight_files import weight_hashes
 from opd.evaluation.baselines import BaselineResult
 from opd.files import blake3_json
-from opd.report.stale import other_budget
+from opd.report.stale import describe_changed_budget
 from opd.run.paths import RunPaths
 from pipelines.baselines.jobs import BaselineJob
 from pipelines.inputs.read import Inputs
 from pipelines.merging.changes import refuse_changed_inputs, run_identity
-from pipelines.merging.manifest import manifest_of, read_manifest
+from pipelines.merging.manifest import make_manifest, read_manifest
 from pipelines.merging.results import read_progress
 
 NOT_OF_A_MODEL = ("logging",)
@@ -33,7 +33,7 @@ def refuse_other_inputs(root: Path, job: BaselineJob, inputs: Inputs) -> None:
     """
     paths = RunPaths(root)
     if paths.manifest.exists():
-        refuse_changed_inputs(read_manifest(paths), manifest_of(job.config, inputs), paths.manifest)
+        refuse_changed_inputs(read_manifest(paths), make_manifest(job.config, inputs), paths.manifest)
 
 
 def explain_outdated(job: BaselineJob, result: BaselineResult, inputs: Inputs) -> str | None:
@@ -41,7 +41,7 @@ def explain_outdated(job: BaselineJob, result: BaselineResult, inputs: Inputs) -
     merge = _merge_progress(job)
     result_progress = (result.merge_steps, result.merge_tokens)
     if merge and job.share is not None and result.merge_steps is not None and result_progress != merge:
-        return other_budget((result.merge_steps, result.merge_tokens or 0), merge)
+        return describe_changed_budget((result.merge_steps, result.merge_tokens or 0), merge)
     if result.inputs and result.inputs != _inputs_digest(job, inputs):
         return "made from other models, prompts or settings than those of now"
     return None
@@ -70,7 +70,7 @@ def _merge_progress(job: BaselineJob) -> tuple[int, int] | None:
 def _inputs_digest(job: BaselineJob, inputs: Inputs) -> str:
     """Return the digest of the contents of student, experts and prompts, and of the pipeline's keys that decide the method's
     result."""
-    return _manifest_digest(job, manifest_of(job.config, inputs))
+    return _manifest_digest(job, make_manifest(job.config, inputs))
 
 
 def _manifest_digest(job: BaselineJob, manifest: Mapping[str, Any]) -> str:

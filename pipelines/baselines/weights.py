@@ -63,7 +63,7 @@ WEIGHT_METHODS: dict[str, WeightMethod] = {
 
 
 def check_one_architecture(method: str, inputs: Inputs) -> None:
-    """Raises: ModelError naming the experts whose tensors have other names or shapes than the student's."""
+    """Refuse experts whose tensors have other names or shapes than the student's. Raises: ModelError naming them."""
     student_shapes = _tensor_shapes(Path(inputs.student.path))
     misfits = {
         name: f"{name} ({e.info.architecture}, {e.info.parameters:,} parameters)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from opd.run.paths import RunPaths
+from opd.text import Tell
 from pipelines.commands.shell import run_root
 
 if TYPE_CHECKING:
     from pipelines.merging.rounds import Rounds
     from pipelines.merging.run import MergeRun
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class MergeArguments:
     start_from: str | None
 
     def __post_init__(self) -> None:
-        """Raises: BadParameter for options that do not go together."""
+        """Refuse options that do not go together. Raises: BadParameter."""
         if sum(value is not None for value in (self.resume, self.extend, self.start_from)) > 1:
             raise typer.BadParameter("give one of --resume, --extend and --from")
         if all(value is None for value in (self.pipeline, self.resume, self.extend, self.start_from)):
@@ -83,9 +81,9 @@ class MergeArguments:
         from pipelines.catalog import find_pipeline
         from pipelines.inputs.early_checks import refuse_at_once
         from pipelines.merging.directory import refuse_existing
-        from pipelines.merging.origin import origin_of
+        from pipelines.merging.origin import find_origin
 
-        origin = None if self.start_from is None else origin_of(self.start_from)
+        origin = None if self.start_from is None else find_origin(self.start_from)
         file = find_pipeline(self.pipeline) if self.pipeline else origin.paths.pipeline if origin else None
         assert file is not None, "`__post_init__` refuses that"
         config = load_pipeline(file, self.overrides)

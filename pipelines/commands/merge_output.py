@@ -44,7 +44,7 @@ class MergeOutput:
     @property
     def tell(self) -> Callable[[str], None]:
         """A function that prints a sentence for the user."""
-        return _say_nothing if self._quiet else print_line
+        return (lambda _: None) if self._quiet else print_line
 
     def show_reading(self) -> AbstractContextManager[None]:
         """Return a context within which a terminal says that models and prompts are being read."""
@@ -94,6 +94,3 @@ class MergeOutput:
         else:
             state = REFUSED if isinstance(error, OpdError) else classify_end(error)
             print_json({"event": "result", "state": state, "error": str(error) or type(error).__name__})
-
-
-def _say_nothing(line: str) -> None: ...

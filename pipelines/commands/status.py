@@ -45,11 +45,14 @@ def status(
     ] = False,
 ) -> None:
     """Show how far a merge is, from its run directory alone, and what to do next."""
-    from opd.live.status import status_of
+    from opd.live.status import read_view
 
     if not watch:
-        view = status_of(run_dir)
-        _print_json(view) if as_json else _print_view(view)
+        view = read_view(run_dir)
+        if as_json:
+            _print_json(view)
+        else:
+            _print_view(view)
     elif as_json or not is_terminal(sys.stdout):
         _follow_run(run_dir, as_json)
     else:
@@ -63,8 +66,8 @@ def runs(
     """List all runs in a directory: state, steps, headroom, when, and size on disk."""
     from opd.errors import RunDirError
     from opd.live.render import format_bytes
-    from opd.live.status import runs_in
-    from opd.report.tables import share_text
+    from opd.live.status import list_runs
+    from opd.report.tables import format_share
 
     if not directory.is_dir():
         raise RunDirError.at(
@@ -78,11 +81,11 @@ def runs(
             str(row.root),
             row.view.state,
             f"{row.view.done}/{row.view.steps}",
-            share_text(row.view.mean_headroom),
+            format_share(row.view.mean_headroom),
             f"{row.written:%Y-%m-%d %H:%M}",
             format_bytes(row.size),
         )
-        for row in runs_in(directory)
+        for row in list_runs(directory)
     ]
     if rows:
         print_table(str(directory), RUN_COLUMNS, rows)
@@ -107,6 +110,7 @@ def _print_view(view: View) -> None:
 def _print_json(view: View) -> None:
     from opd.live.displays import print_json
 
+    # `losses` has a number for every step of the run; metrics.jsonl has them too.
     data = {key: value for key, value in asdict(view).items() if key != "losses"}
     print_json({"event": "status"} | data)
 
@@ -125,23 +129,26 @@ def _watch_run(run_dir: Path) -> None:
 
 def _follow_run(run_dir: Path, as_json: bool) -> None:
     """Print a line after each step, and one at the end."""
-    from opd.live.render import one_line_of
+    from opd.live.render import format_view
 
     last_progress: tuple[int, str] | None = None
     for view in _poll_run(run_dir):
         if last_progress != (view.done, view.state):
-            _print_json(view) if as_json else print_line(one_line_of(view), err=False)
+            if as_json:
+                _print_json(view)
+            else:
+                print_line(format_view(view), err=False)
             last_progress = (view.done, view.state)
 
 
 def _poll_run(run_dir: Path) -> Iterator[View]:
     """Yield a view of the run now and then, until the merge is no longer at work."""
-    from opd.live.status import status_of
+    from opd.live.status import read_view
     from opd.live.view import RUNNING
 
     while True:
         began = time.monotonic()
-        view = status_of(run_dir)
+        view = read_view(run_dir)
         yield view
         if view.state != RUNNING:
             return

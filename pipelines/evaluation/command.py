@@ -21,10 +21,11 @@ from opd.records.scores import FORMAT, Evaluation
 from opd.run.paths import RunPaths
 from opd.settings.suggestions import did_you_mean
 from opd.settings.yaml_files import apply_overrides
+from opd.text import Tell
 from pipelines.catalog import find_pipeline
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
-from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
+from pipelines.evaluation.models import evaluate_models, with_all_domains
 from pipelines.evaluation.tables import length_rows, matrix_rows, score_columns, score_rows, side_by_side_rows
 from pipelines.merging.changes import refused_keys
 
@@ -77,7 +78,7 @@ def _evaluate_models(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:
     file, load = (
         (find_pipeline(options.pipeline), load_pipeline)
         if options.pipeline is not None
-        else (_pipeline_of(dirs[0]), load_run_pipeline)
+        else (_find_pipeline(dirs[0]), load_run_pipeline)
     )
     config = None if file is None else with_all_domains(load(file, options.overrides))
     if config is None and not options.tasks:
@@ -203,8 +204,8 @@ def _evaluate_matrix(options: EvaluateOptions, target: str, tell: Tell) -> Evalu
 
 def _list_other_keys(config: PipelineConfig, paths: RunPaths) -> list[str]:
     """Return the keys in which the pipeline's exams differ from the run's."""
-    own = load_run_pipeline(paths.pipeline)
-    return refused_keys(own.model_dump(mode="json"), config.model_dump(mode="json"))
+    run_config = load_run_pipeline(paths.pipeline)
+    return refused_keys(run_config.model_dump(mode="json"), config.model_dump(mode="json"))
 
 
 def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
@@ -212,13 +213,13 @@ def _add_training(matrix: Matrix, paths: RunPaths) -> Matrix:
     after, merged = paths.evaluation_file("after"), matrix.models.get(MERGED)
     if merged is None or not after.exists():
         return matrix
-    own = Evaluation.load(after)
-    if not set(merged.weights.values()) & set(own.weights.values()):
+    exam = Evaluation.load(after)
+    if not set(merged.weights.values()) & set(exam.weights.values()):
         return matrix
-    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=own.step, tokens=own.tokens)})
+    return replace(matrix, models={**matrix.models, MERGED: replace(merged, step=exam.step, tokens=exam.tokens)})
 
 
-def _pipeline_of(model: Path) -> Path | None:
+def _find_pipeline(model: Path) -> Path | None:
     """Return the pipeline of the run that made this model; None if no run did."""
     paths = RunPaths(model.absolute().parent)
     return paths.pipeline if paths.is_run else None

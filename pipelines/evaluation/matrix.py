@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import inspect_expert
-from opd.config import PipelineConfig, rounds_of
+from opd.config import PipelineConfig, split_rounds
 from opd.errors import ConfigError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.records.scores import FORMAT, Evaluation
@@ -47,7 +47,7 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     Raises: OpdError before the engine starts; RunError if it fails.
     """
     names = exam_domains(with_all_domains(config), domains)
-    rounds = read_rounds(rounds_of(config))
+    rounds = read_rounds(split_rounds(config))
     domains_by_teacher = _domains_by_expert(rounds)
     subjects = _matrix_subjects(config, rounds, list(domains_by_teacher), merged, names)
     models = evaluate_subjects(config, subjects, tell)

@@ -5,7 +5,7 @@ model directories, or a merge's student and experts ── checked ──→ Sub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 from experts.adapter import inspect_expert, open_full_model
 from experts.model_dir import ModelInfo, token_map
 from opd.cluster import ray_session
-from opd.config import PipelineConfig, rounds_of
+from opd.config import PipelineConfig, split_rounds
 from opd.errors import ConfigError, ModelError
 from opd.evaluation.evaluator import BEFORE, DomainExam, EngineEvaluator
 from opd.prompts import is_here, is_hub_name
 from opd.records.scores import Evaluation
 from opd.records.types import Teacher
 from opd.settings.suggestions import did_you_mean
+from opd.text import Tell
 from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
@@ -30,8 +31,6 @@ from pipelines.inputs.template_date import set_template_date
 from pipelines.placement import place_rollouts
 from pipelines.sizing.auto import choose_cache
 from pipelines.specs import rollout_spec
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ def with_all_domains(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with the domains of all its rounds, each as in the last round that has it. A domain without prompts
     gets those that its expert was registered with. Raises: RegistryError."""
     domains = {}
-    for round_config in rounds_of(config):
+    for round_config in split_rounds(config):
         for name, domain in round_config.domains.items():
             prompts = domain.prompts or registered_prompts(round_config, name, only_here=True)
             domains[name] = domain.model_copy(update={"prompts": prompts})

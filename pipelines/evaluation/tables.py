@@ -90,8 +90,8 @@ def matrix_rows(matrix: Matrix) -> list[tuple[str, ...]]:
 
     rows = []
     for name, evaluation in matrix.models.items():
-        own = [d for d in evaluation.scores if d in matrix.own[name]]
-        other_domains = [d for d in evaluation.scores if d not in own] if name != BEFORE else []
-        cells = (f"{value:.2f}{'*' if domain in own else ''}" for domain, value in evaluation.accuracy.items())
-        rows.append((name, *cells, gain(evaluation, own), gain(evaluation, other_domains)))
+        taught = [d for d in evaluation.scores if d in matrix.own[name]]
+        other_domains = [d for d in evaluation.scores if d not in taught] if name != BEFORE else []
+        cells = (f"{value:.2f}{'*' if domain in taught else ''}" for domain, value in evaluation.accuracy.items())
+        rows.append((name, *cells, gain(evaluation, taught), gain(evaluation, other_domains)))
     return rows

@@ -13,8 +13,8 @@ from opd.records.scores import Evaluation, ScoredAnswer
 from opd.run.paths import RunPaths
 from opd.stream.log import list_logged_steps, read_logged_episodes, read_logged_rollouts
 from opd.traces.record import EpisodeTrace, Piece, SegmentTrace, StepTraces, read_traces
-from opd.traces.rendering import guard_events, make_trace
-from opd.traces.selection import episodes_of
+from opd.traces.rendering import list_guard_events, make_trace
+from opd.traces.selection import group_episodes
 from pipelines.inputs.read import load_tokenizer
 
 BESIDE = {
@@ -142,7 +142,7 @@ def _read_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     tokenizer = load_tokenizer(paths.model if paths.model.is_dir() and not student.is_dir() else student)
     try:
         rollouts = read_logged_rollouts(paths.targets, step, len(tokenizer))
-        events = guard_events(read_logged_episodes(paths.targets, step).values())
+        events = list_guard_events(read_logged_episodes(paths.targets, step).values())
     except (RunError, ValueError, KeyError, TypeError) as error:
         raise RunDirError.at(
             paths.targets,
@@ -156,7 +156,7 @@ def _read_step(paths: RunPaths, step: int) -> Sequence[EpisodeTrace]:
     losses = {s.sample_id: [loss for piece in s.pieces for loss in piece.losses] for s in segments}
     return [
         make_trace(episode_rollouts, reasons.get(name, ()), losses, tokenizer, events)
-        for name, episode_rollouts in episodes_of(rollouts).items()
+        for name, episode_rollouts in group_episodes(rollouts).items()
     ]
 
 

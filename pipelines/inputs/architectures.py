@@ -25,6 +25,7 @@ from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.served_families import Refusal, find_indivisible_part, find_refusal
 from pipelines.inputs.shared_rows import refuse_shared_rows
+from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
 from pipelines.routes import RoutedExpert
 
 
@@ -36,6 +37,7 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     _refuse_unstreamable(config, student)
     naming = _read_naming(Path(student.path), student)
     refuse_shared_rows(config, naming.model)
+    refuse_tiled_mlps(config, naming.model)
     _check_rollout_engine(config, student)
 
 

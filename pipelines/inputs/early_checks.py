@@ -14,16 +14,16 @@ from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Registry, default_root
 from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from experts.teacher_check import check_fits
-from opd.config import PipelineConfig, rounds_of
+from opd.config import PipelineConfig, split_rounds
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
-from opd.environments import find_environment, place_of
+from opd.environments import find_environment, find_import_name
 from opd.prompts.rows import refuse_wrong_start
 from opd.run.paths import RunPaths
 from opd.settings.user_objects import is_import_name
 from opd.verifiers import build_verifier
 from pipelines.inputs.base_experts import refuse_other_bases
-from pipelines.inputs.prompts import prompts_of, registered_prompts
+from pipelines.inputs.prompts import find_prompts, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.routes import route_domains
 from pipelines.sizing.models import unhashed_expert
@@ -31,7 +31,7 @@ from pipelines.sizing.models import unhashed_expert
 
 def refuse_at_once(config: PipelineConfig) -> None:
     """Make the quick checks of everything that a merge needs, in every round. Raises: OpdError for the first problem."""
-    for round_config in [config] if isinstance(config.rounds, int) else rounds_of(config):
+    for round_config in [config] if isinstance(config.rounds, int) else split_rounds(config):
         refuse_what_is_not_here(round_config)
         refuse_wrong_names(round_config)
         refuse_wrong_models(round_config)
@@ -48,7 +48,7 @@ def _refuse_wrong_names(key: str, domain: DomainConfig | ReinforcedExpert) -> No
     environment = domain.environment
     if environment is not None:
         # A user's class is imported; for ours it is enough to look the name up.
-        find = find_environment if is_import_name(environment.name) else place_of
+        find = find_environment if is_import_name(environment.name) else find_import_name
         find(environment.name, f"{key}.environment.name")
     if domain.eval is not None and not domain.has_episodes:
         build_verifier(domain.eval.verifier)
@@ -73,7 +73,7 @@ def refuse_wrong_prompts(config: PipelineConfig, domain: str | None = None) -> N
     """Check the first row of each source of prompts, of one domain or of all. Raises: PromptError, ConfigError."""
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
-        refuse_wrong_start(prompts_of(name, settings, _registered_expert(config, name, settings)))
+        refuse_wrong_start(find_prompts(name, settings, _registered_expert(config, name, settings)))
         if settings.eval is not None and settings.eval.prompts is not None:
             refuse_wrong_start(settings.eval.prompts)
 

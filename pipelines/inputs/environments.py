@@ -13,7 +13,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.context import ContextConfig
 from opd.config.domains import DomainConfig, EnvironmentConfig
-from opd.environments import find_environment, place_of
+from opd.environments import find_environment, find_import_name
 from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
@@ -53,7 +53,7 @@ def _environment_options(
     environment = domain.environment
     assert environment is not None
     return EpisodeOptions(
-        environment=place_of(environment.name, f"domains.{name}.environment.name"),
+        environment=find_import_name(environment.name, f"domains.{name}.environment.name"),
         options=environment.options,
         max_turns=environment.max_turns,
         max_tokens=environment.max_tokens,
@@ -158,16 +158,16 @@ def refuse_other_tasks(
 
 
 def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
-    place, problem = place_of(environment.name, where), ""
+    class_path, problem = find_import_name(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        said = asyncio.run(_explain_bad_task(place, environment, prompts[index]))
-        if not said:
+        refusal = asyncio.run(_explain_bad_task(class_path, environment, prompts[index]))
+        if not refusal:
             return
-        problem = problem or f"prompt {prompts[index].id}: {said}"
+        problem = problem or f"prompt {prompts[index].id}: {refusal}"
     raise PromptError.at(
         where,
         found=problem,
-        wanted=f"tasks that {place} can begin: it gets the `metadata` of each row",
+        wanted=f"tasks that {class_path} can begin: it gets the `metadata` of each row",
         fix="correct the rows (`opd environments tasks` makes them), or the environment's name, or `reset` of your own class",
     )
 

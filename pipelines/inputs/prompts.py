@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam, Reward
 from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.records.types import Prompt
+from opd.text import Tell
 from opd.verifiers import build_verifier
 
 EXAMPLES = 3
@@ -24,8 +25,6 @@ EXAMPLES = 3
 TRIED = 1000
 """How many prompts of a domain the verifier tries beforehand, evenly spread, because a file may have a million. If another one
 cannot be judged, it counts as failed when its turn comes."""
-
-Tell = Callable[[str], None]
 
 
 def load_training(
@@ -71,7 +70,7 @@ def load_exams(
         elif sources is not None:
             source = sources[name]
         else:
-            source = prompts_of(name, domain, None if domain.prompts else registered_prompts(config, name))
+            source = find_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
         # If the source also serves training, its notices have been told there.
         prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
         if domain.eval.holdout is not None:
@@ -112,7 +111,7 @@ def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
             )
 
 
-def prompts_of(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
+def find_prompts(name: str, domain: DomainConfig, registered: Path | None) -> Path | PromptsConfig:
     """Return the domain's own prompts, else those that its expert was registered with. Raises: ConfigError if it has none."""
     source = domain.prompts or registered
     if source is None:

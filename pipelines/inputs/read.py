@@ -45,9 +45,9 @@ from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.prompts import (
     example_ids,
+    find_prompts,
     load_exams,
     load_training,
-    prompts_of,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,
@@ -154,7 +154,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     config = set_template_date(config, tokenizer)
-    sources = {d: prompts_of(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
+    sources = {d: find_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
@@ -345,12 +345,12 @@ def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
     """Return a warning if a role computes in bfloat16 on this machine's cores and they have no instructions for it."""
     gpus, teachers = config.cluster, config.teachers
     scores_here = any(section.scoring_workers and not section.elsewhere for section in config.engines)
-    asked = {
+    is_slow = {
         "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
         "teachers.dtype": scores_here and not gpus.teacher_gpus and teachers.dtype == "bfloat16",
         "trainer.dtype": not gpus.trainer_gpus and config.trainer.dtype == "bfloat16",
     }
-    return slow_bf16_warnings([key for key, slow in asked.items() if slow])
+    return slow_bf16_warnings([key for key, slow in is_slow.items() if slow])
 
 
 def _empty_prompt_warnings(prompts: PromptTable) -> list[str]:

@@ -19,7 +19,13 @@ from opd.errors import ConfigError
 from opd.prompts import PromptTable, render_prompt
 from opd.settings.suggestions import did_you_mean
 from pipelines.inputs.early_checks import refuse_wrong_prompts
-from pipelines.inputs.prompts import example_ids, prompts_of, read_prompts, refuse_unread_variables, registered_prompts
+from pipelines.inputs.prompts import (
+    example_ids,
+    find_prompts,
+    read_prompts,
+    refuse_unread_variables,
+    registered_prompts,
+)
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.template_date import set_template_date
 
@@ -54,7 +60,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
     config = set_template_date(config, tokenizer)
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
-        training = prompts_of(name, settings, None if settings.prompts else registered_prompts(config, name))
+        training = find_prompts(name, settings, None if settings.prompts else registered_prompts(config, name))
         yield from _shown_source(config, tokenizer, name, training, count)
         if settings.eval is not None and settings.eval.prompts is not None:
             yield from _shown_source(config, tokenizer, name, settings.eval.prompts, count, exam=True)

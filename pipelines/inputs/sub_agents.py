@@ -8,7 +8,7 @@ from typing import Any
 from opd.config import PipelineConfig
 from opd.config.domains import EnvironmentConfig
 from opd.config.sub_agents import SubAgentConfig
-from opd.environments import place_of
+from opd.environments import find_import_name
 from opd.errors import ConfigError
 from opd.rollouts.episodes.chat import ChatAppender
 from opd.rollouts.episodes.sub_agents import SubAgentOptions, SubAgentsOptions
@@ -28,10 +28,10 @@ def sub_agents_options(config: PipelineConfig, domain: str, environment: Environ
 def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> SubAgentOptions:
     acting_domain = agent.domain or domain
     acts = config.domains[acting_domain].environment if agent.environment == "domain" else None
-    own: dict[str, Any] = {}
+    acting: dict[str, Any] = {}
     if acts is not None:
-        environment = place_of(acts.name, f"domains.{acting_domain}.environment.name")
-        own = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
+        environment = find_import_name(acts.name, f"domains.{acting_domain}.environment.name")
+        acting = {"environment": environment, "options": acts.options, "step_timeout_s": acts.step_timeout_s}
     return SubAgentOptions(
         description=agent.description,
         domain=agent.domain or "",
@@ -41,7 +41,7 @@ def _sub_agent(config: PipelineConfig, domain: str, agent: SubAgentConfig) -> Su
         shares=agent.environment == "parent",
         max_turns=agent.max_turns,
         max_tokens=agent.max_tokens,
-        **own,
+        **acting,
     )
 
 

@@ -41,10 +41,10 @@ def with_template_date(config: PipelineConfig, day: date | None) -> PipelineConf
 
 def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig:
     """Return the pipeline of a resume with these settings taken from `begun`, the run's own pipeline, unless it has its own."""
-    own, student = begun.student, config.student
+    old, student = begun.student, config.student
     update = {
-        "template_date": student.template_date or own.template_date,
-        "add_special_tokens": own.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
+        "template_date": student.template_date or old.template_date,
+        "add_special_tokens": old.puts_in_front if student.add_special_tokens is None else student.add_special_tokens,
     }
     domains = {name: _as_read(domain, begun.domains.get(name, domain)) for name, domain in config.domains.items()}
     config = keep_numbers(config, begun)
@@ -53,9 +53,9 @@ def as_recorded(config: PipelineConfig, begun: PipelineConfig) -> PipelineConfig
 
 def _as_read(domain: DomainConfig, begun: DomainConfig) -> DomainConfig:
     """Return the domain without the columns of prompts that the run's domain does not read."""
-    exam, own = domain.eval, begun.eval
-    if exam is not None and own is not None:
-        exam = exam.model_copy(update={"prompts": _without_unread(exam.prompts, own.prompts)})
+    exam, run_exam = domain.eval, begun.eval
+    if exam is not None and run_exam is not None:
+        exam = exam.model_copy(update={"prompts": _without_unread(exam.prompts, run_exam.prompts)})
     return domain.model_copy(update={"prompts": _without_unread(domain.prompts, begun.prompts), "eval": exam})
 
 

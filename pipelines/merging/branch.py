@@ -160,7 +160,7 @@ def _copy_exams(origin: RunPaths, paths: RunPaths) -> None:
 
 
 def _refuse_other_shape(config: PipelineConfig, origin_config: PipelineConfig, origin: Origin) -> None:
-    """Raises: ConfigError for a pipeline that cannot go on from a checkpoint of the pipeline `origin_config`."""
+    """Refuse a pipeline that cannot go on from a checkpoint of the pipeline `origin_config`. Raises: ConfigError."""
     if config.rounds != 1:
         raise ConfigError.at(
             "rounds",

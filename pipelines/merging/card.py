@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from experts.licences import Licence, find_common, licences_of, list_concerns
+from experts.licences import Licence, find_common, find_licences, list_concerns
 from opd import __version__
 from opd.config import PipelineConfig, domain_extrapolation
 from opd.models.lora import ADAPTER_WEIGHTS
@@ -80,7 +80,7 @@ def _read_licences(inputs: Inputs) -> dict[str, list[Licence]]:
         directories[f"the expert `{name}`"] = Path(expert.adapter.path if expert.adapter else expert.info.path)
         if expert.adapter is not None and Path(expert.info.path) not in directories.values():
             directories[f"the base `{Path(expert.info.path).name}`"] = Path(expert.info.path)
-    return {owner: licences_of(directory) for owner, directory in directories.items()}
+    return {owner: find_licences(directory) for owner, directory in directories.items()}
 
 
 def _licence_lines(by_owner: Mapping[str, list[Licence]]) -> list[str]:

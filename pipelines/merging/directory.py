@@ -25,7 +25,7 @@ LOOK_S = 0.2
 
 
 def refuse_existing(root: Path) -> None:
-    """Raises: RunDirError if the run directory exists, or something else has its name."""
+    """Refuse a run directory that exists, or a name that something else has. Raises: RunDirError."""
     if not root.exists():
         return
     if not RunPaths(root).pipeline.exists():
@@ -44,7 +44,7 @@ def refuse_existing(root: Path) -> None:
 
 
 def refuse_no_run(paths: RunPaths) -> None:
-    """Raises: RunDirError if the directory has no pipeline of a run."""
+    """Refuse a directory without the pipeline of a run. Raises: RunDirError."""
     if not paths.pipeline.exists():
         raise RunDirError.at(
             paths.root,

@@ -28,7 +28,7 @@ from opd.guard.rules import SHIPPED
 from opd.machine.packages import installed_version
 from opd.prompts import find_source, is_hub_name
 from opd.run.paths import RunPaths
-from pipelines.inputs.prompts import prompts_of
+from pipelines.inputs.prompts import find_prompts
 from pipelines.inputs.read import Inputs
 
 MANIFEST_FORMAT = 4
@@ -103,7 +103,7 @@ def renew_manifest(recorded: Mapping[str, Any], current: Mapping[str, Any]) -> d
     return {**recorded, **{key: current[key] for key in ("format", "config", "student", "experts")}}
 
 
-def manifest_of(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
+def make_manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
     """Return the facts that a run depends on, with hashes of the contents."""
     return {
         "format": MANIFEST_FORMAT,
@@ -210,7 +210,7 @@ def _as_plain_data(value: Any) -> Any:
 def _prompt_hashes(config: PipelineConfig, inputs: Inputs, name: str) -> dict[str, str]:
     """Return path -> content hash: first the source of the training prompts, then that of the exam if there is one."""
     domain = config.domains[name]
-    sources = {"": prompts_of(name, domain, inputs.registered_prompts(name))}
+    sources = {"": find_prompts(name, domain, inputs.registered_prompts(name))}
     if domain.eval is not None and domain.eval.prompts is not None:
         sources[" (eval)"] = domain.eval.prompts
     hashes: dict[str, str] = {}

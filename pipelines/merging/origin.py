@@ -27,7 +27,7 @@ class Origin:
         return f"{self.paths.root}@{self.step}"
 
 
-def origin_of(text: str) -> Origin:
+def find_origin(text: str) -> Origin:
     """Return the checkpoint of `RUN_DIR@STEP`, or the newest one of `RUN_DIR`; its bytes are not verified yet.
 
     Raises: RunDirError if there is no such run, or no such checkpoint in it.

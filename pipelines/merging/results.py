@@ -37,7 +37,7 @@ def add_model_digest(evaluation: Evaluation, model: Path, steps: int, tokens: in
 
 
 def withdraw_results(paths: RunPaths, start_step: int, steps: int) -> None:
-    """Return withdraw results that are no longer true when a merge goes on from step `start_step` to step `steps`.
+    """Withdraw results that are no longer true when a merge goes on from step `start_step` to step `steps`.
 
     Exams, alarms and traces of later steps are deleted. If the merge had come to an end before, the final exam becomes an exam
     during the merge, unless the run goes back to an earlier step; results of lm-evaluation-harness and the report are

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from opd.config import PipelineConfig, as_begun, load_pipeline, rounds_of
+from opd.config import PipelineConfig, as_begun, load_pipeline, split_rounds
 from opd.config.pipeline import RoundConfig
 from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
@@ -28,6 +28,7 @@ from opd.run import checkpoints
 from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import MERGE_EVALUATIONS, RunPaths
 from opd.settings.yaml_files import validate_section
+from opd.text import Tell
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
@@ -42,7 +43,7 @@ from pipelines.merging.changes import (
     warn_unrecorded,
 )
 from pipelines.merging.directory import link_files, lock_run_directory, new_directory, refuse_existing
-from pipelines.merging.manifest import manifest_of, with_absolute_paths, write_inputs
+from pipelines.merging.manifest import make_manifest, with_absolute_paths, write_inputs
 from pipelines.merging.run import MergeRun
 from pipelines.sizing.auto import choose_numbers, keep_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
@@ -50,7 +51,6 @@ from pipelines.sizing.memory import refuse_too_large
 
 FORMAT = 1
 """The format of `rounds.json`."""
-Tell = Callable[[str], None]
 RoundFacts = dict[str, Any]
 """The manifest of a round, and its `teachers`: domain -> digest of its leading teacher."""
 
@@ -89,7 +89,7 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     if config.rounds == 1:
         return merging.begin(config, root)
     refuse_existing(root)
-    configs, inputs = _check_all(rounds_of(config))
+    configs, inputs = _check_all(split_rounds(config))
     config = keep_numbers(config, configs[0])
     config, *configs = [
         with_template_date(round_config, inputs[0].template_date) for round_config in (config, *configs)
@@ -111,7 +111,7 @@ def reopen_rounds(
     config = config or load_pipeline(paths.pipeline, overrides)
     recorded_configs = [validate_section(PipelineConfig, facts["config"], paths.rounds) for facts in recorded]
     config = as_recorded(config, recorded_configs[0])
-    configs = rounds_of(config)
+    configs = split_rounds(config)
     if len(configs) != len(recorded):
         raise RunDirError.at(
             paths.rounds,
@@ -157,7 +157,7 @@ def _check_all(configs: Sequence[PipelineConfig]) -> tuple[list[PipelineConfig],
 
 def _make_facts(config: PipelineConfig, inputs: Inputs) -> RoundFacts:
     teachers = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
-    return {**manifest_of(config, inputs), "teachers": teachers}
+    return {**make_manifest(config, inputs), "teachers": teachers}
 
 
 def _write_rounds(paths: RunPaths, config: PipelineConfig, plan: Sequence[RoundFacts]) -> None:

@@ -66,7 +66,7 @@ from pipelines.merging.layouts import record_layouts
 from pipelines.merging.manifest import (
     finish_inputs,
     library_versions,
-    manifest_of,
+    make_manifest,
     own_pipeline,
     read_manifest,
     renew_manifest,
@@ -202,7 +202,7 @@ def read_facts(config: PipelineConfig) -> tuple[PipelineConfig, Inputs, dict[str
     refuse_unplaceable(config)
     # The merged model gets a copy of these files at its end: one that cannot be read fails now, not after hours.
     read_accompanying_files(config, inputs)
-    return config, inputs, manifest_of(config, inputs), warnings
+    return config, inputs, make_manifest(config, inputs), warnings
 
 
 def reopen(

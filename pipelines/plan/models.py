@@ -90,6 +90,24 @@ def read_models(config: PipelineConfig) -> Models:
     return Models(merge=merge, student=shape, scorers=scorer_shapes, samples=samples, notes=tuple(notes))
 
 
+def has_all_weights(config: PipelineConfig) -> bool:
+    """Return True if student, experts and their bases are all here with their weights. Raises: OpdError for a bad registry or adapter."""
+    directories = [config.student.model]
+    if isinstance(config.experts, RegisteredExperts):
+        registry = Registry(config.registry or default_root())
+        names = registry.names() if config.experts.use == "all" else config.experts.use
+        if not set(names) <= set(registry.names()):
+            return False
+        directories += [Path(registry.get(name).info.path) for name in names]
+    else:
+        for expert in config.experts.values():
+            directories.append(expert.model)
+            is_adapter = (expert.model / ADAPTER_CONFIG).is_file()
+            base = expert.base or (named_base(expert.model) if is_adapter else None)
+            directories += [base] if base else []
+    return all(map(has_weights, directories))
+
+
 def _samples_by_domain(config: PipelineConfig) -> dict[str, int]:
     """Return the responses of each domain in an ordinary step, as `opd merge` deals them out."""
     total = config.trainer.samples_per_step // config.rollout.n

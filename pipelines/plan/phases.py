@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from opd.config import PipelineConfig
+from opd.config import PipelineConfig, has_short_first_round
 from opd.config.sections import MAX_UNSHARDED
 from opd.config.teachers import TrainerTeachers, TransformersTeachers
 from opd.models.packing import pack_into_rows
@@ -222,7 +222,9 @@ class PhaseCosts:
         trainer, config = self.hardware.trainer, self.config
         units = {unit.sample_id: (unit, responses) for unit, responses in lengths.units}
         sizes = [unit for unit, _ in units.values()]
-        plan = plan_micro_batches(sizes, trainer.workers, config.trainer.micro_batch_tokens)
+        plan = plan_micro_batches(
+            sizes, trainer.workers, config.trainer.micro_batch_tokens, short_first=has_short_first_round(config)
+        )
         # The plan also names a tree's other samples, which are among no units: the tree counts once.
         ranks = [[[units[sample_id] for sample_id in part if sample_id in units] for part in rank] for rank in plan]
         busiest = max(ranks, key=lambda rank: sum(unit.length for part in rank for unit, _ in part))
@@ -272,9 +274,11 @@ class PhaseCosts:
     @property
     def _body_passes(self) -> float:
         """Cost of training the body, in forward passes: 1 for the forward pass, 2 for the backward pass (1 if LoRA keeps the weights as
-        they are), and 1 more for gradient checkpointing, which runs the forward pass twice."""
+        they are), 1 more for gradient checkpointing, which runs the forward pass twice, and the MLPs' share of it for tiles."""
+        trainer, shape = self.config.trainer, self.models.student
         backward = 1.0 if self.models.merge.lora else 2.0
-        return 1.0 + backward + (1.0 if self.config.trainer.gradient_checkpointing else 0.0)
+        tiled = 0.0 if trainer.mlp_tile_tokens is None else sum(p.active for p in shape.feed_forward) / shape.active
+        return 1.0 + backward + (1.0 if trainer.gradient_checkpointing else 0.0) + tiled
 
     def phase_flops(self, lengths: StepLengths) -> dict[str, float]:
         """Return the FLOPs of all workers for each phase of a step, padding left out."""

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from typing import Any
 
-from opd.cluster import Node
-from opd.cluster.placement import NODE
 from opd.config import PipelineConfig
-from opd.config.pipeline import rounds_of
-from opd.config.placement import PlacementConfig
+from opd.config.pipeline import split_rounds
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.placement import groups_of, local_worker_names, refuse_impossible_placement
 from pipelines.plan.cost import Hardware, Seconds, apply_placement, placement_keys
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
+from pipelines.plan.nodes import refuse_on_cluster
 from pipelines.plan.phases import PhaseCosts, teacher_bytes
 from pipelines.plan.push import refuse_apart
 from pipelines.plan.simulate import SimulatedStep, role_timeline, simulate_steps
@@ -132,7 +128,7 @@ def make_plan(config: PipelineConfig, spec: ClusterSpec) -> MergePlan:
     cache = cache_bytes(config, models.merge, spec.machine.gpu_memory)
     slots, notes = _engine_slots(config, models, spec, cache)
     costs = PhaseCosts(config=config, spec=spec, models=models, hardware=hardware, slots=max(1, slots))
-    total = sum(round_config.trainer.steps for round_config in rounds_of(config))
+    total = sum(round_config.trainer.steps for round_config in split_rounds(config))
     steps = simulate_steps(costs, spec.lengths, min(SIMULATED, total))
     lengths = draw_responses(config, models, spec.lengths, 0)
     phases = tuple(_phase_row(name, steps, flops) for name, flops in costs.phase_flops(lengths).items())
@@ -297,20 +293,11 @@ def _placement_notes(config: PipelineConfig, spec: ClusterSpec) -> Iterator[str]
 
 def _find_refusal(config: PipelineConfig, spec: ClusterSpec) -> str | None:
     """Return on one line why `opd merge` would refuse to place the workers on the GPUs of the spec; None if it would not, or if there are
-    none. The nodes are taken to have whatever labels and resources `cluster.placement` asks for."""
-    machine = spec.machine
-    if not machine.gpus:
+    none."""
+    if not spec.machine.gpus:
         return None
-    # On one machine a local Ray counts a CPU for each worker, whatever cores there are.
-    has = {"CPU": machine.cores if spec.machines > 1 else inf, "GPU": machine.gpus}
-    nodes = [
-        Node(id=str(number), address=f"machine {number}", is_local=number == 0, has=has, labels={NODE: str(number)})
-        for number in range(spec.machines)
-    ]
-    cluster = config.cluster.model_copy(update={"placement": PlacementConfig()})
-    placed = config.model_copy(update={"cluster": cluster})
     try:
-        refuse_impossible_placement(groups_of(placed), local_worker_names(placed), nodes)
+        refuse_on_cluster(config, spec)
     except ConfigError as error:
         return " ".join(str(error).split())
     return None

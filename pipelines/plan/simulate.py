@@ -19,8 +19,6 @@ from pipelines.plan.lengths import StepLengths, draw_responses
 from pipelines.plan.phases import PhaseCosts, TrainingCost
 from pipelines.plan.spec import LengthsSpec
 
-PHASES = ("rollout", "score", "train", "sync")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
@@ -98,10 +96,11 @@ def _score_and_train_seconds(costs: PhaseCosts, scoring: float, training: Traini
     """Return the seconds from the first row that is scored to the end of the optimiser's step. `scoring`: seconds of that phase."""
     if not is_overlapped(costs.config) or costs.hardware.shared:
         return scoring + training.spent.total
-    parts, clock = len(training.micro_batches), 0.0
-    for number, micro_batch in enumerate(training.micro_batches, start=1):
-        # A micro-batch waits for its share of the scored rows, and for the micro-batch before it.
-        clock = max(clock, scoring * number / parts) + micro_batch.total
+    whole, begun, clock = sum(micro_batch.total for micro_batch in training.micro_batches), 0.0, 0.0
+    for micro_batch in training.micro_batches:
+        # A micro-batch waits for its share of the scored rows, taken to be its share of the time, and for the micro-batch before it.
+        begun += micro_batch.total
+        clock = max(clock, scoring * begun / whole) + micro_batch.total
     return clock + training.last.total
 
 

@@ -16,10 +16,11 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
 from opd.prompts import Messages, PromptLine, PromptTable, load_prompts, render_prompt
 from opd.settings.yaml_files import parse_yaml, validate_section
+from opd.text import Tell
 from opd.verifiers.numeric import NUMBER
 from opd.verifiers.reasoning_gym import ReasoningGym
 from pipelines.propose.columns import Columns, find_columns
-from pipelines.propose.flags import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
+from pipelines.propose.flags import Ask, ExpertAnswer, InitAnswers, ask_until_valid
 from pipelines.propose.text import render_on_one_line
 
 MAX_SAMPLED_ROWS = 500
@@ -129,7 +130,7 @@ def _read_domain(
         verifier=verifier,
         reason=reason,
         answer_tokens=_count_longest(tokenizer, [line.answer for line in lines]),
-        completion_tokens=_count_longest(tokenizer, [_text_of(line.completion) for line in lines]),
+        completion_tokens=_count_longest(tokenizer, [_join_text(line.completion) for line in lines]),
     )
 
 
@@ -212,11 +213,11 @@ def _choice_verifier(last: str) -> Any:
 
 def _shows_working(line: PromptLine) -> bool:
     """Return True if the completion has several lines, the last of which is the answer."""
-    lines = _text_of(line.completion).strip().splitlines()
+    lines = _join_text(line.completion).strip().splitlines()
     return len(lines) > 1 and lines[-1].strip() == line.answer.strip()
 
 
-def _text_of(completion: str | Messages | None) -> str:
+def _join_text(completion: str | Messages | None) -> str:
     """Return the text of a completion; empty if there is none."""
     if isinstance(completion, str | None):
         return completion or ""

@@ -11,12 +11,10 @@ from pathlib import Path
 from experts.adapter import is_adapter
 from opd.errors import ConfigError, OpdError
 from opd.settings.strict import NAME_PATTERN
-from opd.text import expand_home
+from opd.text import Tell, expand_home
 
 Ask = Callable[[str, str], str]
 """Takes a question and a proposed answer, and returns the answer. With an empty proposal an empty answer is allowed."""
-Tell = Callable[[str], None]
-"""Shows the user a line."""
 
 EXAMPLE = "opd init --student models/base --expert math=models/math --prompts math=math.csv"
 VAGUE = re.compile(r"model|final|best|last|merged|output|adapter|checkpoint|checkpoint-\d+|snapshot", re.IGNORECASE)
@@ -110,7 +108,7 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
 
 
 def _refuse_missing(flags: Flags) -> None:
-    """Raises: ConfigError if one of the three flags is missing that every proposal needs."""
+    """Refuse flags that lack one of the three that every proposal needs. Raises: ConfigError."""
     named = {"--student": flags.student, "--expert": flags.experts, "--prompts": flags.prompts}
     missing = [name for name, value in named.items() if not value]
     if missing:

@@ -93,10 +93,10 @@ def summarise_proposal(proposal: Proposal, facts: MergeFacts) -> Iterator[str]:
         if domain.table.rows.num_answered == len(domain.table.rows):
             answers = "the assistant's last turn"
         exam = proposal.data["domains"][name].get("eval", {})
-        held = f", {_count_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
-        judged = f"; {render_on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
+        exam_size = f", {_count_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
+        exam_judge = f"; {render_on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
         kind = "an adapter" if facts.experts[name].adapter else "a model"
-        yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{prompt_column}`{held}{judged}"
+        yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{prompt_column}`{exam_size}{exam_judge}"
     trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]
     yield f"{kind}, {trainer['steps']} steps of {trainer['samples_per_step']} answers, learning rate {trainer['lr']:g}"
 
@@ -170,14 +170,14 @@ def _describe_model(info: ModelInfo) -> str:
 
 def _domain_notes(facts: DomainFacts, written: Data) -> dict[str, str]:
     lengths = facts.table.lengths
-    held = _count_held_out(facts, written.get("eval", {}))
+    num_held_out = _count_held_out(facts, written.get("eval", {}))
     low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
     notes = {
         "prompts.path": f"{len(facts.table):,} prompts of {low} to {high} tokens (median {middle})",
         "prompts.columns": "our name of a column: the file's name",
         "prompts.chat": "read through the student's chat template; false: as plain text",
         "prompts.max_prompt_tokens": f"leaves out {int((lengths > written['prompts'].get('max_prompt_tokens', 0)).sum()):,} prompts",
-        "eval.holdout": f"{held:,} of the prompts are never trained on: they are the exam",
+        "eval.holdout": f"{num_held_out:,} of the prompts are never trained on: they are the exam",
         "eval.prompts": "the exam: never trained on",
         "eval.verifier": facts.reason,
     }

@@ -14,8 +14,8 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, raise_storage_errors
 from opd.settings.yaml_files import parse_yaml, validate_section
-from opd.text import quote_for_shell
-from pipelines.propose.flags import Ask, Flags, Tell, complete_flags
+from opd.text import Tell, quote_for_shell
+from pipelines.propose.flags import Ask, Flags, complete_flags
 from pipelines.propose.shipped_pipelines import RECIPES, list_commands, read_files
 from pipelines.propose.text import make_schema_line, render_pipeline
 
@@ -34,8 +34,10 @@ class OutputFile:
         return self.path.with_suffix(".schema.json")
 
     def refuse_existing(self, files: Mapping[Path, str] | None = None) -> None:
-        """Raises: ConfigError for one of these files (None: the pipeline alone) or the schema that would be replaced without `force`, and
-        for a directory that is not there."""
+        """Refuse to replace one of these files (None: the pipeline alone) or the schema without `force`, and a directory that is not there.
+
+        Raises: ConfigError.
+        """
         for path in (*(files or {self.path: ""}), self.schema):
             if path.is_dir():
                 raise ConfigError.at(path, found="a directory", wanted="a file to write", fix="name a file in it")

@@ -23,8 +23,8 @@ def render_pipeline(head: list[str], data: Mapping[str, Any], notes: Mapping[str
     """Return the text of the file: the lines of `head` as comments, then the keys of `data`. `notes` has the comment of each key, by its
     dotted path."""
     # A path in these lines may hold any character, even one that would end the comment.
-    shown = [escape_control_characters(line).replace("\n", "\\n") for line in head]
-    comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in shown]
+    lines = [escape_control_characters(line).replace("\n", "\\n") for line in head]
+    comments = [line if line.startswith("# ") else f"# {line}".rstrip() for line in lines]
     return "\n".join([*comments, *_render_lines(data, notes, "", 0)]) + "\n"
 
 

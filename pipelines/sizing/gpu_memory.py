@@ -2,7 +2,8 @@
 
     trainer rank      weights, gradients, AdamW, gathered weights, teachers' heads; and a micro-batch
     scoring worker    one teacher's weights, and one pass. Engine vllm: its share
-    rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes
+    rollout engine    its whole share, even if it needs less; with rollout.sleep only while it writes. In a push its weights at least,
+                      and what comes in
 
 vLLM takes its share of the whole GPU no matter who else is on it, so where roles share a GPU, shares and needs must add up.
 This is an upper estimate, like that of `pipelines/sizing/memory.py`. Workers are on the GPUs that `pipelines/gpu_sharing.py` deals to
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig
@@ -24,10 +26,11 @@ from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
 from opd.settings.user_objects import is_import_name
 from pipelines.gpu_sharing import SharingRole, deal_workers
-from pipelines.sizing.cache import has_cpu_cache, least_bytes, sequence_bytes
+from pipelines.sizing.cache import engine_devices, has_cpu_cache, least_bytes, sequence_bytes
 from pipelines.sizing.machine import MachineFacts, gpu_sizes
 from pipelines.sizing.memory import (
     critic_state_bytes,
+    engine_weights,
     estimate_memory,
     format_gib,
     gathered_bytes,
@@ -42,8 +45,11 @@ from pipelines.sizing.memory import (
     trainer_state_bytes,
 )
 from pipelines.sizing.models import MergeModels, divide_models
+from pipelines.sizing.push_memory import receiving_bytes, sending_bytes
 from pipelines.teacher_groups import engine_cluster
 
+PhaseName = Literal["writing", "computing", "pushing"]
+"""The time in which engines write, teachers score and the trainer trains, or new weights go to the engines."""
 CONTEXT = 600 << 20
 """Memory that CUDA and its libraries take for a process before the first tensor."""
 ASLEEP = 900 << 20
@@ -62,6 +68,8 @@ class GpuRole:
     """Bytes that stay for the whole run, on the fullest of its GPUs."""
     passing: int = 0
     """Additional bytes on that GPU while the worker computes."""
+    pushing: int = 0
+    """Additional bytes on that GPU while new weights are pushed; of an engine they are outside its share."""
     share: float = 0.0
     """Share of the whole GPU that a vLLM engine takes, and within which all its memory lies; 0 for other workers."""
     share_key: str = ""
@@ -70,6 +78,8 @@ class GpuRole:
     """Number of vLLM engines of the worker, each with such a share."""
     sleeps: bool = False
     """True if it holds its share only while the other workers do not compute."""
+    weights: int = 0
+    """Bytes of its share that an engine which sleeps takes for a push."""
     may_sleep: bool = False
     """True if `rollout.sleep` could make the worker sleep."""
     least: int = 0
@@ -82,6 +92,7 @@ class GpuRole:
 class GpuPhase:
     """The contents of one GPU at one time."""
 
+    name: PhaseName
     parts: tuple[tuple[str, int, float], ...]
     """(name, bytes, share of the GPU in addition to these) of each part."""
 
@@ -148,16 +159,18 @@ def memory_rooms(config: PipelineConfig, models: MergeModels, machine: MachineFa
     return list(dict.fromkeys(rooms))
 
 
-def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str]:
-    """Check the memory of GPUs, and return sentences that the user should read although nothing is wrong.
+def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None = None) -> list[str]:
+    """Check the memory of the GPUs of `machine`, by default of this one, and return sentences that the user should read although nothing
+    is wrong.
 
     Raises: ConfigError with the sum if roles do not fit on the GPU that they share, or if there are too few GPUs.
     """
     roles = gpu_roles(config, models)
     if not roles:
         return []
-    sizes = gpu_sizes() if config.cluster.address == LOCAL else []
-    if not sizes:
+    seen = gpu_sizes() if machine is None and config.cluster.address == LOCAL else []
+    sizes = seen if machine is None else machine.gpus
+    if machine is None and not sizes:
         reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
         crowded = max(place_roles(roles), key=len)
         text = max((phase.describe() for phase in memory_phases(crowded)), key=len)
@@ -166,7 +179,7 @@ def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels) -> list[str
     if len(placed) > len(sizes):
         raise ConfigError.at(
             "cluster",
-            found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} here",
+            found=f"{len(roles)} workers that need {len(placed)} GPUs, and {len(sizes)} {'here' if machine is None else 'in the spec'}",
             wanted="a GPU, or a share of one, for every worker, and for each process of an engine",
             fix="let roles share GPUs: cluster.rollout_gpus 0.4, cluster.teacher_gpus 0.2 and cluster.trainer_gpus 0.4 put rank i, "
             "engine i and scorer i on GPU i; or have fewer workers (trainer.ranks, rollout.workers, teachers.workers)",
@@ -214,6 +227,8 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
             share_key="rollout.gpu_memory_utilization",
             engines=engines,
             sleeps=config.rollout.sleep,
+            weights=engines * engine_weights(config, models) // engine_devices(config),
+            pushing=receiving_bytes(config, models, engine_devices(config)),
             may_sleep=engines == 1 and config.schedule.mode == "sync",
             least=least_bytes(config, models),
             least_of="weights, activations and the longest sequence",
@@ -229,7 +244,8 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
         state = trainer_state_bytes(config, models) - offloaded_bytes(config, models)
         rank = _rank_memory(config, models, "trainer rank", state, models.trained)
         scores = scores_bytes(config, models)
-        rank = replace(rank, resident=rank.resident + heads, passing=rank.passing + scores)
+        pushing = sending_bytes(config, models)
+        rank = replace(rank, resident=rank.resident + heads, passing=rank.passing + scores, pushing=pushing)
         roles += [rank] * config.trainer.ranks
         if config.objective.has_critic:
             critic, parameters = critic_state_bytes(config, models), student.parameters
@@ -302,22 +318,25 @@ def place_roles(roles: Sequence[GpuRole]) -> list[list[GpuRole]]:
 
 
 def memory_phases(together: Sequence[GpuRole]) -> list[GpuPhase]:
-    """Return the phases of a GPU with these roles: engines write, then the others compute. It is one phase if no engine sleeps."""
-    phases = (True, False) if any(role.sleeps for role in together) else (False,)
-    return [GpuPhase(parts=tuple(_role_memory(role, writing=writing) for role in together)) for writing in phases]
+    """Return the phases of a GPU with these roles: engines write, then the others compute, then new weights are pushed. Without an engine
+    that sleeps the first two are one, and without roles that exchange weights there is no third."""
+    phases: list[PhaseName] = ["writing"] if any(role.sleeps for role in together) else []
+    phases += ["computing", "pushing"] if any(role.pushing for role in together) else ["computing"]
+    return [GpuPhase(name=phase, parts=tuple(_role_memory(role, phase) for role in together)) for phase in phases]
 
 
-def _role_memory(role: GpuRole, *, writing: bool) -> tuple[str, int, float]:
-    """Return (name, bytes, share of the GPU) of one role. While `writing`, engines that can sleep are awake, and all other roles hold
-    only what stays for the whole run."""
-    if role.share:
-        asleep = role.sleeps and not writing
-        return (
-            f"{role.name}, asleep" if asleep else f"{role.name} ({role.share_key})",
-            ASLEEP if asleep else CONTEXT,
-            0.0 if asleep else role.share * role.engines,
-        )
-    return (role.name, CONTEXT + role.resident + (0 if writing else role.passing), 0.0)
+def _role_memory(role: GpuRole, phase: PhaseName) -> tuple[str, int, float]:
+    """Return (name, bytes, share of the GPU) of one role. An engine that can sleep is awake while it writes, and takes its weights alone
+    for a push. All other roles hold what stays for the whole run, and more only in the phase that needs it."""
+    if not role.share:
+        passing = {"writing": 0, "computing": role.passing, "pushing": role.pushing}[phase]
+        return (role.name, CONTEXT + role.resident + passing, 0.0)
+    taken = role.pushing if phase == "pushing" else 0
+    if not role.sleeps or phase == "writing":
+        return (f"{role.name} ({role.share_key})", CONTEXT + taken, role.share * role.engines)
+    if phase == "pushing":
+        return (f"{role.name} that takes new weights", ASLEEP + role.weights + taken, 0.0)
+    return (f"{role.name}, asleep", ASLEEP, 0.0)
 
 
 def _share_rooms(together: Sequence[GpuRole], size: int) -> list[MemoryRoom]:
@@ -374,7 +393,10 @@ def _suggest_fix(together: Sequence[GpuRole], worst: GpuPhase, size: int) -> str
         ways.append(f"set {' and '.join(dict.fromkeys(role.share_key for role in engines))} to {share_left:g} or less")
     if any(role.may_sleep and not role.sleeps for role in engines):
         ways.append("set rollout.sleep to true")
-    ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
+    if worst.name == "pushing":
+        ways.append("set sync.kind to network if it is direct: its buffers are in the machine's memory")
+    else:
+        ways.append("lower trainer.micro_batch_tokens, objective.chunk or rollout.max_model_len")
     ways.append("give roles GPUs of their own")
     return "; or ".join(ways)
 

@@ -30,8 +30,8 @@ from opd.models.packing import compute_tree_limit, count_columns
 from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
-from pipelines.routes import RoutedExpert
-from pipelines.sizing.machine import machine_bytes
+from pipelines.routes import RoutedExpert, start_student_weights
+from pipelines.sizing.machine import MachineFacts, machine_bytes
 from pipelines.sizing.models import MergeModels, divide_models
 from teachers.scorers import SCORE_TOKENS
 
@@ -41,9 +41,9 @@ TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
-EXCHANGE_COPIES = 56
-"""Copies of a token's hidden state that ranks with shared rows make around the attention of a layer. Measured: 34 and 55, at widths of 512
-and 256 (`benchmarks/long_rows.py`)."""
+EXCHANGE_COPIES = 16
+"""Copies of a token's hidden state around the attention of a layer in ranks with shared rows: queries, keys, values and outputs, before and
+after their exchange, and the gradients of these. Measured: at most 12 (`benchmarks/long_rows.py`, `tests/integration/test_long_rows.py`)."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk of the loss: logits, log-softmax, probabilities and gradient of student and teacher."""
 MASK_COPIES = 5
@@ -91,8 +91,13 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMem
 
 def describe_shortage(config: PipelineConfig, needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
     """Return the sum in words if it is more than `limit`; None if it fits, or if other machines share the load."""
+    return _describe_excess(needs, limit) if config.cluster.address == LOCAL else None
+
+
+def _describe_excess(needs: Sequence[HostMemoryNeed], limit: int) -> str | None:
+    """Return the sum in words if it is more than `limit`; None if it fits."""
     total = sum(need.nbytes for need in needs)
-    if total <= limit or config.cluster.address != LOCAL:
+    if total <= limit:
         return None
     lines = " + ".join(f"{format_gib(need.nbytes)} {need.part}" for need in sorted(needs, key=lambda n: -n.nbytes))
     return f"about {format_gib(total)} GiB of memory for a machine with {format_gib(limit)}: {lines}"
@@ -105,15 +110,18 @@ def suggest_fix(needs: Sequence[HostMemoryNeed]) -> str:
     return f"lower {', '.join(keys)}"
 
 
-def refuse_too_large(config: PipelineConfig, models: MergeModels) -> None:
-    """Raises: ConfigError with the sum if the merge does not fit into this machine."""
+def refuse_too_large(config: PipelineConfig, models: MergeModels, machine: MachineFacts | None = None) -> None:
+    """Raises: ConfigError with the sum if the merge does not fit into `machine`, by default this one."""
     needs = estimate_memory(config, models)
-    shortage = describe_shortage(config, needs, machine_bytes())
+    if machine is None:
+        shortage = describe_shortage(config, needs, machine_bytes())
+    else:
+        shortage = _describe_excess(needs, machine.memory)
     if shortage is not None:
         raise ConfigError.at(
             "memory",
             found=shortage,
-            wanted="a merge that fits into this machine",
+            wanted=f"a merge that fits into {'this machine' if machine is None else 'the machines of the cluster spec'}",
             fix=f"{suggest_fix(needs)}; or use a larger machine",
         )
 
@@ -139,8 +147,8 @@ def refuse_no_room(config: PipelineConfig, scorers: Mapping[str, RoutedExpert]) 
             )
 
 
-def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
-    """Return part, GiB, keys; the last rows are the sum and the machine's memory."""
+def need_rows(needs: Sequence[HostMemoryNeed], machine: MachineFacts | None = None) -> list[tuple[str, str, str]]:
+    """Return part, GiB, keys; the last rows are the sum and the memory of `machine`, by default this one."""
     rows = [(need.part, format_gib(need.nbytes), need.knobs) for need in needs]
     if any(need.ranks for need in needs):
         rows.append(
@@ -149,7 +157,9 @@ def need_rows(needs: Sequence[HostMemoryNeed]) -> list[tuple[str, str, str]]:
     return [
         *rows,
         ("together", format_gib(sum(n.nbytes for n in needs)), ""),
-        ("this machine", format_gib(machine_bytes()), ""),
+        ("this machine", format_gib(machine_bytes()), "")
+        if machine is None
+        else ("the cluster spec", format_gib(machine.memory), ""),
     ]
 
 
@@ -323,8 +333,10 @@ def offloaded_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def gathered_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the most bytes of weights that one rank has gathered from the others: as many as the bucket takes, and one more weight."""
-    bucket, largest = config.trainer.bucket, models.read_body(models.student).largest
+    """Return the most bytes of weights that one rank has gathered from the others: as many as the bucket takes, and one more weight, or
+    a tiled MLP, which is gathered as one."""
+    bucket, body = config.trainer.bucket, models.read_body(models.student)
+    largest = body.largest if config.trainer.mlp_tile_tokens is None else max(body.largest, body.mlp)
     most = max(GATHERED_AT_ONCE, largest) if bucket is None else bucket + largest
     return min(models.student.parameters, most) * DTYPE_BYTES[config.trainer.dtype]
 
@@ -335,23 +347,68 @@ def summed_bytes(config: PipelineConfig, trained: int) -> int:
 
 
 def micro_batch_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that one rank adds while it works on a micro-batch: activations, logits, the gradient of a trained head."""
+    """Return the bytes that one rank adds while it works on a micro-batch."""
+    return sum(micro_batch_parts(config, models).values())
+
+
+def micro_batch_parts(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
+    """Return the bytes of each part of what one rank adds while it works on a micro-batch; parts of 0 bytes are left out."""
     student, trainer, width = models.student, config.trainer, DTYPE_BYTES[config.trainer.dtype]
+    tokens, body, tile = count_rank_tokens(config), models.read_body(student), trainer.mlp_tile_tokens
+    recomputes, shares = trainer.gradient_checkpointing, trainer.sequence_parallel_size > 1
+    inside = body.activation_width(student.hidden_size, checkpointing=recomputes, tiled=tile is not None)
+    # Hidden states before the layer that is being recomputed wait in the machine's memory.
+    checkpoints = checkpoint_bytes(config, models) if recomputes and not moves_checkpoints(config) else 0
+    parts = {
+        "activations at checkpoints": checkpoints,
+        "activations inside a layer" if recomputes else "activations": tokens * inside * width,
+        "a tile of an MLP": min(tokens, tile or 0) * body.inside_mlps // body.blocks * width,
+        "exchange of shared rows": tokens * EXCHANGE_COPIES * student.hidden_size * width if shares else 0,
+        "attention masks of trees": tree_mask_bytes(config, tokens),
+        "logits of a chunk of the loss": logits_bytes(config, models),
+        "gradient of the output head": 0 if models.lora else 4 * student.vocab_size * student.hidden_size,
+    }
+    return {part: nbytes for part, nbytes in parts.items() if nbytes}
+
+
+def count_rank_tokens(config: PipelineConfig) -> int:
+    """Return the most tokens of a micro-batch that one rank computes, padding included."""
     # The last unit of a micro-batch may begin just below the limit, and the padding of a row is computed too.
     unit = widest_unit(config)
     # Ranks that share rows each have a part of the columns.
-    tokens = -(-count_columns(trainer.micro_batch_tokens + unit, unit) // trainer.sequence_parallel_size)
-    body = models.read_body(student)
-    values = body.activation_width(student.hidden_size, checkpointing=trainer.gradient_checkpointing)
-    if trainer.sequence_parallel_size > 1:
-        values += EXCHANGE_COPIES * student.hidden_size
-    head = 0 if models.lora else student.vocab_size * student.hidden_size
-    return (
-        tokens * values * width
-        + tree_mask_bytes(config, tokens)
-        + LOGIT_COPIES * config.objective.chunk * student.vocab_size
-        + 4 * head
-    )
+    columns = count_columns(config.trainer.micro_batch_tokens + unit, unit)
+    return -(-columns // config.trainer.sequence_parallel_size)
+
+
+def checkpoint_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of the hidden states between layers, from which one rank recomputes a micro-batch."""
+    values = models.read_body(models.student).blocks * models.student.hidden_size
+    return count_rank_tokens(config) * values * DTYPE_BYTES[config.trainer.dtype]
+
+
+def moves_checkpoints(config: PipelineConfig) -> bool:
+    """Return True if activations at checkpoints leave the GPUs for the machine's memory."""
+    return config.trainer.activation_offloading and config.cluster.trainer_gpus > 0
+
+
+def logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that a chunk of the loss needs; of a mixture's teachers each has logits of its own."""
+    most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
+    most_teachers += bool(start_student_weights(config))  # with which the trainer itself scores
+    values = config.objective.chunk * models.student.vocab_size
+    return (LOGIT_COPIES + (most_teachers - 1) * DTYPE_BYTES[config.trainer.dtype]) * values
+
+
+def bucket_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes of a bucket of a push: it has room for the largest matrix."""
+    width = DTYPE_BYTES[config.trainer.dtype]
+    return max(min(models.pushed * width, BUCKET_BYTES), largest_matrix(models) * width)
+
+
+def largest_matrix(models: MergeModels) -> int:
+    """Return the parameters of the largest matrix that a push sends. Embedding and head of a LoRA student are not sent."""
+    rows = 0 if models.lora else models.student.vocab_rows
+    return max(models.read_body(models.student).widest, rows) * models.student.hidden_size
 
 
 def widest_unit(config: PipelineConfig) -> int:
@@ -489,6 +546,10 @@ def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
             offloaded += critic_state_bytes(config, models) if config.objective.has_critic else 0
             what, knobs = "trainer: state in place of GPUs", "trainer.deepspeed.zero_optimization"
             needs.append(HostMemoryNeed(part=what, nbytes=offloaded, knobs=knobs))
+        if moves_checkpoints(config):
+            nbytes = config.trainer.ranks * checkpoint_bytes(config, models)
+            what, knobs = "trainer: activations in place of GPUs", "trainer.micro_batch_tokens, trainer.ranks"
+            needs.append(HostMemoryNeed(part=what, nbytes=nbytes, knobs=knobs))
     if config.rollout.sleep:
         nbytes = config.rollout.workers * engine_weights(config, models)
         what, knobs = "weights of engines that sleep", "rollout.sleep, rollout.dtype, rollout.workers"
@@ -586,7 +647,7 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
     if config.push_kind == "shared_memory":
         return 2 * pushed
     # Rank 0 fills one bucket while another is in the object store, and each engine copies from that, in the end all of it.
-    bucket = max(min(pushed, BUCKET_BYTES), models.read_body(models.student).largest * width)
+    bucket = bucket_bytes(config, models)
     if config.push_kind == "direct":
         # Rank 0 has two buffers, and an engine the buckets whose layers are not complete; on GPUs these are not the host's.
         return previous + (0 if config.cluster.trainer_gpus else (2 + 2 * config.rollout.workers) * bucket)

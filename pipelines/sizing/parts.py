@@ -10,12 +10,14 @@ from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from pipelines.sizing.cache import engine_devices
 from pipelines.sizing.gpu_memory import scoring_gpu_bytes
 from pipelines.sizing.memory import (
+    checkpoint_bytes,
     cpu_engine_weights,
     engine_activations,
     engine_weights,
     gathered_bytes,
     heads_bytes,
-    micro_batch_bytes,
+    micro_batch_parts,
+    moves_checkpoints,
     scores_bytes,
     scoring_bytes,
     sends_heads,
@@ -44,7 +46,9 @@ def worker_parts(
     parts = {part: nbytes / ranks for part, nbytes in trainer_state(config, models).items()}
     parts["gathered weights"] = gathered_bytes(config, models)
     parts["gradients on their way to the sum over ranks"] = summed_bytes(config, models.trained)
-    parts["activations and logits of a micro-batch"] = micro_batch_bytes(config, models)
+    parts |= micro_batch_parts(config, models)
+    if moves_checkpoints(config):
+        parts["activations at checkpoints (host)"] = checkpoint_bytes(config, models)
     if sends_heads(config):
         parts["teachers' output heads"] = heads_bytes(config, models)
         longest_row = target_bytes(config, models) * config.rollout.max_new_tokens

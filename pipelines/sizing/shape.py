@@ -22,6 +22,8 @@ class Body:
 
     inside: int
     """Inputs and outputs of every linear layer that a token passes, added up."""
+    inside_mlps: int
+    """Those of them that are in MLPs."""
     blocks: int
     """Layers."""
     widest: int
@@ -29,6 +31,8 @@ class Body:
     largest: int
     """Parameters of the largest weight of the whole model: no rank gathers less at a time. The experts of a layer count as one weight,
     because transformers keeps them in one tensor or module."""
+    mlp: int
+    """Parameters of the matrices in the MLP of one layer."""
     kv_values: int
     """Values that a key-value cache has for one token, in all layers."""
 
@@ -43,19 +47,25 @@ class Body:
         sizes: Counter[str] = Counter()
         for name, tensor in tensors.items():
             sizes[re.sub(r"\.experts\.\d.*", "", name)] += tensor.numel
+        blocks = max(1, len({part for name in sizes for part in name.split(".") if part.isdigit()}))
+        mlps = [shape for name, shape in matrices if ".mlp." in name]
         return cls(
             inside=sum(outputs + inputs for _, (outputs, inputs) in matrices),
-            blocks=max(1, len({part for name in sizes for part in name.split(".") if part.isdigit()})),
+            inside_mlps=sum(outputs + inputs for outputs, inputs in mlps),
+            blocks=blocks,
             widest=max((side for _, shape in matrices for side in shape), default=0),
             largest=max(sizes.values(), default=0),
+            mlp=sum(outputs * inputs for outputs, inputs in mlps) // blocks,
             kv_values=2 * sum(shape[0] for name, shape in matrices if name.endswith("k_proj.weight")),
         )
 
-    def activation_width(self, hidden_size: int, *, checkpointing: bool) -> int:
+    def activation_width(self, hidden_size: int, *, checkpointing: bool, tiled: bool = False) -> int:
         """Return the number of values that the backward pass needs for one token: inputs and outputs of every linear layer. With
-        checkpointing only the hidden states between blocks, and those inside of one block.
+        checkpointing those inside of one block only; the hidden states between blocks are not counted. Of a tiled MLP only the input
+        counts: the rest is there for one tile at a time.
         """
-        return self.blocks * hidden_size + self.inside // self.blocks if checkpointing else self.inside
+        inside = self.inside - self.inside_mlps + self.blocks * hidden_size if tiled else self.inside
+        return inside // self.blocks if checkpointing else inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,9 +181,11 @@ class Shape:
         """Return the facts that the memory of activations depends on: a token passes `used` matrices of each kind."""
         return Body(
             inside=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.parts),
+            inside_mlps=sum((p.inputs + p.outputs) * p.used * p.layers for p in self.feed_forward),
             blocks=self.layers,
             widest=max(side for p in self.parts for side in (p.inputs, p.outputs)),
             largest=max(self.head, *(p.parameters // p.layers for p in self.parts), self._experts),
+            mlp=sum(p.parameters for p in self.feed_forward) // self.layers,
             kv_values=self.attention.kv_values,
         )
 

@@ -79,16 +79,12 @@ class FlightPool:
 
     def __init__(self, spec: FlightSpec, routes: Routes) -> None:
         """It connects at the first call. Raises: ConfigError if the token or the certificates cannot be used."""
-        self._address = spec.address
+        self._spec = spec
         self._routes = routes
-        self._options = spec
-        self._timeout_s = spec.timeout_s
-        self._start_timeout_s = spec.start_timeout_s
-        self._max_quarantined = spec.max_quarantined
         token = read_token(spec.token_file)
         self._headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._client = flight.FlightClient(
-            self._address, tls_root_certs=read_root_certs(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
+            spec.address, tls_root_certs=read_root_certs(spec.tls_root_certs), generic_options=CHANNEL_OPTIONS
         )
         self._identity = ""
         self._served_teachers: dict[tuple[str, str], ServedTeacher] = {}
@@ -102,7 +98,8 @@ class FlightPool:
 
         Raises: RunError if the server cannot be reached, refuses the token, or serves something else.
         """
-        hello = self._call_with_retry("hello", self._start_timeout_s, self._request_hello)
+        timeout_s = self._spec.start_timeout_s
+        hello = self._call_with_retry("hello", timeout_s, self._request_hello)
         self._refuse_mismatch(hello)
         self._identity = hello.compute_identity()
         self._served_teachers = {(d, t.name): t for d in self._routes for t in hello.domains[d]}
@@ -111,7 +108,7 @@ class FlightPool:
                 raise ProtocolError(f"{self}: no logit rule for head {key}")
             if self._sends_heads and key not in self._heads:
                 rule = hello.heads[key].to_logit_rule()
-                head_V_D = self._call_with_retry("head", self._start_timeout_s, partial(self._request_head, key, rule))
+                head_V_D = self._call_with_retry("head", timeout_s, partial(self._request_head, key, rule))
                 self._heads[key] = HeadSource(
                     key=key, rule=rule, handle=cluster.StoredValue(cluster.put_object(head_V_D))
                 )
@@ -132,8 +129,8 @@ class FlightPool:
             TeacherRequest(
                 rollouts=rollouts,
                 teachers=expected_rows(domains, self._routes, keys if self._sends_heads else {}),
-                kind=(self._options.dtype, self._options.payload),
-                max_quarantined=self._max_quarantined,
+                kind=(self._spec.dtype, self._spec.payload),
+                max_quarantined=self._spec.max_quarantined,
                 sender=str(self),
             ),
             heads={key: self._heads[key] for key in sorted(set(keys.values()) & set(self._heads))},
@@ -144,7 +141,7 @@ class FlightPool:
         return self._heads
 
     def __str__(self) -> str:
-        return f"teachers at {self._address}"
+        return f"teachers at {self._spec.address}"
 
     # Requests to the server
 
@@ -158,7 +155,7 @@ class FlightPool:
         reader = self._client.do_get(flight.Ticket(key.encode()), options)
         meta = {k.decode(): v.decode() for k, v in (reader.schema.metadata or {}).items()}
         pieces = [_read_slice(chunk.data) for chunk in reader]
-        head_dtype = HEAD_DTYPES[self._options.dtype]
+        head_dtype = HEAD_DTYPES[self._spec.dtype]
         shape = [int(n) for n in meta.get("opd.shape", "").split("x") if n.isdigit()]
         raw = np.concatenate([np.zeros(0, np.uint8), *pieces])
         if (
@@ -180,7 +177,7 @@ class FlightPool:
         and skipped. Their bytes would not do, because an engine's second scores may differ in the last bits.
         """
         received: set[tuple[int, int]] = set()
-        for attempt in self._iterate_attempts("score", self._timeout_s):
+        for attempt in self._iterate_attempts("score", self._spec.timeout_s):
             received_before = frozenset(received)
             with attempt as options:
                 for raw in self._exchange_rollouts(rollouts, options):
@@ -272,10 +269,10 @@ class FlightPool:
         """Refuse a server that serves something else than the pipeline wants. Raises: RunError with the values of both sides."""
         local = {
             "stream version": STREAM_VERSION,
-            "payload": self._options.payload,
-            "dtype": self._options.dtype,
-            "objective.k": self._options.top_k,
-            "vocabulary": self._options.vocab_size,
+            "payload": self._spec.payload,
+            "dtype": self._spec.dtype,
+            "objective.k": self._spec.top_k,
+            "vocabulary": self._spec.vocab_size,
         }
         remote = dict(
             zip(local, (hello.stream, hello.payload, hello.dtype, hello.top_k, hello.vocab_size), strict=True)

@@ -26,6 +26,7 @@ from tests.unit.conftest import build_adapter
 
 Make = Callable[..., Path]
 LORA = {"r": 4, "alpha": 8}
+OBJECTIVES = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
 OFFLOAD = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
 
 
@@ -36,17 +37,21 @@ def ray() -> Iterator[None]:
 
 
 def experts_config(student: Path, teachers: dict[str, Any], **trainer: Any) -> PipelineConfig:
-    """Two responses to a prompt; `left` has a target beyond its expert, `right` a mixture of both."""
+    """Two responses to a prompt; `left` has a target beyond its expert, `right` a mixture of both, unless likeliest tokens are sent, of
+    which neither can be made."""
     data = config(student, lr=1e-2, adam_epsilon=1e-3, **trainer).model_dump(exclude_defaults=True)
     data["student"] = {"model": student, "lora": LORA}
-    data["domains"] = {"left": {"extrapolate": 1.5}, "right": {}}
+    data["domains"] = {"left": {} if teachers["payload"] == "top_k" else {"extrapolate": 1.5}, "right": {}}
     data["rollout"] |= {"n": 2}
     data["teachers"] = teachers
-    data["objective"] = {"kind": "sampled" if teachers["payload"] == "sampled_logprobs" else "reverse_kl"}
+    data["objective"] = {"kind": OBJECTIVES[teachers["payload"]]}
     return PipelineConfig.model_validate(data)
 
 
-@pytest.mark.parametrize("payload", ["hidden_states", pytest.param("sampled_logprobs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "payload",
+    ["hidden_states", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sampled_logprobs", "top_k"))],
+)
 def test_ranks_say_what_scoring_workers_say_and_go_on_bit_for_bit(
     ray: None, tmp_path: Path, make_model_dir: Make, payload: str
 ) -> None:
@@ -59,6 +64,8 @@ def test_ranks_say_what_scoring_workers_say_and_go_on_bit_for_bit(
         "left": (WeightedTeacher(teacher=left, weight=1.0),),
         "right": (WeightedTeacher(teacher=right, weight=0.75), WeightedTeacher(teacher=left, weight=0.25)),
     }
+    if payload == "top_k":
+        routes["right"] = (WeightedTeacher(teacher=right, weight=1.0),)
     made = rollouts(48)
     # The next but one is of the same domain.
     rows = [replace(r, prompt_ids=made[i - i % 4 + i % 2].prompt_ids) for i, r in enumerate(made)]

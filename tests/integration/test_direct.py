@@ -36,7 +36,7 @@ class MortalWorker(VLLMWorker):
     """Dies in its first direct push, when it has taken two buckets."""
 
     def receive_directly(self, model_dir: Path, push: DirectPush) -> str:
-        from opd.rollouts.direct import EngineChannel
+        from opd.rollouts.engine_channel import EngineChannel
 
         take_buckets = EngineChannel.take_buckets
 
@@ -60,7 +60,7 @@ class TakingWorker:
         return [""]
 
     def join_channel(self, meeting: MeetingPoint, routes: Sequence[Route]) -> str:
-        from opd.rollouts.direct import EngineChannel
+        from opd.rollouts.engine_channel import EngineChannel
 
         self._channel = EngineChannel(meeting, routes[0], torch.device("cpu"))
         return ""

@@ -17,7 +17,7 @@ import pipelines.merging.run
 from cli import app
 from opd.errors import Paused, RunError
 from opd.live.live_state import STOPPED
-from opd.live.status import status_of
+from opd.live.status import read_view
 from opd.live.view import RUNNING
 from tests.unit.opd.live.made import record
 from tests.unit.opd.live.test_status import NOW, a_run
@@ -63,9 +63,9 @@ def test_status_as_json(stopped: Path) -> None:
 
 @pytest.mark.parametrize("form", ["", "--json"])
 def test_watching_ends_with_the_merge(form: str, stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    last = status_of(stopped)
+    last = read_view(stopped)
     looks = iter([replace(last, state=RUNNING, done=done) for done in (11, 11, 12)] + [last])
-    monkeypatch.setattr("opd.live.status.status_of", lambda root: next(looks))
+    monkeypatch.setattr("opd.live.status.read_view", lambda root: next(looks))
     monkeypatch.setattr(pipelines.commands.status, "LOOK_S", 0.0)
     result = opd("status", stopped, "--watch", *form.split())
     if form:
@@ -160,7 +160,7 @@ def test_a_merge_as_json_says_how_it_ended(
     result = opd("merge", "pipeline.yaml", "--json", "--quiet")
     assert result.exit_code == code and str(error) in result.stderr
     assert lines(result)[-1] == {"event": "result", "state": state, "error": str(error)}
-    assert status_of(Path("runs/two")).state == state
+    assert read_view(Path("runs/two")).state == state
 
 
 def test_a_merge_that_is_refused_says_so_as_json(world: Any) -> None:

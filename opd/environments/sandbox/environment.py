@@ -191,8 +191,8 @@ class Sandbox:
         """Return how many of the hidden calls give the right result, in a sandbox that no command of the policy has run in."""
         request = {"source": self._read_file(), "function": self._task["function"], "calls": self._task["calls"]}
         with Box(self._limits) as judge:
-            judged = ["/run/bin/python", "-I", "-c", CALLER]
-            result = judge.run(judged, json.dumps(request), MOST_JUDGED, max(0.0, self._seconds_left()))
+            command = ["/run/bin/python", "-I", "-c", CALLER]
+            result = judge.run(command, json.dumps(request), MOST_JUDGED, max(0.0, self._seconds_left()))
         try:
             results = json.loads(result.output.strip().rpartition("\n")[2])
         except (ValueError, RecursionError):
@@ -230,13 +230,13 @@ def _make_task(rng: random.Random, problem: Problem, bug: tuple[str, str], calls
     scope: dict[str, Any] = {}
     exec(source, scope)  # our own text, from problems.py
     broken = [_call_as_json(scope[name], arguments) for arguments in argument_lists]
-    # The call that the prompt tells.
-    shown = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
-    if shown is None:
+    # The first call that shows the bug is the prompt's example.
+    index = next((i for i in range(calls) if not _equal_as_json(broken[i], expected[i])), None)
+    if index is None:
         return None
-    example_call = f"{name}({', '.join(map(repr, argument_lists[shown]))})"
+    example_call = f"{name}({', '.join(map(repr, argument_lists[index]))})"
     instruction = (
-        f"The file {name}.py has a function that is wrong: {example_call} should give {expected[shown]!r}. Mend the file with the "
+        f"The file {name}.py has a function that is wrong: {example_call} should give {expected[index]!r}. Mend the file with the "
         "tools `shell` and `write_file`. When it is right, answer without a call."
     )
     task = {"file": f"{name}.py", "source": source, "fixed": fixed, "function": name, "calls": argument_lists}

@@ -185,14 +185,14 @@ def _find_own_directories(shown: list[str]) -> Iterator[str]:
     """Yield the directories below those that are shown in which `opd` is installed. They must be hidden, since the right answers of our own
     tasks are in them."""
     package = Path(__file__).resolve().parents[2]
-    own = package.parent if (package.parent / "pyproject.toml").is_file() else package
+    root = package.parent if (package.parent / "pyproject.toml").is_file() else package
     installed = (
         path
         for top in shown
         for kind in ("lib", "local/lib")
         for path in Path(top, kind).glob("python3*/*-packages/opd")
     )
-    directories = {path.resolve() for path in (own, *installed)}
+    directories = {path.resolve() for path in (root, *installed)}
     for directory in directories - {inner for inner in directories if directories.intersection(inner.parents)}:
         if any(str(directory).startswith(top + "/") for top in shown):
             yield str(directory)

@@ -203,7 +203,7 @@ def _bounded_bytes(argument: Any) -> bytes:
 
 
 def _refuse_long(characters: int) -> None:
-    """Raises: ValueError if a text of so many characters is longer than `MAX_TEXT`."""
+    """Refuse a text of more than `MAX_TEXT` characters. Raises: ValueError."""
     if characters > MAX_TEXT:
         raise ValueError("too long")
 
@@ -270,6 +270,6 @@ def _refuse_long_format(pattern: str, arguments: Sequence[Any]) -> None:
 
 
 def refuse_slow(codec: Any) -> None:
-    """Raises: LookupError for a codec that is slow, or none."""
+    """Refuse a codec that is slow, or none. Raises: LookupError."""
     if codecs.lookup(codec).name in _SLOW:
         raise LookupError(codec)

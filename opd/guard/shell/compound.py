@@ -105,7 +105,7 @@ def _walk_lines(walk: Walk, bodies: Sequence[Script], streams: Streams, lines: S
         walk(bodies[1], streams)
 
 
-def walk_for(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
+def walk_for_loop(session: GuardSession, node: For, values: Sequence[str], walk: Callable[[Script], Output]) -> Output:
     """Go through the body of a `for` once for each of its words `values`. Return what it prints, if that is known. If no word is known,
     the loop may also have no round at all."""
     printed: list[Output] = []

@@ -21,7 +21,7 @@ from opd.guard.facts import PYTHONS, ProgramCall, Streams, read_call, read_code_
 from opd.guard.session import STDIN_NAMES, STDIN_PATH, GuardSession
 from opd.guard.shell.arrays import assign_variable, join_items
 from opd.guard.shell.branches import StateStep, join_outputs, list_states, run_in_subprocess, run_list, settle_states
-from opd.guard.shell.compound import walk_for, walk_group
+from opd.guard.shell.compound import walk_for_loop, walk_group
 from opd.guard.shell.expand import Expander
 from opd.guard.shell.fields import UNKNOWN, UNSET, has_glob, is_fully_known, show_field
 from opd.guard.shell.nodes import (
@@ -189,7 +189,7 @@ class Walker:
         self._note_redirects_as_cat(streams)
         if isinstance(node, For):
             values = [field for word in node.words for field in self._expander.expand_to_fields(word)]
-            printed = walk_for(self.session, node, values, partial(self.walk_script, streams=streams))
+            printed = walk_for_loop(self.session, node, values, partial(self.walk_script, streams=streams))
         else:
             printed = walk_group(self.session, node, streams, self.walk_script)
         # `break` stops no more than its loop, and `exit` no more than its subshell.
@@ -329,10 +329,10 @@ class Walker:
     def add_call(self, call: ProgramCall) -> None:
         """Note a call, without reads of files that the episode wrote: the rules protect the files of others. Raises:
         UnreadableCommand if there are too many calls."""
-        own = self.session.written
-        reads = tuple(path for path in call.reads if path not in own)
+        written = self.session.written
+        reads = tuple(path for path in call.reads if path not in written)
         if call.program in REMOVERS:
-            call = replace(call, writes=tuple(path for path in call.writes if path not in own))
+            call = replace(call, writes=tuple(path for path in call.writes if path not in written))
         if reads != call.reads or not self.tags <= call.tags:
             call = replace(call, reads=reads, tags=call.tags | self.tags)
         # The same call in several states counts once.

@@ -62,18 +62,13 @@ def parse(body: Mapping[str, Any]) -> Request:
 
 
 def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(json_values.read_list(body.get("messages"), "messages")):
-        path = f"messages[{number}]"
-        message = json_values.read_mapping(data, path)
+    for path, message in json_values.read_mappings(body.get("messages"), "messages"):
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant"):
             raise make_request_error(f"{path}.role: expected user or assistant, found {role!r:.40}")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        checked = [
-            json_values.read_mapping(block, f"{path}.content[{index}]")
-            for index, block in enumerate(json_values.read_list(blocks, f"{path}.content"))
-        ]
-        yield from _read_user_turn(checked, path) if role == "user" else _read_assistant_turn(checked, path)
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        blocks = [block for _, block in json_values.read_mappings(parts, f"{path}.content")]
+        yield from _read_user_turn(blocks, path) if role == "user" else _read_assistant_turn(blocks, path)
 
 
 def _read_user_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator[Message]:
@@ -104,9 +99,7 @@ def _read_assistant_turn(blocks: list[Mapping[str, Any]], path: str) -> Iterator
 
 
 def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(json_values.read_list(body.get("tools"), "tools")):
-        path = f"tools[{number}]"
-        tool = json_values.read_mapping(data, path)
+    for path, tool in json_values.read_mappings(body.get("tools"), "tools"):
         if tool.get("type", "custom") != "custom":
             raise make_request_error(
                 f"{path}.type: expected a tool of the client's own, found {tool.get('type')!r:.40}"

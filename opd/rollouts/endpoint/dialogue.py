@@ -52,8 +52,8 @@ class ChatMessages:
         UnreadableMessages."""
         ended = bool(turn) and turn[-1] in self._stops
         with _explain_refusal():
-            said = [message.for_template() for message in messages]
-            return self._appender.encode_following(said, ended=ended, tools=tools, turn=self.text(turn))
+            template_messages = [message.for_template() for message in messages]
+            return self._appender.encode_following(template_messages, ended=ended, tools=tools, turn=self.text(turn))
 
     def encode_history(self, history: History, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of the history as the policy reads it once these messages follow: a chat template may then leave out earlier

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from opd.records.environments import Tool
@@ -26,6 +26,13 @@ def read_list(value: Any, path: str) -> list[Any]:
     return value
 
 
+def read_mappings(value: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield path and value of each item of a list, which must be objects of JSON; None counts as an empty list."""
+    for number, item in enumerate(read_list(value, path)):
+        item_path = f"{path}[{number}]"
+        yield item_path, read_mapping(item, item_path)
+
+
 def read_text(value: Any, path: str) -> str:
     """Return a value that must be a text."""
     if not isinstance(value, str):
@@ -47,9 +54,8 @@ def read_content(value: Any, path: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
     texts = []
-    for number, part in enumerate(read_list(value, path)):
-        part_path = f"{path}[{number}]"
-        kind = read_mapping(part, part_path).get("type")
+    for part_path, part in read_mappings(value, path):
+        kind = part.get("type")
         if kind != "text":
             raise make_request_error(
                 f"{part_path}: expected a part of type text, found {kind!r:.40}: this model reads text only"

@@ -74,9 +74,7 @@ def parse(body: Mapping[str, Any]) -> Request:
 
 
 def _parse_messages(body: Mapping[str, Any]) -> Iterator[Message]:
-    for number, data in enumerate(json_values.read_list(body.get("messages"), "messages")):
-        path = f"messages[{number}]"
-        message = json_values.read_mapping(data, path)
+    for path, message in json_values.read_mappings(body.get("messages"), "messages"):
         role = ROLES.get(str(message.get("role")))
         if role is None:
             raise make_request_error(
@@ -106,9 +104,7 @@ def _parse_call(data: Any, path: str) -> Call:
 
 
 def _parse_tools(body: Mapping[str, Any]) -> Iterator[Tool]:
-    for number, data in enumerate(json_values.read_list(body.get("tools"), "tools")):
-        path = f"tools[{number}]"
-        tool = json_values.read_mapping(data, path)
+    for path, tool in json_values.read_mappings(body.get("tools"), "tools"):
         if tool.get("type") != "function":
             raise make_request_error(f"{path}.type: expected function, found {tool.get('type')!r:.40}")
         function = json_values.read_mapping(tool.get("function"), f"{path}.function")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.machine import orphans
+from opd.records.json_fields import parse_json_or_none
 
 INHERITED = ("LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", orphans.VARIABLE)
 """Environment variables that a program gets from ours, besides PATH and those that the pipeline names; none of them holds a secret."""
@@ -159,13 +159,5 @@ class _Tail:
 def _read_result(file: Path, out: str) -> Any:
     """Return the parsed JSON of the result's file; if there is none, of the last line in `out` that is not blank."""
     if file.is_file() and file.stat().st_size <= MAX_RESULT_BYTES:
-        return _parse_json(file.read_text("utf-8", "replace"))
-    return _parse_json(next((line for line in reversed(out.splitlines()) if line.strip()), ""))
-
-
-def _parse_json(text: str) -> Any:
-    """Return the value of a JSON text; None if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        return parse_json_or_none(file.read_text("utf-8", "replace"))
+    return parse_json_or_none(next((line for line in reversed(out.splitlines()) if line.strip()), ""))

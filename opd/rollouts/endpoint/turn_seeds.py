@@ -20,9 +20,9 @@ class Draws:
 
     def draw_for_turn(self, number: int, identity: str) -> int:
         """Return the number of a turn's draw, from 1 on."""
-        lost = self._lost.get((number, identity))
-        if lost:
-            return lost.pop(0)
+        draws = self._lost.get((number, identity))
+        if draws:
+            return draws.pop(0)
         self._drawn[number] += 1
         return self._drawn[number]
 

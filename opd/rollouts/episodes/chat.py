@@ -482,11 +482,11 @@ def _count_turns_read(form: ToolFormat, turns: Sequence[str], *, alone: bool = F
     number = 0
     for turn, asked in zip(turns, _ASKED, strict=False):
         try:
-            found = form.read(turn, [_PROBE])
+            reading = form.read(turn, [_PROBE])
         except BadCall:
             continue
-        called = found.calls == (ToolCall(name=_PROBE.name, arguments=asked),)
-        number += called and (not alone or _is_blank(found.text))
+        called = reading.calls == (ToolCall(name=_PROBE.name, arguments=asked),)
+        number += called and (not alone or _is_blank(reading.text))
     return number
 
 

@@ -332,7 +332,7 @@ class _EpisodeRun:
         return Opening(dialogue, request.prompt.text, observation)
 
     def _refuse_if_no_tokens_left(self, segment: TraceSegment) -> None:
-        """Raises: EpisodeEnd if the context or the agent's budget has no room for another token."""
+        """End the episode if the context or the agent's budget has no room for another token. Raises: EpisodeEnd."""
         if self._context_left(segment) < 1:
             raise EpisodeEnd("context")
         budget_left = self._budget_left()

@@ -36,7 +36,7 @@ from opd.records.scores import DomainScore, Evaluation
 from opd.records.types import Prompt
 from opd.rollouts.episodes.spec import EpisodeOptions
 from opd.run.paths import RunPaths, step_name
-from pipelines.reinforce import pipeline_of
+from pipelines.reinforce import build_pipeline
 from tests.scripted import NEEDS_SANDBOX, Policy, played
 from tests.steps import step as step_record
 
@@ -54,7 +54,7 @@ def written(root: Path, *given: str) -> ReinforceSpec:
 @pytest.mark.parametrize("given", [(), ("--quick",), ("--on-hit", "negative")], ids=["default", "quick", "negative"])
 def test_the_spec_is_one_that_experts_train_takes(tmp_path: Path, given: tuple[str, ...]) -> None:
     spec = written(tmp_path, *given)
-    found = {name: pipeline_of(spec, name) for name in spec.experts}
+    found = {name: build_pipeline(spec, name) for name in spec.experts}
     assert list(found) == ["free", "guarded", "no-file"] and spec.method == "ppo"
     guards = {name: config.guard for name, config in found.items()}
     assert guards["free"] is None and guards["no-file"] is None
@@ -101,7 +101,7 @@ def knows(name: str) -> Policy:
 
 def play(root: Path, arm: str, policy: Policy, **metadata: Any) -> tuple[EpisodeResult, list[list[str]]]:
     """An episode in an arm of the very spec that is trained, and what its sandbox ran, by its log."""
-    config = pipeline_of(written(root, "--quick"), arm)
+    config = build_pipeline(written(root, "--quick"), arm)
     environment = config.domains[DOMAIN].environment
     assert environment is not None
     guard = merge_guard(config.guard, config.domains[DOMAIN].guard)

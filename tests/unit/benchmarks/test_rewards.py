@@ -28,7 +28,7 @@ from pipelines.catalog import find_pipeline
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.callbacks import MergeCallbacks
-from pipelines.reinforce import pipeline_of
+from pipelines.reinforce import build_pipeline
 
 
 def answers(step: int, tokens: int, responses: int = 4) -> StepRecord:
@@ -84,7 +84,7 @@ def test_the_baselines_are_methods_and_arms_have_names_of_their_own() -> None:
 
 def test_what_quick_trains_is_valid_and_small() -> None:
     spec = validate_section(ReinforceSpec, rewards.tiny_spec(load_yaml(find_spec("rewards-experts"))), "spec")
-    assert {name: pipeline_of(spec, name).trainer.steps for name in spec.experts} == dict.fromkeys(rewards.TINY, 2)
+    assert {name: build_pipeline(spec, name).trainer.steps for name in spec.experts} == dict.fromkeys(rewards.TINY, 2)
     assert [file.parts[2] for file in spec.base.data] == list(rewards.TINY)
     for name in ("rewards", "rewards-at-once"):
         config = validate_section(PipelineConfig, rewards.tiny_pipeline(load_yaml(find_pipeline(name))), name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experts.licences import Licence, find_common, licences_of, list_concerns
+from experts.licences import Licence, find_common, find_licences, list_concerns
 
 APACHE = "                                 Apache License\n                           Version 2.0, January 2004\n"
 MIT = "Copyright (c) 2026 A\n\nPermission is hereby granted, free of charge, to any person obtaining a copy\nof this software and so on"
@@ -39,7 +39,7 @@ GPL = "GNU GENERAL PUBLIC LICENSE\n Version 3, 29 June 2007\n ... use the GNU Le
 def test_a_directory_states_its_licences(files: dict[str, str], names: list[str], tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert list(map(str, licences_of(tmp_path))) == names
+    assert list(map(str, find_licences(tmp_path))) == names
 
 
 def of(**names: str | None) -> dict[str, list[Licence]]:

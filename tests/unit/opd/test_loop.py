@@ -212,8 +212,8 @@ class Events:
         self.records.append(record.to_json())
         assert StepRecord.from_json(json.loads(json.dumps(self.records[-1]))) == record, "what is written is read"
 
-    def keep(self, step: int, batch: RolloutBatch, trained: StepReport) -> None:
-        assert self.seen[-1] == f"record {step}" and trained.step == step, "a resume takes both back"
+    def keep(self, step: int, batch: RolloutBatch, report: StepReport) -> None:
+        assert self.seen[-1] == f"record {step}" and report.step == step, "a resume takes both back"
         assert [r.sample_id for r in batch.rollouts] == self.written
 
     def parts(self) -> Components:

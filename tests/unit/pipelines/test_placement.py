@@ -15,9 +15,10 @@ from pipelines.placement import (
     ROLLOUT,
     TEACHERS,
     describe_divided_trainer,
-    groups_of,
+    list_worker_groups,
     local_worker_names,
     refuse_impossible_placement,
+    refuse_on_nodes,
     refuse_unplaceable,
     reserve_places,
 )
@@ -49,7 +50,7 @@ def names(groups: list[WorkerGroup]) -> list[tuple[str, ...]]:
 
 
 def test_every_worker_of_a_merge_has_a_seat_by_the_name_that_it_is_started_with(config: PipelineConfig) -> None:
-    found = groups_of(changed(config, {}, rollout={"workers": 2}))
+    found = list_worker_groups(changed(config, {}, rollout={"workers": 2}))
     ranks = ("trainer rank 0", "trainer rank 1")
     assert names(found) == [ranks, ("rollout worker 0", "rollout worker 1"), ("teacher worker 0",)]
     assert {group.strategy for group in found} == {"PACK"}
@@ -61,14 +62,14 @@ def test_every_worker_of_a_merge_has_a_seat_by_the_name_that_it_is_started_with(
 
 
 def test_a_critic_has_ranks_of_its_own_and_served_teachers_have_no_seat(config: PipelineConfig) -> None:
-    served = groups_of(changed(config, {}, teachers={"engine": "flight", "address": "grpc://localhost:1"}))
+    served = list_worker_groups(changed(config, {}, teachers={"engine": "flight", "address": "grpc://localhost:1"}))
     assert names(served) == [("trainer rank 0", "trainer rank 1"), ("rollout worker 0",)]
     domains = {
         name: d | {"eval": d["eval"] | {"verifier": "exact_match"}}
         for name, d in config.model_dump()["domains"].items()
     }
     objective = {"reward": {"baseline": {"kind": "critic"}}}
-    assert names(groups_of(changed(config, {}, domains=domains, objective=objective)))[1] == (
+    assert names(list_worker_groups(changed(config, {}, domains=domains, objective=objective)))[1] == (
         "critic rank 0",
         "critic rank 1",
     )
@@ -76,7 +77,7 @@ def test_a_critic_has_ranks_of_its_own_and_served_teachers_have_no_seat(config: 
 
 def test_what_a_role_asks_for(config: PipelineConfig) -> None:
     teachers = {"strategy": "spread", "cpus": 3, "label_selector": {"pool": "!head"}, "resources": {"big": 0.5}}
-    (group,) = groups_of(changed(config, {"teacher_gpus": 1, "placement": {"teachers": teachers}}), {TEACHERS})
+    (group,) = list_worker_groups(changed(config, {"teacher_gpus": 1, "placement": {"teachers": teachers}}), {TEACHERS})
     assert (group.key, group.strategy) == ("cluster.placement.teachers", "SPREAD")
     (seat,) = group.seats
     assert seat.asks == {"CPU": 3, "GPU": 1, "big": 0.5} and seat.labels == {"pool": "!head"}
@@ -87,7 +88,7 @@ def test_an_engine_of_several_gpus_has_them_in_one_place(config: PipelineConfig)
     divided = changed(
         config, {"rollout_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 1}, rollout={"tensor_parallel_size": 4}
     )
-    (group,) = groups_of(divided, {ROLLOUT})
+    (group,) = list_worker_groups(divided, {ROLLOUT})
     assert [seat.asks for seat in group.seats] == [{"CPU": 1, "GPU": 4}]
 
 
@@ -97,7 +98,7 @@ def test_the_processes_of_an_engine_share_its_cpus(config: PipelineConfig, cpus:
     places = {"rollout": {"cpus": cpus}, "teachers": {"cpus": cpus}, "trainer": {"cpus": cpus}}
     divided = {"tensor_parallel_size": size}
     made = changed(config, {"placement": places}, rollout=divided, teachers={"engine": "vllm"} | divided)
-    found = [(seat.asks["CPU"], seat.workers[0].threads) for group in groups_of(made) for seat in group.seats]
+    found = [(seat.asks["CPU"], seat.workers[0].threads) for group in list_worker_groups(made) for seat in group.seats]
     assert found == [(cpus, cpus)] * 2 + [(cpus, threads)] * 2
 
 
@@ -107,7 +108,7 @@ SHARES = {"rollout_gpus": 0.4, "teacher_gpus": 0.2, "trainer_gpus": 0.4}
 def test_rank_engine_and_scorer_with_shares_have_a_bundle_together(config: PipelineConfig) -> None:
     cpus = {"rollout": {"cpus": 4}, "teachers": {"cpus": 2}, "trainer": {"resources": {"fast": 1}}}
     shared = changed(config, SHARES | {"placement": cpus}, rollout={"workers": 2}, teachers={"workers": 2})
-    (group,) = groups_of(shared)
+    (group,) = list_worker_groups(shared)
     assert (group.key, group.strategy, group.one_node) == ("cluster.placement.trainer", "PACK", True)
     assert [seat.names for seat in group.seats] == [
         (f"trainer rank {i}", f"rollout worker {i}", f"teacher worker {i}") for i in (0, 1)
@@ -121,7 +122,7 @@ def test_rank_engine_and_scorer_with_shares_have_a_bundle_together(config: Pipel
 
 
 def test_a_role_of_whole_gpus_is_beside_those_that_share(config: PipelineConfig) -> None:
-    shared, ranks = groups_of(changed(config, SHARES | {"trainer_gpus": 1}))
+    shared, ranks = list_worker_groups(changed(config, SHARES | {"trainer_gpus": 1}))
     assert shared.names == ("rollout worker 0", "teacher worker 0") and not shared.one_node
     assert [seat.asks for seat in ranks.seats] == [{"CPU": 1, "GPU": 1}] * 2 and ranks.one_node
 
@@ -133,14 +134,16 @@ def test_a_critic_shares_with_the_ranks(config: PipelineConfig) -> None:
     }
     thirds = dict.fromkeys(SHARES, 0.25)
     objective = {"reward": {"baseline": {"kind": "critic"}}}
-    (group,) = groups_of(changed(config, thirds, domains=domains, objective=objective))
+    (group,) = list_worker_groups(changed(config, thirds, domains=domains, objective=objective))
     assert [seat.names[:2] for seat in group.seats] == [(f"trainer rank {i}", f"critic rank {i}") for i in (0, 1)]
 
 
 def test_a_divided_engine_shares_its_gpus_with_as_many_ranks(config: PipelineConfig) -> None:
     """All of its GPUs are on one node."""
     divided = {"tensor_parallel_size": 2, "workers": 2}
-    (group,) = groups_of(changed(config, SHARES, rollout=divided, trainer={"ranks": 4}, teachers={"workers": 4}))
+    (group,) = list_worker_groups(
+        changed(config, SHARES, rollout=divided, trainer={"ranks": 4}, teachers={"workers": 4})
+    )
     assert [len(seat.bundles) for seat in group.seats] == [2, 2]
     second = {worker.name: worker for worker in group.seats[1].workers}
     assert second["rollout worker 1"].bundles == (0, 1) and second["rollout worker 1"].asks["GPU"] == 0.4
@@ -150,20 +153,20 @@ def test_a_divided_engine_shares_its_gpus_with_as_many_ranks(config: PipelineCon
 
 def test_a_users_engine_has_room_beside_the_workers_that_we_know(config: PipelineConfig) -> None:
     mine = changed(config, SHARES, rollout={"engine": "my:Engine"}, trainer={"ranks": 1})
-    (group,) = groups_of(mine)
+    (group,) = list_worker_groups(mine)
     (seat,) = group.seats
     assert seat.names == ("trainer rank 0", "teacher worker 0") and seat.asks["GPU"] == pytest.approx(0.6)
 
 
 def test_what_a_command_starts_beside_the_engines_shares_their_gpu(config: PipelineConfig) -> None:
-    (group,) = groups_of(changed(config, SHARES), {ROLLOUT, TEACHERS}, ["comparing worker"])
+    (group,) = list_worker_groups(changed(config, SHARES), {ROLLOUT, TEACHERS}, ["comparing worker"])
     assert group.names == ("rollout worker 0", "comparing worker")
 
 
 def test_shared_gpus_that_no_node_has_are_refused(config: PipelineConfig) -> None:
     shared = changed(config, SHARES | {"teacher_gpus": 0}, rollout={"tensor_parallel_size": 16}, trainer={"ranks": 16})
     with pytest.raises(ConfigError, match=r"trainer rank 0 to 15, rollout worker 0 ask for 17 CPU, 16 GPU"):
-        refuse_impossible_placement(groups_of(shared), frozenset(), NODES)
+        refuse_impossible_placement(list_worker_groups(shared), frozenset(), NODES)
 
 
 def test_ranks_on_several_nodes_are_said(config: PipelineConfig) -> None:
@@ -196,7 +199,7 @@ def test_who_has_least_choice_chooses_first(config: PipelineConfig, monkeypatch:
 
 
 def test_workers_of_a_users_engine_are_not_known(config: PipelineConfig) -> None:
-    assert names(groups_of(changed(config, {}, rollout={"engine": "my:Engine"}), {ROLLOUT})) == []
+    assert names(list_worker_groups(changed(config, {}, rollout={"engine": "my:Engine"}), {ROLLOUT})) == []
 
 
 def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +211,21 @@ def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.Mo
     assert reserve_places(alone) == {} and reserved == []
     assert reserve_places(changed(alone, SHARES | {"trainer_gpus": 1})) == {}
     assert names(reserved) == [("rollout worker 0", "teacher worker 0")], "only GPUs that roles share"
+
+
+def test_a_divided_engine_is_reached_directly_on_one_node_alone(config: PipelineConfig) -> None:
+    gpus, alone = {"rollout_gpus": 1, "trainer_gpus": 1}, node("10.0.0.1", here=True, gpu=8)
+    direct = changed(config, gpus, sync={"kind": "direct"}, rollout={"tensor_parallel_size": 2})
+    refuse_on_nodes(direct, [alone])
+    with pytest.raises(
+        ConfigError, match=r"^sync\.kind\n  found:  direct with rollout\.tensor_parallel_size 2 on 2 nodes"
+    ):
+        refuse_on_nodes(direct, [alone, node("10.0.0.2", gpu=8)])
+    for possible in (
+        changed(direct, gpus, sync={"kind": "network"}),
+        changed(direct, gpus, rollout={"tensor_parallel_size": 1}),
+    ):
+        refuse_on_nodes(possible, [alone, node("10.0.0.2", gpu=8)])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +240,7 @@ def test_one_machine_is_not_asked(config: PipelineConfig, monkeypatch: pytest.Mo
 )
 def test_what_can_be_had_is_not_refused(config: PipelineConfig, cluster: Any) -> None:
     wanted = changed(config, cluster)
-    refuse_impossible_placement(groups_of(wanted), local_worker_names(wanted), NODES)
+    refuse_impossible_placement(list_worker_groups(wanted), local_worker_names(wanted), NODES)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +292,7 @@ def test_what_no_node_can_have_is_refused_with_what_they_have(
 ) -> None:
     wanted = changed(config, cluster, **sections)
     with pytest.raises(ConfigError) as refusal:
-        refuse_impossible_placement(groups_of(wanted), local_worker_names(wanted), NODES)
+        refuse_impossible_placement(list_worker_groups(wanted), local_worker_names(wanted), NODES)
     told = str(refusal.value)
     assert all(word in told for word in words), told
     assert "memory" not in told.replace("shared memory", "") and "id-" not in told, "what Ray counts for itself"
@@ -284,7 +302,7 @@ def test_a_push_that_needs_no_shared_memory_keeps_nobody_here(config: PipelineCo
     assert local_worker_names(config) == {"rollout worker 0", "trainer rank 0"}
     assert local_worker_names(changed(config, {}, sync={"kind": "network"})) == frozenset()
     far = changed(config, {"placement": {"rollout": {"label_selector": {"pool": "far"}}}})
-    refuse_impossible_placement(groups_of(far), frozenset(), NODES)
+    refuse_impossible_placement(list_worker_groups(far), frozenset(), NODES)
 
 
 def test_a_cluster_that_is_not_there_is_a_wrong_address(

@@ -20,7 +20,7 @@ from pipelines import build
 from pipelines.build import prompt_source
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.changes import accept_changes, refuse_lost_records, run_identity
-from pipelines.merging.manifest import manifest_of
+from pipelines.merging.manifest import make_manifest
 
 
 def ids(prompts: Any) -> list[str]:
@@ -93,17 +93,18 @@ def test_a_resume_hears_of_the_steps_that_were_taken(learning: Any, monkeypatch:
 
 def test_a_resume_may_not_change_it(learning: Any) -> None:
     config = load_pipeline(learning.write())
-    before = manifest_of(config, read_inputs(config))
+    before = make_manifest(config, read_inputs(config))
     learning.data["balance"] = "samples"
     config = load_pipeline(learning.write())
     assert (
-        accept_changes(before["config"], manifest_of(config, read_inputs(config))["config"], learning.root / "m") == []
+        accept_changes(before["config"], make_manifest(config, read_inputs(config))["config"], learning.root / "m")
+        == []
     )
     older = {key: value for key, value in before["config"].items() if key != "balance"}
     assert accept_changes(older, before["config"], learning.root / "m") == [], "begun by a release that did not have it"
     learning.data["balance"] = "gap"
     config = load_pipeline(learning.write())
-    now = manifest_of(config, read_inputs(config))
+    now = make_manifest(config, read_inputs(config))
     assert run_identity(now)["config"] != run_identity(before)["config"]
     with pytest.raises(RunDirError, match=r"balance.kind +samples +gap"):
         accept_changes(before["config"], now["config"], learning.root / "m")

@@ -19,7 +19,7 @@ from pipelines.inputs.read import read_inputs
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.card import model_card
-from pipelines.merging.manifest import manifest_of
+from pipelines.merging.manifest import make_manifest
 from pipelines.reinforce import reinforce_experts
 from pipelines.sizing.memory import estimate_memory
 from tests.unit.pipelines.merging.test_rounds import Engines
@@ -192,7 +192,7 @@ def test_its_inputs_manifest_card_and_memory_know_no_experts(alone: Any) -> None
         "reverse",
         "upper",
     }
-    found = manifest_of(alone, inputs)
+    found = make_manifest(alone, inputs)
     assert found["experts"] == {} and set(found["prompts"]) == {"reverse", "upper"}
     assert "Trained by reinforcement" in model_card(alone, inputs) and "Expert" not in model_card(alone, inputs)
     needs = {need.part: need.nbytes for need in estimate_memory(alone, inputs)}

@@ -15,7 +15,7 @@ from opd.config.guard import merge_guard
 from opd.config.reward import CriticBaseline, GroupBaseline, LeaveOneOutBaseline
 from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
-from pipelines.reinforce import pipeline_of, record_of
+from pipelines.reinforce import build_pipeline, record_expert
 from pipelines.specs import critic_options
 
 VALID: dict[str, Any] = {
@@ -53,7 +53,7 @@ def spec_of(**changes: Any) -> ReinforceSpec:
     ],
 )
 def test_a_method_is_a_baseline_and_a_number_of_responses(method: str, n: int, baseline: Any) -> None:
-    config = pipeline_of(spec_of(method=method), "guess")
+    config = build_pipeline(spec_of(method=method), "guess")
     assert config.name == f"guess-{method}"
     assert (config.rollout.n, config.trainer.samples_per_step) == (n, 128)
     assert config.objective.reward is not None and config.objective.reward.baseline == baseline
@@ -76,7 +76,7 @@ def test_an_experts_own_keys_are_over_those_of_the_spec_and_these_over_the_recip
     )
     data["experts"]["guess"] |= {"trainer": {"steps": 4}, "reward": {"baseline": {"lr_ratio": 5}}}
     spec = validate_section(ReinforceSpec, data, "s.yaml")
-    guess, answer = (pipeline_of(spec, name) for name in ("guess", "answer"))
+    guess, answer = (build_pipeline(spec, name) for name in ("guess", "answer"))
     assert (guess.trainer.steps, answer.trainer.steps) == (4, 9)
     assert guess.trainer.lr == 1e-4 and guess.rollout.max_new_tokens == 7 and guess.trainer.samples_per_step == 32
     rewards = [config.objective.reward for config in (guess, answer)]
@@ -89,27 +89,27 @@ def test_an_experts_own_keys_are_over_those_of_the_spec_and_these_over_the_recip
 
 def test_an_expert_may_leave_its_base_without_a_warning() -> None:
     """With `kl_to_base` the base is the teacher from which the monitors of a merge would not see the student leave."""
-    limits = pipeline_of(spec_of(kl_to_base=0.1, monitors={"entropy": {"stop": 3.0}}), "guess").monitors
+    limits = build_pipeline(spec_of(kl_to_base=0.1, monitors={"entropy": {"stop": 3.0}}), "guess").monitors
     assert (limits.entropy.warn, limits.entropy.stop, limits.disagreement.warn) == (None, 3.0, None)
     assert limits.grad_norm.warn == 100 and limits.repetition.stop is not None
 
 
 def test_the_base_is_read_as_the_spec_says() -> None:
-    student = pipeline_of(
+    student = build_pipeline(
         spec_of(base={"model": "base", "template_date": "2020-01-02", "tool_call_parser": "hermes"}), "guess"
     ).student
     assert (str(student.template_date), student.tool_call_parser) == ("2020-01-02", "hermes")
 
 
 def test_another_baseline_replaces_the_methods() -> None:
-    reward = pipeline_of(spec_of(reward={"baseline": "ema"}), "guess").objective.reward
+    reward = build_pipeline(spec_of(reward={"baseline": "ema"}), "guess").objective.reward
     assert reward is not None and reward.baseline.kind == "ema"
-    whole = pipeline_of(spec_of(reward={"baseline": {"kind": "leave_one_out"}}), "guess").objective.reward
+    whole = build_pipeline(spec_of(reward={"baseline": {"kind": "leave_one_out"}}), "guess").objective.reward
     assert whole is not None and whole.baseline.kind == "leave_one_out"
 
 
 def test_the_base_may_be_the_one_teacher() -> None:
-    config = pipeline_of(spec_of(kl_to_base=0.05), "guess")
+    config = build_pipeline(spec_of(kl_to_base=0.05), "guess")
     assert config.objective.kind == "reverse_kl" and config.teachers.engine == "transformers"
     assert isinstance(config.experts, dict) and config.experts["base"].model == Path("base")
     assert config.objective.reward is not None and config.objective.reward.weight == pytest.approx(20)
@@ -119,18 +119,18 @@ def test_the_base_may_be_the_one_teacher() -> None:
     critic = config.objective.reward.baseline
     assert isinstance(critic, CriticBaseline), "its gradients know no kl"
     assert critic_options(config, critic, 7).max_grad_norm == 1.0
-    named = pipeline_of(spec_of(kl_to_base=0.05, reward={"baseline": "critic"}), "guess")
+    named = build_pipeline(spec_of(kl_to_base=0.05, reward={"baseline": "critic"}), "guess")
     assert named.objective == config.objective, "the same baseline, given by its name alone"
     data = changed(kl_to_base=0.05)
     data["experts"]["guess"]["kl_to_base"] = 0
-    assert pipeline_of(validate_section(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
+    assert build_pipeline(validate_section(ReinforceSpec, data, "s.yaml"), "guess").objective.kind == "none"
 
 
 def test_beside_the_base_every_weight_and_limit_grows_alike() -> None:
     """Also a weight that changes from step to step, and numbers that YAML takes for text."""
     reward = {"weight": "1e0", "schedule": {"to": 0.5, "steps": 5}}
     trainer = {"steps": 9, "lr": 1e-4, "max_grad_norm": "1e-1"}
-    config = pipeline_of(spec_of(kl_to_base=0.05, reward=reward, trainer=trainer), "guess")
+    config = build_pipeline(spec_of(kl_to_base=0.05, reward=reward, trainer=trainer), "guess")
     assert config.objective.reward is not None and config.trainer.max_grad_norm == pytest.approx(2)
     assert [config.objective.reward.weight_at(step) for step in (1, 3, 5, 9)] == pytest.approx([20, 15, 10, 10])
 
@@ -138,7 +138,7 @@ def test_beside_the_base_every_weight_and_limit_grows_alike() -> None:
 def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     def record(**changes: Any) -> dict[str, Any]:
         spec = spec_of(**changes)
-        return record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash")
+        return record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash")
 
     same = [{"checkpoint": {"every": 3}}, {"runs": "elsewhere"}, {"monitors": {"length": {"warn": None}}}]
     assert all(record(**change) == record() for change in same)
@@ -146,20 +146,20 @@ def test_what_decides_the_weights_is_recorded_and_nothing_else() -> None:
     for kind in ({}, {"columns": {"answer": "solution"}}, {"limit": 5}):
         mapping["experts"]["answer"] |= {"prompts": {"path": "s.jsonl", **kind}}
         spec = validate_section(ReinforceSpec, mapping, "s.yaml")
-        assert (record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
+        assert (record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()) == (not kind)
     other = [{"seed": 1}, {"method": "rloo"}, {"kl_to_base": 0.1}, {"trainer": {"steps": 10, "lr": 1e-4}}]
     assert all(record(**change) != record() for change in other)
     moved = changed()
     moved["experts"]["answer"] |= {"prompts": "moved.jsonl"}
     spec = validate_section(ReinforceSpec, moved, "s.yaml")
-    assert record_of(pipeline_of(spec, "answer"), spec, {"weights": "w"}, "hash") == record()
+    assert record_expert(build_pipeline(spec, "answer"), spec, {"weights": "w"}, "hash") == record()
 
 
 def refusal(data: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         spec = validate_section(ReinforceSpec, data, "s.yaml")
         for name in spec.experts:
-            pipeline_of(spec, name)
+            build_pipeline(spec, name)
     return str(error.value)
 
 
@@ -204,15 +204,15 @@ def test_the_method_decides_which_spec_it_is(tmp_path: Path) -> None:
 def test_a_guard_holds_for_experts_with_an_environment_unless_they_switch_it_off() -> None:
     experts = copy.deepcopy(VALID["experts"])
     spec = spec_of(guard={"answers": True}, experts=experts)
-    config = pipeline_of(spec, "guess")
+    config = build_pipeline(spec, "guess")
     assert config.guard is not None and config.guard.answers and config.domains["number"].guard is None
-    assert pipeline_of(spec, "answer").guard is None, "it has no episodes"
+    assert build_pipeline(spec, "answer").guard is None, "it has no episodes"
     experts["guess"]["guard"] = {"workdir": "/box", "on_hit": "negative"}
-    config = pipeline_of(spec_of(guard={}, experts=experts), "guess")
+    config = build_pipeline(spec_of(guard={}, experts=experts), "guess")
     found = merge_guard(config.guard, config.domains["number"].guard)
     assert found is not None and (found.workdir, found.on_hit) == ("/box", "negative")
-    assert "guard" in record_of(config, spec, {}, "hash") and "guard" not in record_of(
-        pipeline_of(spec_of(), "guess"), spec, {}, "hash"
+    assert "guard" in record_expert(config, spec, {}, "hash") and "guard" not in record_expert(
+        build_pipeline(spec_of(), "guess"), spec, {}, "hash"
     )
     experts["guess"]["guard"] = False
-    assert pipeline_of(spec_of(guard={}, experts=experts), "guess").guard is None
+    assert build_pipeline(spec_of(guard={}, experts=experts), "guess").guard is None

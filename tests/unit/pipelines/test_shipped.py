@@ -14,7 +14,7 @@ from opd.config import load_pipeline
 from opd.config.domains import RegisteredExperts
 from opd.config.verifiers import PythonConfig
 from pipelines.catalog import find_pipeline
-from pipelines.reinforce import pipeline_of
+from pipelines.reinforce import build_pipeline
 
 MAKEFILE = Path(__file__).parents[3] / "Makefile"
 
@@ -77,7 +77,7 @@ def test_the_suite_of_rewards_ships_a_spec_and_the_merge_of_its_experts():
             assert domain.eval is not None and domain.eval.verifier == PythonConfig(
                 kind="python", function=rewards.VERIFIER
             )
-        pipeline_of(spec, name)
+        build_pipeline(spec, name)
 
 
 def test_smollm2_learns_from_rewards_what_its_pipeline_merges():
@@ -90,7 +90,7 @@ def test_smollm2_learns_from_rewards_what_its_pipeline_merges():
     for name, domain in config.domains.items():
         assert (spec.experts[name].domain, spec.experts[name].prompts) == (name, domain.prompts)
         assert spec.experts[name].eval == domain.eval and domain.prompts in spec.base.data
-        pipeline_of(spec, name)
+        build_pipeline(spec, name)
 
 
 def test_all_domains_at_once_have_the_responses_of_all_experts():
@@ -101,7 +101,7 @@ def test_all_domains_at_once_have_the_responses_of_all_experts():
     assert alone.student == merged.student
     assert {n: d.model_copy(update={"teachers": None}) for n, d in alone.domains.items()} == merged.domains
     assert {domain.teachers for domain in alone.domains.values()} == {"base"}
-    experts = [pipeline_of(spec, name) for name in spec.experts]
+    experts = [build_pipeline(spec, name) for name in spec.experts]
     for expert in experts:
         assert isinstance(expert.experts, dict) and isinstance(alone.experts, dict)
         assert expert.experts["base"].model == alone.experts["base"].model == spec.base_dir

@@ -14,7 +14,7 @@ from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.yaml_files import validate_section
 from pipelines.build import num_workers
-from pipelines.placement import groups_of
+from pipelines.placement import list_worker_groups
 from pipelines.routes import START, RoutedExpert, base_teacher_weights, route_domains, scoring_routes
 from pipelines.sizing.memory import estimate_memory, fullest_workers, head_sizes, row_bytes, sends_heads
 from pipelines.sizing.models import MergeModels
@@ -92,7 +92,9 @@ def test_each_group_has_its_engine_its_teachers_and_its_workers(experts: dict[st
     spec = pool_spec(groups[2].config, 76, first_worker=2, other_processes=1)
     assert (spec.engine, spec.workers, spec.first_worker, spec.scorer.payload) == ("vllm", 2, 2, "hidden_states")
     assert num_workers(config) == 1 + 1 + 1 + 2 + config.trainer.ranks
-    names = [name for group in groups_of(config) for seat in group.seats for name in (w.name for w in seat.workers)]
+    names = [
+        name for group in list_worker_groups(config) for seat in group.seats for name in (w.name for w in seat.workers)
+    ]
     assert sorted(name for name in names if name.startswith("teacher")) == [f"teacher worker {i}" for i in range(4)]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from opd.records.types import Teacher
 from teachers.weight_keys import base_key, weight_key
-from teachers.weights import WeightCache, read_weights, weights_nbytes
+from teachers.weights import WeightCache, read_tensors, weights_nbytes
 
 SIZES = {"base": 100, "other": 100, "third": 100, "a": 10, "b": 10, "c": 10}
 """Bytes of the only tensor in each directory."""
@@ -157,7 +157,7 @@ def test_size_without_reading_is_that_of_what_is_read(dtype: torch.dtype, item: 
     for i, shape in enumerate([(3, 5), (7,), ()]):
         save_file({f"t{i}": torch.zeros(shape, dtype=torch.float16)}, tmp_path / f"part-{i}.safetensors")
     assert weights_nbytes(tmp_path, dtype) == (15 + 7 + 1) * item
-    assert sum(t.nbytes for t in read_weights(tmp_path, dtype).values()) == weights_nbytes(tmp_path, dtype)
+    assert sum(t.to(dtype).nbytes for t in read_tensors(tmp_path).values()) == weights_nbytes(tmp_path, dtype)
 
 
 def test_keys() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opd.config import PipelineConfig, rounds_of
+from opd.config import PipelineConfig, split_rounds
 from opd.config.balance import GapBalance, SamplesBalance, TokensBalance
 from opd.errors import ConfigError
 from opd.settings.yaml_files import apply_overrides, validate_section
@@ -93,7 +93,7 @@ def test_a_key_of_another_kind_is_unknown(kind: str, key: str) -> None:
 
 def test_every_round_has_it() -> None:
     config = validate_section(PipelineConfig, VALID | {"balance": "gap", "rounds": 2}, "p.yaml")
-    assert [one.balance for one in rounds_of(config)] == [GapBalance(kind="gap")] * 2
+    assert [one.balance for one in split_rounds(config)] == [GapBalance(kind="gap")] * 2
 
 
 def test_the_schema_knows_both_forms() -> None:

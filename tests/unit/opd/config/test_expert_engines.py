@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from opd.config import PipelineConfig, is_overlapped, rounds_of
+from opd.config import PipelineConfig, is_overlapped, split_rounds
 from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
 from opd.settings.yaml_files import parse_yaml, validate_section
@@ -64,7 +64,7 @@ def test_a_pipeline_that_was_written_out_is_read_as_it_was() -> None:
     config = read(with_engines(code=FAR, law={"kind": "transformers", "memory": "2GiB"}))
     again = read(config.model_dump(mode="json"))
     assert again == config and again.engines == config.engines
-    assert [part.engines for part in rounds_of(config.model_copy(update={"rounds": 2}))] == [config.engines] * 2
+    assert [part.engines for part in split_rounds(config.model_copy(update={"rounds": 2}))] == [config.engines] * 2
 
 
 def test_the_registry_s_experts_may_have_engines_too() -> None:

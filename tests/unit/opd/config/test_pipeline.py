@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from opd.config import PipelineConfig, load_pipeline, rounds_of
+from opd.config import PipelineConfig, load_pipeline, split_rounds
 from opd.config.domains import RegisteredExperts
 from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
@@ -831,7 +831,6 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
     [
         ({"student": {"model": "base"}}, "teachers.engine", "trainer without student.lora"),
         ({"cluster": {"teacher_gpus": 1}}, "cluster.teacher_gpus", "1 with teachers.engine trainer"),
-        ({"teachers": {"engine": "trainer", "payload": "top_k"}}, "teachers.payload", "'top_k'"),
         ({"teachers": {"engine": "trainer", "workers": 2}}, "teachers.workers", "2, with teachers.engine trainer"),
         (
             {
@@ -846,6 +845,8 @@ def test_a_section_written_out_for_another_engine_is_taken_where_it_says_nothing
 def test_what_goes_not_with_teachers_on_the_students_base(change: dict[str, Any], where: str, found: str) -> None:
     lora = {"student": {"model": "base", "lora": {}}, "teachers": {"engine": "trainer"}}
     validate_section(PipelineConfig, VALID | lora, "p.yaml")
+    likeliest = {"teachers": {"engine": "trainer", "payload": "top_k"}, "objective": {"kind": "top_k"}}
+    validate_section(PipelineConfig, VALID | lora | likeliest, "p.yaml")
     message = refusal(VALID | lora | change)
     assert message.startswith(f"p.yaml: {where}\n  found:  {found}"), message
 
@@ -926,11 +927,11 @@ def test_depth_is_bounded() -> None:
 
 def test_rounds_alike_differ_in_their_seed() -> None:
     config = validate_section(PipelineConfig, changed("rounds", 3) | {"seed": 5}, "p.yaml")
-    found = rounds_of(config)
+    found = split_rounds(config)
     assert [one.seed for one in found] == [5, 6, 7]
     assert all(one.model_copy(update={"seed": 5, "rounds": 3}) == config for one in found)
     alone = validate_section(PipelineConfig, VALID, "p.yaml")
-    assert rounds_of(alone) == [alone]
+    assert split_rounds(alone) == [alone]
 
 
 def test_a_round_says_what_is_other() -> None:
@@ -946,7 +947,7 @@ def test_a_round_says_what_is_other() -> None:
     }
     rounds = [{}, other, {"objective": {"kind": "jsd"}, "seed": 11}, {"objective": {"chunk": 7}}]
     config = validate_section(PipelineConfig, data | {"rounds": rounds}, "p.yaml")
-    first, second, third, fourth = rounds_of(config)
+    first, second, third, fourth = split_rounds(config)
     assert first == validate_section(PipelineConfig, data, "p.yaml")
     assert (list(second.experts), list(second.domains)) == (["better"], ["math"]), "names are replaced, not added"
     assert second.domains["math"].eval is None
@@ -969,7 +970,7 @@ def test_a_round_may_have_another_engine() -> None:
         {"teachers": {"workers": 4}},
     ]
     config = validate_section(PipelineConfig, changed("teachers", teachers) | {"rounds": rounds}, "p.yaml")
-    first, elsewhere, vllm, more = (one.teachers for one in rounds_of(config))
+    first, elsewhere, vllm, more = (one.teachers for one in split_rounds(config))
     assert (first.scoring_workers, elsewhere.scoring_workers, vllm.scoring_workers, more.scoring_workers) == (
         3,
         0,

@@ -33,8 +33,8 @@ class Engine:
         self.calls.append(("values", [r.sample_id for r in rollouts]))
         return {r.sample_id: np.full(r.num_trained + 1, self.says(r), np.float32) for r in rollouts}
 
-    def update(self, step: int, returns: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[float, float]:
-        assert {i: len(v) for i, v in returns.items()} == {i: len(v) for i, v in values.items()}
+    def update(self, step: int, returns: Mapping[str, Any], old_values: Mapping[str, Any]) -> tuple[float, float]:
+        assert {i: len(v) for i, v in returns.items()} == {i: len(v) for i, v in old_values.items()}
         self.calls.append(("update", step))
         return 0.5 / len(self.calls), float(len(self.calls))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opd.environments import ENVIRONMENTS, find_environment, place_of
+from opd.environments import ENVIRONMENTS, find_environment, find_import_name
 from opd.errors import ConfigError
 from opd.records.environments import Action, Outcome, Tool
 
@@ -59,4 +59,4 @@ def test_an_import_path_is_an_environment_too() -> None:
     assert made.reset({}, 0) == ""
     assert not made.step(made.solve()).done
     assert made.step(Action(text="nothing")).done
-    assert place_of("tests.environments:Sleeper", "here") == "tests.environments:Sleeper"
+    assert find_import_name("tests.environments:Sleeper", "here") == "tests.environments:Sleeper"

@@ -12,7 +12,7 @@ from rich.console import Console
 from opd.live.course import Course
 from opd.live.live_state import FAILED, FINISHED
 from opd.live.render import RunScreen
-from opd.live.view import KILLED, View, view_of
+from opd.live.view import KILLED, View, build_view
 from opd.records.step import DomainRecord, StepRecord
 from opd.records.types import SavedCheckpoint
 
@@ -61,7 +61,7 @@ def course(done: int = 122, domains: tuple[str, ...] = DOMAINS) -> Course:
 
 def running(domains: tuple[str, ...] = DOMAINS) -> View:
     return replace(
-        view_of(course(domains=domains)),
+        build_view(course(domains=domains)),
         name="ten-experts",
         root="runs/ten-experts",
         doing="rollout",
@@ -74,7 +74,7 @@ def running(domains: tuple[str, ...] = DOMAINS) -> View:
 
 def starting() -> View:
     return replace(
-        view_of(Course(300, DOMAINS)),
+        build_view(Course(300, DOMAINS)),
         name="ten-experts",
         root="runs/ten-experts",
         doing="loading: trainer (rollout engine: up)",
@@ -104,7 +104,7 @@ def failed() -> View:
 
 def finished() -> View:
     return replace(
-        view_of(course(300)),
+        build_view(course(300)),
         name="ten-experts",
         root="runs/ten-experts",
         state=FINISHED,

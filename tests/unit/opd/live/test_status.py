@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from opd.errors import RunDirError
 from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
-from opd.live.status import is_held, runs_in, status_of
+from opd.live.status import is_held, list_runs, read_view
 from opd.live.view import KILLED, RUNNING
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import AlarmRecord
@@ -59,7 +59,7 @@ def a_run(root: Path, steps: int = 12, now: LiveState | None = NOW) -> RunPaths:
 def test_a_merge_at_work(tmp_path: Path) -> None:
     paths = a_run(tmp_path / "run")
     with FileLock(paths.lock):
-        seen = status_of(paths.root)
+        seen = read_view(paths.root)
     assert (seen.state, seen.done, seen.steps, seen.doing, seen.notes) == (RUNNING, 12, 20, "rollout", ("hi",))
     assert seen.doing_s is not None and seen.doing_s < 60 and seen.elapsed_s is not None and seen.elapsed_s >= 0
     assert seen.memory and seen.memory[0][0] == "driver" and seen.memory[0][1] > 1 << 20
@@ -70,8 +70,8 @@ def test_a_merge_at_work(tmp_path: Path) -> None:
     chance = DomainScore(accuracy=0.3, stderr=0.1, low=0.1, high=0.6, questions=9)
     expert = Evaluation.load(paths.evaluation_file("expert"))
     replace(expert, scores=expert.scores | {"code": chance}).save(paths.evaluation_file("expert"))
-    assert [d.headroom is None for d in status_of(paths.root).domains] == [False, True], "no better beyond chance"
-    assert status_of(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
+    assert [d.headroom is None for d in read_view(paths.root).domains] == [False, True], "no better beyond chance"
+    assert read_view(paths.root).state == KILLED, "nobody holds the lock, and there is no last word"
 
 
 def test_the_question_who_is_at_work_keeps_nobody_out(tmp_path: Path) -> None:
@@ -95,16 +95,16 @@ def test_the_question_who_is_at_work_keeps_nobody_out(tmp_path: Path) -> None:
 )
 def test_how_a_merge_ended(ended: str, why: str, hint: str, tmp_path: Path) -> None:
     paths = a_run(tmp_path / "run", now=replace(NOW, ended=ended, why=why if ended else ""))
-    seen = status_of(paths.root)
+    seen = read_view(paths.root)
     assert (seen.state, seen.why, seen.memory) == (ended or KILLED, why, ())
     assert seen.hints[0].startswith(hint.format(root=paths.root)) and "after step 10" in seen.hints[-1]
 
 
 def test_a_merge_that_failed_before_its_first_step_tells_no_time(tmp_path: Path) -> None:
     paths = a_run(tmp_path / "run", now=replace(NOW, ended=FAILED, why="rollout worker 0: gone"))
-    assert status_of(paths.root).elapsed_s
+    assert read_view(paths.root).elapsed_s
     paths.metrics.write_text("")
-    assert status_of(paths.root).elapsed_s is None, "`0 s in all` would be wrong"
+    assert read_view(paths.root).elapsed_s is None, "`0 s in all` would be wrong"
 
 
 def test_a_run_that_left_no_word_is_stopped_and_its_records_give_the_notes(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_run_that_left_no_word_is_stopped_and_its_records_give_the_notes(tmp_p
     paths = a_run(tmp_path / "run", now=None)
     alarm = AlarmRecord(signal="truncation", domain="math", value=0.91, limit=0.9, action="warn", since=13)
     MetricsFile(paths.metrics).write(replace(record(13, DOMAINS[:2]), alarms=(alarm,)))
-    seen = status_of(paths.root)
+    seen = read_view(paths.root)
     assert (seen.state, seen.why, seen.done) == (STOPPED, "", 13)
     assert len(seen.notes) == 1 and seen.notes[0].startswith("warning: step 13: truncation: domain math: 0.91")
 
@@ -132,7 +132,7 @@ def test_a_finished_merge(tmp_path: Path) -> None:
     paths.report.write_text(json.dumps(report | more))
     score = DomainScore(accuracy=0.6, stderr=0.1, low=0.1, high=1.0, questions=9)
     Evaluation(model="merged", scores=dict.fromkeys(DOMAINS[:2], score)).save(paths.evaluation_file("after"))
-    seen = status_of(paths.root)
+    seen = read_view(paths.root)
     assert (seen.state, seen.elapsed_s, seen.exam_step) == (FINISHED, 77.0, 20)
     assert seen.mean_headroom == pytest.approx(0.5)
     assert seen.hints == (f"next: opd report {paths.root}", f"model: {paths.model}")
@@ -145,7 +145,7 @@ def test_a_merge_in_rounds_is_one_merge(tmp_path: Path) -> None:
     a_run(whole.round_dir(1).root, steps=20)
     paths = a_run(whole.round_dir(2).root, steps=3, now=replace(NOW, notes=("the second",)))
     with FileLock(whole.lock), FileLock(paths.lock):
-        seen = status_of(whole.root)
+        seen = read_view(whole.root)
     assert (seen.state, seen.done, seen.steps, seen.notes) == (RUNNING, 23, 40, ("the second",))
 
 
@@ -168,14 +168,14 @@ def test_all_runs_of_a_directory(tmp_path: Path) -> None:
     a_run(runs / "a" / "baselines" / "runs" / "inside")
     damaged = a_run(runs / "c")
     damaged.metrics.write_text("{\n")
-    rows = list(runs_in(runs))
+    rows = list(list_runs(runs))
     assert [(row.root.relative_to(runs).as_posix(), row.view.state.split(":")[0]) for row in rows] == [
         ("a", KILLED), ("b/seed-1", STOPPED), ("c", "damaged"),
     ]  # fmt: skip
     assert (rows[0].view.done, rows[0].view.steps) == (12, 20) and rows[0].view.mean_headroom == pytest.approx(0.078125)
     assert 100_000 < rows[0].size < 180_000, "hard links count once"
     with pytest.raises(RunDirError):
-        status_of(runs)
+        read_view(runs)
 
 
 KILLED_MERGE = """
@@ -204,10 +204,10 @@ def test_a_merge_that_is_really_killed(tmp_path: Path) -> None:
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        alive = status_of(paths.root)
+        alive = read_view(paths.root)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait(60)
     assert (alive.state, alive.doing, alive.notes) == (RUNNING, "train", ("about to die",))
-    dead = status_of(paths.root)
+    dead = read_view(paths.root)
     assert (dead.state, dead.why) == (KILLED, "it ended without a word, while: train")

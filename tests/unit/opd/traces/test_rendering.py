@@ -9,8 +9,7 @@ import pytest
 
 from opd.records.types import Rollout, Span
 from opd.traces.record import EpisodeTrace, StepTraces, read_traces
-from opd.traces.rendering import MAX_TEXT, MAX_TOKENS, make_trace
-from opd.traces.token_texts import token_texts
+from opd.traces.rendering import MAX_TEXT, MAX_TOKENS, make_trace, split_into_token_texts
 from tests.chatml import bpe_tokenizer, chat_tokenizer
 from tests.rows import make_rollout
 
@@ -37,13 +36,15 @@ def rollout(*parts: tuple[str, str], sample_id: str = "s0", **more: Any) -> Roll
 def test_the_texts_of_tokens_are_the_text() -> None:
     for text in ("the maze", "naïve 日本語 😀 end", "a<|im_end|>\nb", ""):
         ids = encode(text)
-        texts = token_texts(ids, TOKENIZER)
+        texts = split_into_token_texts(ids, TOKENIZER)
         assert len(texts) == len(ids) and "".join(texts) == TOKENIZER.decode(ids, skip_special_tokens=False) == text
-    assert token_texts(encode("日"), TOKENIZER) == ["", "", "日"], "a character of three bytes stands with the last"
+    assert split_into_token_texts(encode("日"), TOKENIZER) == ["", "", "日"], (
+        "a character of three bytes stands with the last"
+    )
     rng = random.Random(0)
     for _ in range(50):
         ids = rng.choices(range(len(TOKENIZER)), k=30)
-        assert "".join(token_texts(ids, TOKENIZER)) == TOKENIZER.decode(ids, skip_special_tokens=False)
+        assert "".join(split_into_token_texts(ids, TOKENIZER)) == TOKENIZER.decode(ids, skip_special_tokens=False)
 
 
 def test_every_trained_token_has_its_loss() -> None:
@@ -112,4 +113,4 @@ def test_damaged_files_are_told(text: str, tmp_path: Any) -> None:
 def test_another_tokenizer() -> None:
     letters = chat_tokenizer()
     ids = list(letters("up, left<|im_end|>", add_special_tokens=False)["input_ids"])
-    assert token_texts(ids, letters) == [*"up, left", "<|im_end|>"]
+    assert split_into_token_texts(ids, letters) == [*"up, left", "<|im_end|>"]

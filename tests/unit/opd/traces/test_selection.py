@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opd.records.types import Rollout
-from opd.traces.selection import choose_episodes, episodes_of, watched_samples
+from opd.traces.selection import choose_episodes, group_episodes, watched_samples
 from tests.rows import make_rollout
 
 
@@ -30,7 +30,7 @@ STEP = [
 
 
 def test_the_best_the_worst_the_longest_and_the_first_of_each_domain() -> None:
-    assert choose_episodes(episodes_of(STEP)) == {
+    assert choose_episodes(group_episodes(STEP)) == {
         "b": ("best", "longest"),
         "c": ("worst",),
         "a": ("first",),
@@ -45,14 +45,14 @@ def test_every_segment_of_a_chosen_episode_is_watched_and_no_answer_of_one_turn(
 
 
 def test_where_all_are_alike_one_is_shown() -> None:
-    assert choose_episodes(episodes_of([segment(name, reward=1.0) for name in "abc"])) == {
+    assert choose_episodes(group_episodes([segment(name, reward=1.0) for name in "abc"])) == {
         "a": ("best", "longest", "first")
     }
 
 
 def test_a_segment_that_another_domains_expert_scores_belongs_to_its_episode() -> None:
     helped = [segment("a"), segment("a", "maps", sample_id="a+1", origin="sub_agent", parent="a")]
-    assert choose_episodes(episodes_of(helped)) == {"a": ("longest", "first")} and watched_samples(helped) == {
+    assert choose_episodes(group_episodes(helped)) == {"a": ("longest", "first")} and watched_samples(helped) == {
         "a",
         "a+1",
     }

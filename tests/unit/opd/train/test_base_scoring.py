@@ -25,6 +25,7 @@ from opd.payloads.answer import Answer
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import SampledLogprobs
+from opd.payloads.top_k import TopTokens
 from opd.records.types import Probe, Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow, write_stream
 from opd.train import deepspeed
@@ -44,6 +45,13 @@ Assigned = tuple[str, Path, Path | None, float]
 """Name, model, adapter and weight of a teacher."""
 FACTOR = 1.5
 SAMPLED = {"objective": {"kind": "sampled"}, "teachers": {"payload": "sampled_logprobs"}}
+TOP_K = 8
+TOP = {
+    "domains": {"beyond": {}, "plain": {}},
+    "objective": {"kind": "top_k", "k": TOP_K},
+    "teachers": {"payload": "top_k"},
+}
+"""Likeliest tokens are of one teacher, and of a target that is not beyond it."""
 
 
 def config(model: Path, **sections: Any) -> PipelineConfig:
@@ -86,9 +94,10 @@ ROLLOUTS = rollouts()
 
 
 def on_base(student: Path, adapters: dict[str, Path], **sections: Any) -> RankOptions:
-    """A rank that scores with LoRA experts of the student; `plain` has a mixture of both."""
+    """A rank that scores with LoRA experts of the student; `plain` has a mixture of both, where the payload has mixtures."""
     teachers = {name: Teacher(name=name, model_dir=student, adapter_dir=path) for name, path in adapters.items()}
-    shares = {"beyond": {"beyond": 1.0}, "plain": {"plain": 0.75, "beyond": 0.25}}
+    mixed = {"plain": 1.0} if sections == TOP else {"plain": 0.75, "beyond": 0.25}
+    shares = {"beyond": {"beyond": 1.0}, "plain": mixed}
     routes = {
         domain: tuple(WeightedTeacher(teacher=teachers[name], weight=weight) for name, weight in own.items())
         for domain, own in shares.items()
@@ -115,6 +124,9 @@ def scored(teacher: Assigned, mine: Sequence[Rollout], payload: str, dtype: str)
         if payload == "sampled_logprobs":
             logp_N_V = (hidden_N_D @ head[:76].T).float().log_softmax(-1)
             answer = SampledLogprobs(logp_N_V.gather(1, torch.tensor(rollout.trained_ids)[:, None])[:, 0].tolist())
+        if payload == "top_k":
+            top = (hidden_N_D @ head[:76].T).float().log_softmax(-1).topk(TOP_K)
+            answer = TopTokens(top.indices.flatten().tolist(), top.values.flatten().tolist())
         rows.append(TargetRow(rollout=rollout, teacher=name, weight=weight, answer=answer))
     return rows
 
@@ -265,6 +277,15 @@ def test_lora_experts_are_the_base_with_their_adapters(
     swapped = dict(zip(adapters, reversed(adapters.values()), strict=True))
     other = dataclasses.replace(case, options=on_base(student, swapped, **sections)).step(asks=True)[0].loss
     assert abs(other - case.step(asks=True)[0].loss) > 1e-3, "the adapters decide"
+
+
+@pytest.mark.parametrize(("layout", "split"), [("packed", "one"), (SHARED, "several")])
+def test_likeliest_tokens_are_those_of_the_base_with_its_adapter(
+    layout: str, split: str, adapters: dict[str, Path], models: dict[str, Path], in_process: Any
+) -> None:
+    options = on_base(models["student"], adapters, **TOP)
+    assert options.base_scoring is not None and options.base_scoring.top_k == TOP_K
+    is_the_same(Case(options, {"student": models["student"]}, layout, SPLITS[split]))
 
 
 def test_an_expert_is_compared_with_its_probe(adapters: dict[str, Path], models: dict[str, Path]) -> None:

@@ -101,7 +101,7 @@ def test_plain_weights_are_those_of_a_model_that_says_the_same(tmp_path: Path, m
     assert logits(plain) == pytest.approx(logits(lm), abs=1e-5)
     assert not torch.allclose(logits(load_causal_lm(base, torch.float32)), logits(lm), atol=0.1)
     head = found["model.embed_tokens.weight"]
-    assert head.update is None and torch.equal(head.read_tensor(), head.own)
+    assert head.update is None and torch.equal(head.read_tensor(), head.param)
 
 
 def test_adapters_can_be_put_into_the_weights(tiny_model_dir: Path) -> None:
@@ -116,7 +116,7 @@ def test_in_bfloat16_an_update_is_added_in_float32_and_rounded_once(tiny_model_d
     lm = trained(adapted(tiny_model_dir, torch.bfloat16))
     (weight,) = [w for w in list_plain_weights(lm) if w.name == "model.layers.0.mlp.down_proj.weight"]
     assert weight.update is not None
-    exact = weight.own.double() + 2 * weight.update.b_O_K.double() @ weight.update.a_K_I.double()
+    exact = weight.param.double() + 2 * weight.update.b_O_K.double() @ weight.update.a_K_I.double()
     assert weight.read_tensor().dtype == torch.bfloat16
     assert ((weight.read_tensor().double() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
 
@@ -136,7 +136,7 @@ def test_a_push_has_what_changes_and_its_neighbours(tiny_model_dir: Path, target
     )
     assert names == {f"model.layers.{i}.{parts[name]}.{name}.weight" for i in layers for name in changed}
     size = count_lora_weights(lm)
-    assert size.pushed == sum(weight.own.numel() for weight in every if weight.name in names)
+    assert size.pushed == sum(weight.param.numel() for weight in every if weight.name in names)
     assert size.trained == sum(param.numel() for param in adapters(lm).values())
 
 
@@ -175,8 +175,8 @@ def test_of_every_family_some_module_can_be_adapted_and_its_files_stand_apart(na
     every = list_plain_weights(lm)
     changed = select_changed_weights(lm, every)
     assert 0 < len(changed) < len(every)
-    whole = to_files(lm, {w.name: torch.empty(w.own.shape, device="meta") for w in every})
-    part = to_files(lm, {w.name: torch.empty(w.own.shape, device="meta") for w in changed})
+    whole = to_files(lm, {w.name: torch.empty(w.param.shape, device="meta") for w in every})
+    part = to_files(lm, {w.name: torch.empty(w.param.shape, device="meta") for w in changed})
     assert {n: t.shape for n, t in part.items()} == {n: whole[n].shape for n in part}
 
 

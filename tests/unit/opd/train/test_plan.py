@@ -79,6 +79,36 @@ def test_padding_counts_where_rows_are_padded(ranks: int) -> None:
     assert [ids for ids in alone if ids] == [["one"]], "larger than a micro-batch"
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_short_first_round_is_cut_off_the_first_of_many(ranks: int, padded: bool) -> None:
+    given = rows(200)
+    length = {r.sample_id: r.length for r in given}
+    for tokens in (100, 1000, 3000, 100_000):
+        whole = plan_micro_batches(given, ranks, tokens, padded=padded)
+        short = plan_micro_batches(given, ranks, tokens, padded=padded, short_first=True)
+        if len(whole[0]) < 4:
+            assert short == whole, "a round more is much for a step of few"
+            continue
+        assert len({len(parts) for parts in short}) == 1
+        for before, parts in zip(whole, short, strict=True):
+            ids = [i for part in before for i in part]
+            assert [i for part in parts for i in part] == ids, "trained in the same order"
+            first = sum(length[i] for i in parts[0])
+            assert len(parts[0]) <= 1 or first <= sum(length[i] for i in ids) / 32
+            if len(parts) > len(before):
+                assert parts[0] + parts[1] == before[0] and parts[2:] == before[1:]
+        assert any(len(parts[0]) for parts in short)
+    assert (
+        len(plan_micro_batches(given, 1, 3000, short_first=True)[0]) == len(plan_micro_batches(given, 1, 3000)[0]) + 1
+    )
+
+
+def test_a_first_round_of_one_row_is_short_already() -> None:
+    given = [RowSize(f"s{i}", "d", 100) for i in range(20)]
+    assert plan_micro_batches(given, 2, 100, short_first=True) == plan_micro_batches(given, 2, 100)
+
+
 def responses(prompts: int, n: int) -> list[Rollout]:
     """`n` responses of 5 tokens to each prompt of 20, over three domains."""
     return [

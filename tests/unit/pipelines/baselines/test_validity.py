@@ -18,7 +18,7 @@ from opd.records.scores import DomainScore, Evaluation
 from pipelines.baselines import run
 from pipelines.baselines.jobs import open_run, plan_jobs
 from pipelines.inputs.read import read_inputs
-from pipelines.merging.manifest import manifest_of
+from pipelines.merging.manifest import make_manifest
 
 SCORE = DomainScore(accuracy=0.5, stderr=0, low=0, high=1, questions=6)
 
@@ -28,7 +28,7 @@ def finish(root: Path, config: PipelineConfig, steps: int) -> None:
     (root / "evaluation").mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     (root / "pipeline.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    (root / "manifest.json").write_text(json.dumps(manifest_of(config, read_inputs(config))))
+    (root / "manifest.json").write_text(json.dumps(make_manifest(config, read_inputs(config))))
     lines = [json.dumps({"step": i + 1, "response_tokens": 10}) for i in range(steps)]
     (root / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
     after = Evaluation(model="merged", scores={"upper": SCORE}, weights={"upper": f"of {steps} steps"})

@@ -14,7 +14,7 @@ from opd.run.paths import RunPaths
 from opd.stream.rollouts import write_file
 from opd.traces.record import StepTraces
 from opd.traces.rendering import make_trace
-from opd.traces.selection import choose_episodes, episodes_of
+from opd.traces.selection import choose_episodes, group_episodes
 from tests.chatml import CHATML, chat_tokenizer
 from tests.unit.opd.rollouts.episodes.test_compaction import options, policy
 from tests.unit.opd.rollouts.episodes.test_runner import play, request
@@ -45,7 +45,7 @@ def run(tmp_path: Path, world: object, rollouts: list[Rollout]) -> RunPaths:
     TOKENIZER.save_pretrained(tmp_path / "student")
     data = dict(world.data) | {"student": {"model": str(tmp_path / "student")}}  # type: ignore[attr-defined]
     paths.pipeline.write_text(yaml.safe_dump(data))
-    episodes = episodes_of(rollouts)
+    episodes = group_episodes(rollouts)
     for step in (2, 3):
         losses = {r.sample_id: [0.5 * step] * r.num_trained for r in rollouts}
         kept = [make_trace(episodes[name], why, losses, TOKENIZER) for name, why in choose_episodes(episodes).items()]

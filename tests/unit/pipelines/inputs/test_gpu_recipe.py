@@ -1,26 +1,29 @@
-"""The recipes of docs/gpu.md: pipelines that load, and that fit on the GPUs they are meant for."""
+"""The recipes of docs/gpu.md: `opd check` accepts each on the machine that it is meant for, with the sums that the page shows."""
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
-from opd.config import PipelineConfig
+from cli import app
+from opd.config import PipelineConfig, load_pipeline
 from opd.settings.yaml_files import validate_section
-from pipelines.catalog import find_pipeline
-from pipelines.inputs.read import read_inputs
+from pipelines.catalog import PLANS, find_pipeline
+from pipelines.check.described import check_on_cluster
 from pipelines.plan.plan import MergePlan, make_plan
-from pipelines.plan.spec import ClusterSpec, load_spec
-from pipelines.sizing import gpu_memory
-from pipelines.sizing.gpu_memory import gpu_roles, place_roles, refuse_crowded_gpus
+from pipelines.plan.spec import load_spec
 
-CARD = round(23.6 * 2**30)
-"""Bytes of a card that is sold as one of 24 GB."""
 PAGE = Path(__file__).parents[4] / "docs" / "gpu.md"
+SPECS = {"one-card": "1-gpu-24gb", "one-gpu": "1-gpu-80gb", "eight": "8-gpus", "sixteen": "16-gpus"}
+"""Recipe -> the machine that it is for."""
+GIB = 1 << 30
 
 
 def recipes() -> dict[str, dict[str, Any]]:
@@ -29,31 +32,56 @@ def recipes() -> dict[str, dict[str, Any]]:
     return {block["name"]: block for block in map(yaml.safe_load, blocks) if "name" in block}
 
 
-def test_all_load() -> None:
-    assert set(recipes()) == {"one-gpu", "one-card"}
-    for recipe in recipes().values():
-        config = validate_section(PipelineConfig, recipe, PAGE)
-        assert config.rollout.sleep and config.trainer.ranks == 1
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with every recipe as a file, and what all of them name: the configurations of models, and prompts."""
+    shipped = PLANS / "models"
+    for name in ("base", "math", "code"):
+        shutil.copytree(shipped / "qwen2.5-7b", tmp_path / "models" / name)
+    lora = json.loads((shipped / "qwen2.5-7b-lora" / "adapter_config.json").read_text())
+    for name in ("math-lora", "code-lora"):
+        (tmp_path / "models" / name).mkdir()
+        file = tmp_path / "models" / name / "adapter_config.json"
+        file.write_text(json.dumps(lora | {"base_model_name_or_path": "models/base"}))
+    (tmp_path / "prompts").mkdir()
+    for name in ("math", "code"):
+        (tmp_path / "prompts" / f"{name}.jsonl").write_text('{"prompt": "a question"}\n')
+    for name, recipe in recipes().items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-@pytest.mark.parametrize("name", ["one-gpu", "one-card"])
-def test_each_is_one_gpu_and_fits_there(
-    world: Any, make_adapter: Any, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """With the tiny models in the place of its own, and their short context."""
-    recipe = recipes()[name]
-    kept = {key: world.data[key] for key in ("student", "experts", "domains")}
-    if name == "one-card":
-        for expert in world.data["experts"].values():
-            make_adapter(world.root / f"{expert['domain']}-lora", world.root / "base")
-            expert["model"] = f"{expert['domain']}-lora"
-        kept["student"] |= {"lora": recipe["student"]["lora"]}
-    recipe["rollout"] |= {"max_model_len": 64, "max_new_tokens": 8}
-    config = validate_section(PipelineConfig, recipe | kept, PAGE)
-    inputs = read_inputs(config)
-    assert len(place_roles(gpu_roles(config, inputs))) == 1
-    monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: [24 << 30])
-    assert refuse_crowded_gpus(config, inputs) == []
+def test_every_whole_pipeline_of_the_page_is_for_a_machine() -> None:
+    assert set(recipes()) == set(SPECS)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_check_accepts_the_recipe_on_its_machine_with_the_sums_of_the_page(name: str, described: Path) -> None:
+    accepted = CliRunner().invoke(app, ["check", f"{name}.yaml", "--cluster", SPECS[name]])
+    assert accepted.exit_code == 0, accepted.output
+    assert f"nothing is refused on {SPECS[name]}" in accepted.stderr
+    (report,) = check_on_cluster(load_pipeline(described / f"{name}.yaml"), load_spec(SPECS[name]))
+    gpu = ", ".join(f"{float(needed):.1f}" for _, _, needed, _ in report.gpus)
+    host = round(sum(need.nbytes for need in report.memory) / GIB)
+    there = f"{float(report.gpus[0][-1]):.1f}"
+    row = f"| `{SPECS[name]}` | {gpu} | {there} | {host:,} of {report.machine.memory // GIB:,} |"
+    assert row in PAGE.read_text(encoding="utf-8"), row
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "field"),
+    [
+        ("one-gpu", "1-gpu-24gb", "rollout.gpu_memory_utilization"),
+        ("eight", "1-gpu-80gb", "memory"),
+        ("sixteen", "8-gpus", "cluster"),
+    ],
+)
+def test_on_a_smaller_machine_the_recipe_is_refused(name: str, spec: str, field: str, described: Path) -> None:
+    refused = CliRunner().invoke(app, ["check", f"{name}.yaml", "--cluster", spec])
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: {field}\n  found:") and "\n  wanted:" in refused.stderr
+    assert "\n  fix:" in refused.stderr
 
 
 def plan_on_one_card(**changes: Any) -> MergePlan:
@@ -62,19 +90,12 @@ def plan_on_one_card(**changes: Any) -> MergePlan:
     recipe["student"]["model"] = large["student"]["model"]
     recipe |= {key: large[key] for key in ("experts", "domains")}
     config = validate_section(PipelineConfig, recipe | {k: recipe[k] | v for k, v in changes.items()}, PAGE)
-    spec = load_spec("8-gpus").model_dump() | {"placement": None}
-    spec["machine"] = {"cores": 16, "memory": 64 << 30, "gpus": 1, "gpu_memory": CARD}
-    return make_plan(config, ClusterSpec.model_validate(spec))
+    return make_plan(config, load_spec("1-gpu-24gb").model_copy(update={"placement": None}))
 
 
-def test_seven_billion_and_ten_lora_experts_fit_on_a_card_of_24_gb() -> None:
+def test_ten_lora_experts_fit_on_a_card_of_24_gb() -> None:
     made = plan_on_one_card()
     assert made.experts == 10 and made.fits
-    gib = {room.what: room.needed / 2**30 for room in made.room}
-    card = gib["rollout engine (rollout.gpu_memory_utilization) + trainer rank"]
-    page = PAGE.read_text(encoding="utf-8")
-    assert f"| together | {card:.1f} |" in page
-    assert f"and {gib['all machines, beside their GPUs']:.0f} GiB of the machine's memory" in page
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from opd.errors import ConfigError, RunDirError
 from pipelines.inputs.environments import episode_options
 from pipelines.inputs.read import read_inputs
 from pipelines.merging.changes import refuse_changed_inputs
-from pipelines.merging.manifest import manifest_of
+from pipelines.merging.manifest import make_manifest
 
 WORLD = """
 from opd.records.environments import Outcome, Tool
@@ -137,9 +137,9 @@ def refuses(world: Any, guard: dict[str, Any], told: list[str]) -> None:
 def test_a_resume_with_other_rules_is_refused(guarded: Any) -> None:
     guarded.data["guard"] = {"rules": ["shipped", "ours.yaml"]}
     config = load_pipeline(guarded.write())
-    before = manifest_of(config, read_inputs(config))
+    before = make_manifest(config, read_inputs(config))
     assert before["config"]["guard"]["rules"] == ["shipped", str(guarded.root / "ours.yaml")]
-    refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), Path("manifest.json"))
+    refuse_changed_inputs(before, make_manifest(config, read_inputs(config)), Path("manifest.json"))
     rules(guarded.root, about="Another reason.")
     with pytest.raises(RunDirError, match="guard changed since the run began: reverse"):
-        refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), Path("manifest.json"))
+        refuse_changed_inputs(before, make_manifest(config, read_inputs(config)), Path("manifest.json"))

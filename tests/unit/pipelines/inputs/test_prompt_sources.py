@@ -14,7 +14,7 @@ from opd.errors import PromptError, RunDirError
 from opd.prompts import MixedPrompts
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.merging.changes import accept_changes, refuse_changed_inputs, run_identity
-from pipelines.merging.manifest import manifest_of
+from pipelines.merging.manifest import make_manifest
 
 
 def convert(source: Path, kind: str) -> str:
@@ -99,13 +99,13 @@ def test_no_prompt_is_made_before_it_is_asked_for(world: Any, monkeypatch: pytes
 def test_a_resume_is_bound_to_the_rows_and_not_to_their_place(world: Any) -> None:
     world.data["domains"]["upper"]["prompts"] = {"path": convert(world.root / "upper.jsonl", "saved"), "limit": 5}
     config = load_pipeline(world.write())
-    recorded = manifest_of(config, read_inputs(config))
+    recorded = make_manifest(config, read_inputs(config))
     json.dumps(recorded)
 
     (world.root / "upper.saved").rename(world.root / "elsewhere")
     world.data["domains"]["upper"]["prompts"]["path"] = "elsewhere"
     config = load_pipeline(world.write())
-    found = manifest_of(config, read_inputs(config))
+    found = make_manifest(config, read_inputs(config))
     assert len(accept_changes(recorded["config"], found["config"], Path("manifest.json"))) == 1
     refuse_changed_inputs(recorded, found, Path("manifest.json"))
     assert run_identity(found) == run_identity(recorded)
@@ -113,21 +113,21 @@ def test_a_resume_is_bound_to_the_rows_and_not_to_their_place(world: Any) -> Non
     world.data["domains"]["upper"]["prompts"]["limit"] = 4
     config = load_pipeline(world.write())
     with pytest.raises(RunDirError, match=r"domains\.upper\.prompts\.limit"):
-        accept_changes(recorded["config"], manifest_of(config, read_inputs(config))["config"], Path("manifest.json"))
+        accept_changes(recorded["config"], make_manifest(config, read_inputs(config))["config"], Path("manifest.json"))
 
     world.data["domains"]["upper"]["prompts"]["limit"] = 5
     row = next((world.root / "elsewhere").glob("*.arrow"))
     row.write_bytes(row.read_bytes().replace(b"upp aaa=", b"upp aab="))
     config = load_pipeline(world.write())
     with pytest.raises(RunDirError, match="prompts changed since the run began: upper"):
-        refuse_changed_inputs(recorded, manifest_of(config, read_inputs(config)), Path("manifest.json"))
+        refuse_changed_inputs(recorded, make_manifest(config, read_inputs(config)), Path("manifest.json"))
 
 
 def test_a_path_alone_is_recorded_as_it_always_was(world: Any) -> None:
     from opd.files import blake3_file
 
     config = load_pipeline(world.write())
-    recorded = manifest_of(config, read_inputs(config))
+    recorded = make_manifest(config, read_inputs(config))
     assert recorded["config"]["domains"]["upper"]["prompts"] == str(world.root / "upper.jsonl")
     files = [world.root / name for name in ("upper.jsonl", "upper-eval.jsonl")]
     assert recorded["prompts"]["upper"] == {str(file): blake3_file(file) for file in files}
@@ -145,6 +145,6 @@ def test_a_hub_name_stays_a_name(world: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(datasets, "DownloadManager", lambda: SimpleNamespace(download=lambda names: [str(file)]))
     world.data["domains"]["upper"]["prompts"] = {"path": "owner/name"}
     config = load_pipeline(world.write())
-    recorded = manifest_of(config, read_inputs(config))
+    recorded = make_manifest(config, read_inputs(config))
     assert recorded["config"]["domains"]["upper"]["prompts"]["path"] == "owner/name"
     assert "owner/name" in recorded["prompts"]["upper"]

@@ -14,7 +14,7 @@ from opd.credit.group import GroupCredit
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.credit.none import NoBaselineCredit
 from opd.errors import PromptError
-from pipelines.build import credit_of
+from pipelines.build import build_credit
 from pipelines.inputs.read import read_inputs
 
 
@@ -51,4 +51,4 @@ def test_every_baseline_has_its_credit(baseline: str, made: type, world: Any) ->
     world.data["objective"] = {"reward": {"baseline": baseline}}
     world.data["rollout"] = world.data.get("rollout", {}) | {"n": 2}
     reward = load_pipeline(world.write()).objective.reward
-    assert reward is not None and type(credit_of(reward.baseline)) is made
+    assert reward is not None and type(build_credit(reward.baseline)) is made

@@ -24,7 +24,7 @@ from opd.stream import written_rollouts
 from pipelines.merging import run as merging
 from pipelines.merging.branch import DECIDE_EXAMS, _has_same_writers, begin_branch
 from pipelines.merging.changes import matches_pattern
-from pipelines.merging.origin import Origin, origin_of
+from pipelines.merging.origin import Origin, find_origin
 from tests.unit.pipelines.merging.test_extension import files
 
 
@@ -222,10 +222,10 @@ def test_another_student_or_a_damaged_checkpoint_is_refused_and_leaves_nothing(
 
 
 def test_a_checkpoint_is_named_by_its_run_and_step(interrupted: Path, tmp_path: Path) -> None:
-    assert (origin_of(f"{interrupted}@1").step, origin_of(str(interrupted)).step) == (1, 2)
+    assert (find_origin(f"{interrupted}@1").step, find_origin(str(interrupted)).step) == (1, 2)
     with pytest.raises(RunDirError, match="checkpoints of steps 1, 2"):
-        origin_of(f"{interrupted}@7")
+        find_origin(f"{interrupted}@7")
     at = shutil.copytree(interrupted, tmp_path / "run@home")
-    assert origin_of(str(at)).paths.root == at
+    assert find_origin(str(at)).paths.root == at
     with pytest.raises(RunDirError, match=r"no pipeline\.yaml"):
-        origin_of(f"{tmp_path / 'nowhere'}@1")
+        find_origin(f"{tmp_path / 'nowhere'}@1")

@@ -241,7 +241,7 @@ def test_every_pattern_names_a_key() -> None:
     keys |= changed_keys({}, config(student__lora__export="adapter"))
     keys |= changed_keys({}, config(domains__d__environment__name="maze"))
     keys |= changed_keys({}, config(domains__d__agent__command=["python", "agent.py"]))
-    keys |= changed_keys({}, config(schedule__max_staleness=2, trainer__bucket=1000))
+    keys |= changed_keys({}, config(schedule__max_staleness=2, trainer__bucket=1000, trainer__mlp_tile_tokens=64))
     keys |= changed_keys({}, config(domains__d__environment__name="maze", objective__reward__weight=1.0))
     judge = {"kind": "endpoint", "base_url": "http://127.0.0.1:1/v1", "model": "j", "api_key_env": "KEY"}
     guarded = {"domains__d__environment__name": "maze", "domains__d__guard": {"rules": ["shipped"]}}

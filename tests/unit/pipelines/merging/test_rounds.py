@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from opd.config import load_pipeline, rounds_of
+from opd.config import load_pipeline, split_rounds
 from opd.config.sections import CheckpointConfig
 from opd.errors import ConfigError, ModelError, RunDirError, RunError
 from opd.files import blake3_file
@@ -487,7 +487,7 @@ def test_an_option_may_change_after_the_first_of_rounds_with_other_experts(
         engines.fail_at = "round-2: train from 0"
         with pytest.raises(RunError, match="killed"):
             run(resumed=True, overrides=["checkpoint.keep=2", f"trainer.ranks={ranks}"])
-        first, second = rounds_of(load_pipeline(root / "pipeline.yaml"))
+        first, second = split_rounds(load_pipeline(root / "pipeline.yaml"))
         assert (set(first.experts), set(second.experts)) == ({"rev", "up"}, {"late"})
         assert second.experts["late"].base == world.root / "base" and set(second.domains) == {"upper"}
         assert second.checkpoint.keep == 2 and second.trainer.ranks == ranks
@@ -500,7 +500,7 @@ def test_an_option_may_change_after_the_first_of_rounds_with_other_experts(
 def test_a_round_may_have_another_engine_of_teachers(engines: Engines, run: Callable[..., Any], world: Any) -> None:
     world.data["rounds"] = [{}, {"teachers": {"engine": "vllm"}}]
     stop_in_round(1, engines, run)
-    first, second = rounds_of(load_pipeline(world.root / "run" / "pipeline.yaml"))
+    first, second = split_rounds(load_pipeline(world.root / "run" / "pipeline.yaml"))
     assert (first.teachers.engine, second.teachers.engine) == ("transformers", "vllm")
 
 

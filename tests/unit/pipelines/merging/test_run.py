@@ -33,7 +33,7 @@ from pipelines.inputs.read import read_inputs
 from pipelines.interrupts import Interrupted
 from pipelines.merging import run as merging
 from pipelines.merging.changes import refuse_changed_inputs
-from pipelines.merging.manifest import manifest_of, resolve_pipeline
+from pipelines.merging.manifest import make_manifest, resolve_pipeline
 from pipelines.merging.run import (
     MergeRun,
     _export_model,
@@ -92,13 +92,13 @@ def test_a_resume_needs_neither_the_current_directory_nor_a_guess(
 
 def test_a_resume_with_another_adapter_is_refused(mixed: Any) -> None:
     config = load_pipeline(mixed.write())
-    before = manifest_of(config, read_inputs(config))
+    before = make_manifest(config, read_inputs(config))
     assert "adapter" not in before["experts"]["rev"]
-    refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
+    refuse_changed_inputs(before, make_manifest(config, read_inputs(config)), mixed.root / "manifest.json")
     file = mixed.root / "adapters" / "up" / "adapter_config.json"
     file.write_text(file.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9'))
     with pytest.raises(RunDirError, match="experts changed since the run began: up"):
-        refuse_changed_inputs(before, manifest_of(config, read_inputs(config)), mixed.root / "manifest.json")
+        refuse_changed_inputs(before, make_manifest(config, read_inputs(config)), mixed.root / "manifest.json")
 
 
 def test_a_run_cannot_end_before_its_checkpoint(world: Any) -> None:
@@ -430,7 +430,7 @@ def test_what_the_model_needs_at_the_end_is_read_before_anything_is_written(
     def refuse(*_: Any) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(world.root / "base" / "LICENSE"))
 
-    monkeypatch.setattr("pipelines.merging.card.licences_of", refuse)
+    monkeypatch.setattr("pipelines.merging.card.find_licences", refuse)
     with pytest.raises(ModelError, match="LICENSE\n  found:  Permission denied"):
         merging.start(load_pipeline(world.write()), world.root / "run")
     assert not (world.root / "run").exists()

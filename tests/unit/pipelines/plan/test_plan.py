@@ -18,7 +18,7 @@ from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.catalog import find_pipeline, shipped_plans
 from pipelines.inputs.read import read_inputs
-from pipelines.placement import groups_of
+from pipelines.placement import list_worker_groups
 from pipelines.plan import measure
 from pipelines.plan.cost import apply_placement
 from pipelines.plan.models import read_models
@@ -110,7 +110,10 @@ def test_a_start_student_that_the_ranks_ask_is_their_work_and_not_the_teachers()
     assert seconds(without)["train"] < seconds(asked)["train"]
     before, after = ({one.what: one.nbytes for one in made.traffic} for made in (without, asked))
     assert after.pop("gathered weights") == 1.5 * before.pop("gathered weights") and after == before
-    assert asked.memory == without.memory
+    other, memory = (held(made, "trainer rank") for made in (without, asked))
+    work = "logits of a chunk of the loss"
+    assert memory == other | {work: other[work] + 2 * 1024 * 152_064}, "its logits of a chunk"
+    assert held(asked, "scoring worker") == held(without, "scoring worker")
 
 
 def test_lora_experts_on_the_students_base_are_the_ranks_work_and_need_no_worker() -> None:
@@ -233,7 +236,7 @@ def test_the_plan_of_eight_gpus_is_a_merge_that_is_not_refused(monkeypatch: pyte
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(spec.hardware.gpus))
     refuse_idle_gpus(config)
     assert refuse_crowded_gpus(config, models) == []
-    (group,) = groups_of(config)
+    (group,) = list_worker_groups(config)
     assert [seat.names for seat in group.seats] == [
         (f"trainer rank {i}", f"rollout worker {i}", f"teacher worker {i}") for i in range(8)
     ]

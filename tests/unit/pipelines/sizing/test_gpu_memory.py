@@ -223,6 +223,35 @@ def test_an_engine_that_sleeps_leaves_its_share_to_those_who_compute() -> None:
     assert always.total(80 * GIB) == 2 * CONTEXT + 70 * GIB
 
 
+def test_a_push_wakes_the_weights_alone_and_adds_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = role(0.4, "trainer", resident=10 * GIB, passing=5 * GIB, pushing=20 * GIB)
+    engine = role(0.6, "engine", share=0.5, share_key="k", sleeps=True, weights=38 * GIB, pushing=2 * GIB)
+    writing, computing, pushing = memory_phases([engine, trainer])
+    assert (writing.name, computing.name, pushing.name) == ("writing", "computing", "pushing")
+    assert pushing.total(80 * GIB) == ASLEEP + CONTEXT + 70 * GIB > writing.total(80 * GIB)
+    awake = role(0.6, "engine", share=0.5, share_key="k", pushing=2 * GIB)
+    computing, pushing = memory_phases([awake, trainer])
+    assert computing.total(80 * GIB) == 2 * CONTEXT + 55 * GIB
+    assert pushing.total(80 * GIB) == 2 * CONTEXT + 72 * GIB
+    with pytest.raises(ConfigError, match="engine that takes new weights") as refused:
+        gpu_memory._refuse_crowded_gpu([engine, trainer], 70 * GIB)
+    assert "fix:    set sync.kind to network if it is direct: its buffers" in str(refused.value)
+
+
+def test_buffers_of_a_direct_push_are_on_the_gpu_and_others_are_not(inputs: Any) -> None:
+    config, found = on_one_gpu(inputs[0], rollout={"sleep": True}), inputs[1]
+    largest, layer, bucket = 4 * 64 * 128, 2 * 4 * 64 * 128, 4 * PARAMETERS
+    engine, _, rank = gpu_roles(config, found)
+    assert config.push_kind == "direct"
+    assert (engine.weights, engine.pushing, rank.pushing) == (
+        4 * PARAMETERS,
+        layer + 2 * bucket,
+        largest + 2 * bucket,
+    )
+    engine, _, rank = gpu_roles(changed(config, sync={"kind": "network"}), found)
+    assert (engine.pushing, rank.pushing) == (layer, 4 * PARAMETERS), "the probe gathers more than the push"
+
+
 def test_a_sum_beyond_the_gpu_is_refused_and_shown_with_the_share_that_fits(
     inputs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -369,6 +398,20 @@ def test_each_group_that_gathers_by_itself_has_a_copy_of_the_weights(inputs: tup
     groups = changed(four, trainer={"deepspeed": {"zero_optimization": {"zero_hpz_partition_size": 2}}})
     weights = [memory.trainer_state(c, read)["weights"] for c in (four, groups)]
     assert weights == [4 * PARAMETERS, 4 * PARAMETERS + 2 * 4 * PARAMETERS]
+
+
+def test_activations_at_checkpoints_move_from_the_gpu_to_the_machines_memory(
+    inputs: tuple[PipelineConfig, Inputs],
+) -> None:
+    config, read = inputs
+    stays = changed(config, trainer={"ranks": 2, "gradient_checkpointing": True}, cluster={"trainer_gpus": 1})
+    moves = changed(stays, trainer={"activation_offloading": True})
+    before, after = ([role for role in gpu_roles(c, read) if role.name == "trainer rank"] for c in (stays, moves))
+    checkpoints = memory.checkpoint_bytes(stays, read)
+    assert checkpoints > 1000 * 2 * read.student.hidden_size
+    assert before[0].passing - after[0].passing == checkpoints
+    hosts = [sum(need.nbytes for need in memory.estimate_memory(c, read)) for c in (stays, moves)]
+    assert hosts[1] - hosts[0] == 2 * checkpoints
 
 
 def test_ranks_that_share_rows_hold_part_of_the_activations_and_the_exchange(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,29 @@ def test_activations_are_the_ends_of_every_linear_layer(given: Any) -> None:
     assert many - few == 20 * 10_000 * VOCABULARY
 
 
+def test_of_an_mlp_in_tiles_the_input_and_the_inside_of_one_tile_count(given: Any) -> None:
+    config, inputs = given
+
+    def parts(**trainer: Any) -> dict[str, int]:
+        changed = config.model_dump() | {
+            "trainer": config.trainer.model_dump() | {"micro_batch_tokens": 10_080} | trainer
+        }
+        return memory.micro_batch_parts(PipelineConfig.model_validate(changed), inputs)
+
+    tokens, attention, mlp = 79 * 128, 4 * 128, 3 * 192
+    assert parts()["activations"] == tokens * 2 * (attention + mlp) * 4
+    tiled = parts(mlp_tile_tokens=100)
+    assert (tiled["activations"], tiled["a tile of an MLP"]) == (tokens * 2 * (attention + WIDTH) * 4, 100 * mlp * 4)
+    recomputed = parts(mlp_tile_tokens=100, gradient_checkpointing=True)
+    assert recomputed["activations inside a layer"] == tokens * (attention + WIDTH) * 4
+    assert recomputed["activations at checkpoints"] == tokens * 2 * WIDTH * 4
+    moved = {"gradient_checkpointing": True, "activation_offloading": True}
+    assert parts(**moved) == parts(gradient_checkpointing=True), "a CPU has no other memory"
+    few, more = ({"trainer": {"ranks": 3, "bucket": 1000} | keys} for keys in ({}, {"mlp_tile_tokens": 100}))
+    state = "trainer: weights, gradients, AdamW"
+    assert lines(given, **more)[state] - lines(given, **few)[state] == 3 * 4 * 2 * 64 * 128, "an MLP is gathered as one"
+
+
 def test_rows_that_begin_alike_are_counted_as_the_largest_tree_and_its_mask(given: Any) -> None:
     what = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
     per_token = 2 * (4 * 128 + 3 * 192) * 4
@@ -220,7 +244,20 @@ def test_a_start_student_that_the_trainer_asks_is_in_memory_once(world: Any) -> 
     without = lines((config, read_inputs(config)))
     world.data["objective"] = {"extrapolate": 1.25}
     config = load_pipeline(world.write())
-    assert lines((config, read_inputs(config))) == without
+    work = "trainer: activations and logits of a micro-batch, or the writing of a checkpoint"
+    # Its logits are beside the expert's in a chunk of the loss.
+    logits = config.trainer.ranks * 4 * config.objective.chunk * VOCABULARY
+    assert lines((config, read_inputs(config))) == without | {work: without[work] + logits}
+
+
+def test_each_teacher_of_a_mixture_has_logits_in_a_chunk(world: Any) -> None:
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    domain, (alone,) = next((d, t) for d, t in inputs.scoring.items() if len(t) == 1)
+    values = config.objective.chunk * inputs.student.vocab_size
+    for teachers in (1, 4):
+        mixture = replace(inputs, scoring={domain: (alone,) * teachers})
+        assert memory.logits_bytes(config, mixture) == (20 + (teachers - 1) * 4) * values
 
 
 def test_ranks_that_score_with_adapters_keep_these_and_no_teacher(world: Any, make_adapter: Any) -> None:

@@ -15,7 +15,7 @@ from opd.records.environments import Tool, ToolCall
 from opd.rollouts.episodes.tools import read_plain_calls
 from opd.tool_formats import ALIASES, AUTO, TOOL_FORMATS, tool_format
 from opd.tool_formats.records import BadCall, WrittenCalls, between_tags
-from opd.tool_formats.schema import types_of
+from opd.tool_formats.schema import list_schema_types
 
 ADD = Tool(
     name="add",
@@ -214,9 +214,13 @@ def test_values_without_quotes_get_the_types_of_the_schema() -> None:
 
 
 def test_types_that_a_schema_names() -> None:
-    assert types_of({"type": ["string", "null", 3]}) == {"string", "null"}
-    assert types_of({"anyOf": [{"type": "integer"}, {"enum": [None, "a"]}, True]}) == {"integer", "null", "string"}
-    assert types_of({"type": 3}) == types_of({"anyOf": 3}) == types_of({}) == set()
+    assert list_schema_types({"type": ["string", "null", 3]}) == {"string", "null"}
+    assert list_schema_types({"anyOf": [{"type": "integer"}, {"enum": [None, "a"]}, True]}) == {
+        "integer",
+        "null",
+        "string",
+    }
+    assert list_schema_types({"type": 3}) == list_schema_types({"anyOf": 3}) == list_schema_types({}) == set()
 
 
 LOOPS = [

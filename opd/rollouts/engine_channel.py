@@ -29,23 +29,21 @@ class EngineChannel:
 
         vLLM keeps them until a layer is complete, so every bucket lies in memory of its own. Taking raises: TransferBroken.
         """
-        shared = (
-            []
-            if self._route.trainer_rank is None
-            else [open_buffer(handle, self._device) for handle in push.handles[self._route.process]]
-        )
+        process = self._route.process
+        # The buffers of the rank on this process's GPU; none if the rank broadcasts.
+        buffers = [open_buffer(handle, self._device) for handle in push.handles.get(process, ())]
         for index, (slots, nbytes) in enumerate(zip(push.plan.buckets, push.plan.sizes, strict=True)):
             data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             if self._group is not None:
                 self._group.finish(self._group.begin(data))
             else:
-                self._signals.take(name_filled_signal(push.number, index, self._route.process))
-                data.copy_(shared[index % len(shared)][:nbytes])
+                self._signals.take(name_filled_signal(push.number, index, process))
+                data.copy_(buffers[index % len(buffers)][:nbytes])
                 if data.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # the rank fills its buffer again as soon as it is told
+                    torch.cuda.current_stream().synchronize()  # after the signal the rank fills its buffer again
                 if index == len(push.plan.buckets) - 1:
-                    shared.clear()  # the rank frees its buffers then
-                self._signals.post(name_taken_signal(push.number, index, self._route.process))
+                    buffers.clear()  # after the last signal the rank frees its buffers
+                self._signals.post(name_taken_signal(push.number, index, process))
             yield [(slot.name, slot.view(data)) for slot in slots]
 
     def close(self) -> None:

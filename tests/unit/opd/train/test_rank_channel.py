@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import load_file
 
 from opd.models.weights import load_causal_lm
-from opd.rollouts.direct import EngineChannel
+from opd.rollouts.engine_channel import EngineChannel
 from opd.train import export
-from opd.train.direct import RankChannel
 from opd.train.export import FileTensors
 from opd.train.lora import list_plain_weights
+from opd.train.rank_channel import RankChannel
 from opd.transfer.channel import TransferBroken, give_up
 from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
