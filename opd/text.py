@@ -1,10 +1,14 @@
-"""Make text that others wrote safe to show on a terminal or in a log."""
+"""Text for a terminal or a log: lines of ours, and what others wrote, made safe to show."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+from collections.abc import Callable
+
+Tell = Callable[[str], None]
+"""Show one line to the user."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 """Control characters and halves of pairs, without the line ends and tabs that belong to text."""

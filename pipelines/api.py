@@ -24,6 +24,7 @@ from opd.records.step import StepRecord
 from opd.report import read_run
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import apply_overrides, validate_section
+from opd.text import Tell
 from pipelines.catalog import find_pipeline
 from pipelines.evaluation.models import evaluate_models
 from pipelines.interrupts import Interrupts, interrupts
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 Pipeline = PipelineConfig | Path | str | Mapping[str, Any]
 """A pipeline as an object, a file, the name of a shipped one, or its keys as plain data."""
 OnStep = Callable[[StepRecord], None]
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)

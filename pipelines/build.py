@@ -51,28 +51,31 @@ from pipelines.specs import (
     teacherless_spec,
     trainer_spec,
 )
+from pipelines.teacher_groups import TeacherGroup, divide_by_engine
 from teachers.flight.client import FlightPool
+from teachers.joined_pools import JoinedPool, JoinedPools
 from teachers.no_teachers import TeacherlessPool
-from teachers.pool import Pool, Routes
+from teachers.pool import Pool
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
 """`rollout.engine` -> class of the rollout engine."""
 
 
-def _start_own_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> Pool:
-    return Pool(pool_spec(config, vocab_size), routes)
+def _start_own_pool(group: TeacherGroup, vocab_size: int) -> Pool:
+    place = {"first_worker": group.first_worker, "other_processes": group.other_processes}
+    return Pool(pool_spec(group.config, vocab_size, **place), group.scoring)
 
 
-def _start_flight_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> FlightPool:
-    return FlightPool(flight_spec(config, vocab_size), routes)
+def _start_flight_pool(group: TeacherGroup, vocab_size: int) -> FlightPool:
+    return FlightPool(flight_spec(group.config, vocab_size), group.scoring)
 
 
-def _start_teacherless_pool(config: PipelineConfig, routes: Routes, vocab_size: int) -> TeacherlessPool:
-    return TeacherlessPool(teacherless_spec(config))
+def _start_teacherless_pool(group: TeacherGroup, vocab_size: int) -> TeacherlessPool:
+    return TeacherlessPool(teacherless_spec(group.config))
 
 
 AnyPool = Pool | FlightPool | TeacherlessPool
-POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
+POOLS: dict[str, Callable[[TeacherGroup, int], AnyPool]] = {
     "transformers": _start_own_pool,
     "vllm": _start_own_pool,
     "openai": _start_own_pool,
@@ -86,7 +89,8 @@ POOLS: dict[str, Callable[[PipelineConfig, Routes, int], AnyPool]] = {
 def num_workers(config: PipelineConfig) -> int:
     """Return the number of processes that a merge runs beside the driver."""
     trained_models = 2 if config.objective.has_critic else 1
-    return config.rollout.workers + config.teachers.scoring_workers + trained_models * config.trainer.ranks
+    scoring_workers = sum(section.scoring_workers for section in config.engines)
+    return config.rollout.workers + scoring_workers + trained_models * config.trainer.ranks
 
 
 def build_merge(
@@ -236,7 +240,7 @@ class _StartUp:
         self._began = time.monotonic()
         self._up: list[str] = []
 
-    def wait(self, role_name: str, role: VLLMRolloutEngine | DeepSpeedTrainer | AnyPool) -> None:
+    def wait(self, role_name: str, role: VLLMRolloutEngine | DeepSpeedTrainer | AnyPool | JoinedPools) -> None:
         """Wait until a role is ready. Raises: RunError."""
         up = f" ({', '.join(self._up)}: up)" if self._up else ""
         self._display.doing(f"loading: {role_name}{up}")
@@ -248,28 +252,59 @@ class _StartUp:
 
 def _start_roles(
     config: PipelineConfig, inputs: Inputs, display: Display, judged: Path | None = None
-) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool]:
+) -> tuple[VLLMRolloutEngine, DeepSpeedTrainer, AnyPool | JoinedPools]:
     """Start all workers side by side, except for those that must be ready before the others start. Raises: RunError."""
+    groups = divide_by_engine(config, inputs.scoring)
 
-    def start_pool() -> AnyPool:
-        return POOLS[config.teachers.engine](config, inputs.scoring, inputs.student.vocab_size)
+    def start_pools(*, remote: bool) -> dict[int, AnyPool]:
+        return {
+            index: POOLS[group.config.teachers.engine](group, inputs.student.vocab_size)
+            for index, group in enumerate(groups)
+            if remote != bool(group.config.teachers.scoring_workers)
+        }
 
     start_up = _StartUp(display)
-    remote_pool = None if config.teachers.scoring_workers else start_pool()
-    if remote_pool is not None:
+    pools = start_pools(remote=True)
+    for remote_pool in pools.values():
         # This costs no core here, and a wrong token should show before anything else starts.
         start_up.wait("teachers", remote_pool)
     engine = start_rollouts(config, inputs, training=True, judged=judged)
     if 0 < config.cluster.rollout_gpus < 1:
         # vLLM measures its GPU at the start, and counts memory that others take meanwhile as its own.
         start_up.wait("rollout engine", engine)
-    pool = remote_pool or start_pool()
+    pools |= start_pools(remote=False)
+    pool = pools[0] if len(groups) == 1 else _join_pools(config, groups, [pools[index] for index in range(len(groups))])
     trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size, inputs.scoring))
     # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)
     start_up.wait("teachers", pool)
     start_up.wait("rollout engine", engine)
     return engine, trainer, pool
+
+
+def _join_pools(config: PipelineConfig, groups: Sequence[TeacherGroup], pools: Sequence[AnyPool]) -> JoinedPools:
+    """Return one pool of those of all groups."""
+    asked = [
+        domain
+        for group, pool in zip(groups, pools, strict=True)
+        if not isinstance(pool, TeacherlessPool)
+        for domain in group.scoring
+    ]
+    joined = [
+        JoinedPool(
+            pool=pool,
+            # A domain that another pool scores too needs no row without an answer.
+            domains=frozenset(group.scoring).difference(asked if isinstance(pool, TeacherlessPool) else ()),
+            has_own_numbers=isinstance(pool, Pool),
+        )
+        for group, pool in zip(groups, pools, strict=True)
+    ]
+    return JoinedPools(
+        joined,
+        numbered_workers=sum(group.config.teachers.scoring_workers for group in groups),
+        max_quarantined=config.teachers.max_quarantined,
+        timeout_s=config.cluster.phase_timeout_s,
+    )
 
 
 def _build_checkpoints(

@@ -11,6 +11,7 @@ def roles_at_once(config: PipelineConfig) -> int:
     `schedule.overlap` is not counted: on the same cores it is off unless a pipeline asks for it.
     """
     cluster = config.cluster
-    teachers = config.teachers.scoring_workers and not (cluster.teacher_gpus or config.teachers.elsewhere)
+    engines = [section for section in config.engines if not section.elsewhere]
+    teachers = any(section.scoring_workers for section in engines) and not cluster.teacher_gpus
     writes_ahead = config.schedule.mode == "one_step_off" and (teachers or not cluster.trainer_gpus)
     return 2 if writes_ahead and not cluster.rollout_gpus else 1

@@ -19,6 +19,7 @@ from opd.rollouts import engines
 from opd.settings.user_objects import is_import_name
 from opd.train.ranks import rank_name
 from pipelines.gpu_sharing import DealtWorker, SharingRole, deal_workers
+from pipelines.teacher_groups import engine_cluster
 from teachers import pool
 
 ROLLOUT, TEACHERS, TRAINER = (f"cluster.placement.{role}" for role in ("rollout", "teachers", "trainer"))
@@ -98,15 +99,19 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
             gpus=rollout_devices(config.cluster, config.rollout),
             processes=config.rollout.tensor_parallel_size,
         )
-    yield _PlacedRole(
-        name="teachers",
-        key=TEACHERS,
-        placement=placement.teachers,
-        names=tuple(scorers or (pool.worker_name(index) for index in range(config.teachers.scoring_workers))),
-        gpus=teacher_devices(config.cluster, config.teachers),
-        processes=config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1,
-        apart=False,
-    )
+    first = 0
+    for number, section in enumerate(config.engines if scorers is None else config.engines[:1]):
+        workers = range(first, first + section.scoring_workers)
+        first = workers.stop
+        yield _PlacedRole(
+            name=f"teachers {number}" if number else "teachers",
+            key=TEACHERS,
+            placement=placement.teachers,
+            names=tuple(scorers or map(pool.worker_name, workers)),
+            gpus=teacher_devices(engine_cluster(config, section), section),
+            processes=section.tensor_parallel_size if isinstance(section, VLLMTeachers) else 1,
+            apart=False,
+        )
 
 
 def _group_role(role: _PlacedRole) -> WorkerGroup:

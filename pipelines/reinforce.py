@@ -7,7 +7,6 @@ What is finished is kept and what was interrupted goes on, so the same command t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,12 @@ from opd.prompts import find_source
 from opd.report import read_run
 from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
+from opd.text import Tell
 from pipelines.interrupts import Interrupted
 from pipelines.merging import rounds
 from pipelines.merging.callbacks import TERMINAL, MergeCallbacks
 from pipelines.merging.changes import refused_keys
 from pipelines.merging.directory import link_files
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ If the target lies beyond the experts, the start student is a teacher too, unles
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
 from opd.config.objectives import OBJECTIVES, find_objective_section
-from opd.config.teachers import TrainerTeachers
+from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.suggestions import did_you_mean
@@ -58,7 +58,22 @@ def route_domains(
             WeightedTeacher(teacher=experts[name].teacher, weight=shares[name] / total) for name in ordered
         )
     _refuse_idle(config, experts, {a.teacher.name for assigned in routes.values() for a in assigned})
+    if len(config.engines) > 1 or config.own_objectives:
+        for domain, assigned in routes.items():
+            _refuse_unfit_engines(config, domain, assigned)
+        _refuse_several_sizes(config, routes)
     return routes, notices
+
+
+def engines_by_teacher(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> dict[str, Teachers]:
+    """Return teacher's name -> engine, for the teachers of a domain. The start student has the engine of the heaviest expert."""
+    engines = {a.teacher.name: config.engine_of(a.teacher.name) for a in assigned if a.teacher.name != START}
+    return engines | {START: next(iter(engines.values()))}
+
+
+def domain_payload(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> str:
+    """Return the payload of a domain's teachers, which is the same for all of them."""
+    return next(iter(engines_by_teacher(config, assigned).values())).payload
 
 
 def scoring_routes(
@@ -98,9 +113,9 @@ def base_teacher_weights(
     `scoring` is the result of `scoring_routes`.
     """
     weights: dict[str, dict[str, float]] = {}
-    if isinstance(config.teachers, TrainerTeachers):
-        for domain, assigned in scoring.items():
-            for weighted_teacher in assigned:
+    for domain, assigned in scoring.items():
+        for weighted_teacher in assigned:
+            if isinstance(config.engine_of(weighted_teacher.teacher.name), TrainerTeachers):
                 weights.setdefault(weighted_teacher.teacher.name, {})[domain] = weighted_teacher.weight
     start = start_student_weights(config)
     return weights | ({START: start} if start else {})
@@ -124,15 +139,101 @@ def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, R
     shares = {name: weight for name, weight in weights.items() if weight > 0}
     if not shares:
         raise ConfigError.at(key, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
-    if len(shares) > 1 and not config.objective.OBJECTIVE.mixes:
+    objective = config.objective_of(domain)
+    if len(shares) > 1 and not objective.OBJECTIVE.mixes:
         mixing = [kind for kind in OBJECTIVES if find_objective_section(kind).OBJECTIVE.mixes]
         raise ConfigError.at(
             key,
-            found=f"{len(shares)} teachers with objective.kind {config.objective.kind}",
+            found=f"{len(shares)} teachers with objective.kind {objective.kind}",
             wanted=f"one teacher, or objective.kind {' or '.join(mixing)}",
             fix="give the domain one teacher or change the objective",
         )
     return shares
+
+
+def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequence[WeightedTeacher]) -> None:
+    """Refuse a domain whose teachers' engines do not go together, or send what its objective cannot use. Raises: ConfigError."""
+    engines = engines_by_teacher(config, assigned)
+    sent = {a.teacher.name: engines[a.teacher.name].payload for a in assigned}
+    if len(set(sent.values())) > 1:
+        raise ConfigError.at(
+            f"domains.{domain}.teachers",
+            found=", ".join(f"{name} sends {payload}" for name, payload in sent.items()),
+            wanted="teachers that send the same payload: one loss mixes them",
+            fix="set the payload of an expert's engine to the other's, or give the domain one teacher",
+        )
+    sections = list(engines.values())
+    differ = any(section != sections[0] for section in sections)
+    if differ and any(isinstance(section, FlightTeachers) for section in sections):
+        raise ConfigError.at(
+            f"domains.{domain}.teachers",
+            found=f"engines of several kinds: {', '.join(f'{a.teacher.name} {engines[a.teacher.name].engine}' for a in assigned)}",
+            wanted="all teachers of the domain behind one address: an `opd teachers serve` answers for whole domains",
+            fix="serve them together, or give the domain one teacher",
+        )
+    objective, payload = config.objective_of(domain), sections[0].payload
+    problem = objective.problem_with(payload)
+    if problem is not None:
+        fitting = [kind for kind in OBJECTIVES if payload in find_objective_section(kind).PAYLOADS]
+        own = config.domains[domain].objective is not None
+        raise ConfigError.at(
+            f"domains.{domain}.objective" if own else f"domains.{domain}",
+            found=f"objective {objective.kind} and payload {payload} of {', '.join(sent)}",
+            wanted=problem.message(),
+            fix=f"set domains.{domain}.objective to {{kind: {' or '.join(fitting)}}}, or another payload of the expert's engine",
+        )
+    if domain_extrapolation(config, domain) > 1:
+        _refuse_extrapolation(config, domain, sections[0])
+
+
+def _refuse_extrapolation(config: PipelineConfig, domain: str, section: Teachers) -> None:
+    """Refuse a target beyond the experts that cannot be computed from what the domain's engine sends. Raises: ConfigError."""
+    problem = config.objective_of(domain).problem_with_extrapolation(section.payload)
+    expected = None if problem is None else problem.message()
+    if expected is None and isinstance(section, OpenAITeachers) and not trainer_has_start(config):
+        expected = "1, another engine, or student.lora: the start student scores every response, and has no server"
+    if expected is not None:
+        own = config.domains[domain].extrapolate is not None
+        raise ConfigError.at(
+            f"domains.{domain}.extrapolate" if own else "objective.extrapolate",
+            found=f"{domain_extrapolation(config, domain):g} with engine {section.engine} and payload {section.payload}",
+            wanted=expected,
+            fix=f"set domains.{domain}.extrapolate to 1",
+        )
+
+
+def _refuse_several_sizes(config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]]) -> None:
+    """Refuse an engine of which two domains want different numbers of tokens, and ranks that would score for two payloads.
+
+    Raises: ConfigError.
+    """
+    sizes: list[tuple[Teachers, str]] = []
+    for domain, assigned in routes.items():
+        for section in engines_by_teacher(config, assigned).values():
+            other = next((name for known, name in sizes if known == section), domain)
+            sizes.append((section, domain))
+            k, other_k = config.objective_of(domain).top_k, config.objective_of(other).top_k
+            if k != other_k:
+                raise ConfigError.at(
+                    f"domains.{domain}.objective.k",
+                    found=f"{k}, and {other_k} in domain {other}, of teachers of one engine ({section.engine})",
+                    wanted="the same number in all domains of an engine",
+                    fix="set both to the same, or give one of the experts an engine of its own",
+                )
+    on_base = {
+        domain
+        for domain, assigned in routes.items()
+        if domain in start_student_weights(config)
+        or any(isinstance(section, TrainerTeachers) for section in engines_by_teacher(config, assigned).values())
+    }
+    payloads = {domain_payload(config, routes[domain]): domain for domain in sorted(on_base)}
+    if len(payloads) > 1:
+        raise ConfigError.at(
+            "domains",
+            found=", ".join(f"{domain} with payload {payload}" for payload, domain in payloads.items()),
+            wanted="one payload in all domains that the trainer's ranks score themselves",
+            fix="set the payload of their experts' engines to the same",
+        )
 
 
 def _own_expert(domain: str, experts: Mapping[str, RoutedExpert]) -> str:

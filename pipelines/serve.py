@@ -17,6 +17,7 @@ from pipelines.inputs.read import read_teachers, refuse_without_experts
 from pipelines.inputs.teacher_prompts import name_prompt
 from pipelines.placement import place_teachers
 from pipelines.specs import pool_spec
+from pipelines.teacher_groups import divide_by_engine
 from teachers.flight.access import ListenAddress
 from teachers.flight.server import PoolServer, make_hello
 from teachers.pool import Pool
@@ -31,12 +32,20 @@ def serve_teachers(
 
     Raises: OpdError before anything starts; RunError if a teacher does not load, or if the server cannot listen there.
     """
-    if isinstance(config.teachers, FlightTeachers | TrainerTeachers):
+    engine = config.engines[0]
+    if isinstance(engine, FlightTeachers | TrainerTeachers):
         raise ConfigError.at(
             "teachers.engine",
-            found=config.teachers.engine,
+            found=engine.engine,
             wanted="an engine that scores here, in workers of its own",
             fix="serve the pipeline with --set teachers={}, or one without teachers.address",
+        )
+    if len(config.engines) > 1 or config.own_objectives:
+        raise ConfigError.at(
+            "experts",
+            found="experts with engines, or domains with objectives, of their own",
+            wanted="teachers of one engine: a server answers with one payload",
+            fix="serve the experts of each engine from a pipeline of their own",
         )
     refuse_without_experts(config, "`opd teachers serve`")
     for name in config.teacher_prompts:
@@ -50,7 +59,8 @@ def serve_teachers(
     teaching = read_teachers(config)
     for warning in teaching.warnings:
         warn(f"warning: {warning}")
-    spec = pool_spec(config, teaching.student.vocab_size)
+    (group,) = divide_by_engine(config, teaching.scoring)
+    config, spec = group.config, pool_spec(group.config, teaching.student.vocab_size)
     with ray_session(config.cluster, config.teachers.scoring_workers), _treat_sigterm_as_interrupt():
         place_teachers(config)
         pool = Pool(spec, teaching.scoring)

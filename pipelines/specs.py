@@ -32,7 +32,7 @@ from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import base_teacher_weights
+from pipelines.routes import base_teacher_weights, domain_payload
 from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
@@ -173,6 +173,7 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         dtype=trainer.dtype,
         vocab_size=vocab_size,
         objective=config.objective,
+        domain_objectives=config.own_objectives,
         temperature=config.rollout.temperature,
         adamw=adamw_options(trainer),
         max_grad_norm=trainer.max_grad_norm,
@@ -232,7 +233,10 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
     )
     if not on_base:
         return None
-    return BaseScoring(teachers=on_base, payload=config.teachers.payload, top_k=config.objective.top_k)
+    domain = next(iter(on_base[0].weights))
+    assigned = scoring.get(domain, ())
+    payload = domain_payload(config, assigned) if assigned else config.teachers.payload
+    return BaseScoring(teachers=on_base, payload=payload, top_k=config.objective_of(domain).top_k)
 
 
 def base_teacher_prompts(config: PipelineConfig, scoring: Scoring) -> dict[str, dict[str, TeacherPrompts]]:
@@ -284,13 +288,15 @@ def adamw_options(trainer: TrainerConfig) -> AdamWOptions:
     )
 
 
-def pool_spec(config: PipelineConfig, vocab_size: int) -> PoolSpec:
-    """Return the spec of a pool with scoring workers of its own; `vocab_size` is the tokenizer's."""
+def pool_spec(config: PipelineConfig, vocab_size: int, *, first_worker: int = 0, other_processes: int = 0) -> PoolSpec:
+    """Return the spec of a pool with scoring workers of its own; `vocab_size` is the tokenizer's, the rest as in `TeacherGroup`."""
     teachers = config.teachers
     return PoolSpec(
         engine=teachers.engine,
         scorer=scorer_options(config, vocab_size),
         workers=teachers.scoring_workers,
+        first_worker=first_worker,
+        other_processes=other_processes,
         gpus=config.cluster.teacher_gpus,
         roles=roles_at_once(config),
         kv_cache_gib=teachers.kv_cache_gib if isinstance(teachers, VLLMTeachers) else 1,

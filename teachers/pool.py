@@ -48,6 +48,10 @@ class PoolSpec:
     """Options from which every worker makes its scorer."""
     workers: int = 1
     """Number of scoring workers, which share the rows of a step."""
+    first_worker: int = 0
+    """Number of the first worker: those of several pools of a merge are numbered one after the other."""
+    other_processes: int = 0
+    """Processes of other pools that compute on the same cores at the same time."""
     gpus: float = 0
     """GPUs of each worker; with engine `vllm`, GPUs of each process of the worker's engine. 0: the CPU."""
     roles: int = 1
@@ -71,12 +75,13 @@ class Pool:
         self._max_quarantined = spec.max_quarantined
         processes_per_worker = spec.scorer.tensor_parallel_size
         self._gpus = spec.gpus * processes_per_worker
-        self._env = cluster.worker_env(spec.workers * processes_per_worker, spec.roles)
+        self._env = cluster.worker_env(spec.workers * processes_per_worker + spec.other_processes, spec.roles)
         if not spec.gpus:
             self._env |= cluster.KEEPS_SOME_MEMORY | {"CUDA_VISIBLE_DEVICES": ""}
         if spec.engine == "vllm":
             self._env |= engine_env(processes_per_worker) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine
+        self._first_worker = spec.first_worker
         self._options = spec.scorer
         self._workers = [self._spawn_worker(index) for index in range(spec.workers)]
         self._stopped = False
@@ -223,8 +228,9 @@ class Pool:
         self, index: int, share: Sequence[TeacherRows], directory: PartsDirectory | None, written: int = 0
     ) -> PendingParts:
         """Let worker `index` score these groups, and ask it for its first parts. `written`: parts that came in the step already."""
+        number = self._first_worker + index
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_rows, share, index, directory, written)
+        self._workers[index].submit(TeacherWorker.begin_rows, share, number, directory, written)
         return deque(self._next_part(index) for _ in range(PARTS_AHEAD))
 
     def _next_part(self, index: int) -> tuple[Pending[bytes | None], Any]:
@@ -239,9 +245,10 @@ class Pool:
         if self._stopped or error.worker not in self._workers:  # a rank's, or Ray itself
             raise error
         index = self._workers.index(error.worker)
-        if worker_name(index) in restarted:
+        name = worker_name(self._first_worker + index)
+        if name in restarted:
             raise error
-        restarted.append(worker_name(index))
+        restarted.append(name)
         self._workers[index] = self._spawn_worker(index)
         # `stop`, in another thread, may have gone through the list before the new worker was in it.
         if self._stopped:
@@ -253,7 +260,12 @@ class Pool:
 
     def _spawn_worker(self, index: int) -> Worker[TeacherWorker]:
         return cluster.spawn_worker(
-            TeacherWorker, self._engine, self._options, name=worker_name(index), env=self._env, gpus=self._gpus
+            TeacherWorker,
+            self._engine,
+            self._options,
+            name=worker_name(self._first_worker + index),
+            env=self._env,
+            gpus=self._gpus,
         )
 
     def _cut_batches(self, group: TeacherRows) -> list[list[Rollout]]:
@@ -277,9 +289,9 @@ class Pool:
                 yield assigned.teacher, assigned.weight, tuple(scored)
 
 
-def worker_name(index: int) -> str:
+def worker_name(number: int) -> str:
     """Return the name of a worker in errors, and in the seats that are reserved for workers."""
-    return f"teacher worker {index}"
+    return f"teacher worker {number}"
 
 
 def refuse_unknown_domains(rollouts: Sequence[Rollout], routes: Routes) -> None:

@@ -5,6 +5,7 @@ This package needs only pydantic and PyYAML, so `opd --help` and `opd pipelines`
 Paths in a pipeline are relative to the directory that `opd` was started in.
 """
 
+from opd.config.expert_engines import trainer_has_start
 from opd.config.pipeline import (
     PipelineConfig,
     as_begun,
@@ -17,7 +18,6 @@ from opd.config.pipeline import (
     scored_model_len,
     split_rounds,
     sync_tolerance,
-    trainer_has_start,
 )
 
 __all__ = [

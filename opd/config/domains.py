@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from opd.config.agents import AgentConfig
 from opd.config.context import ContextConfig
 from opd.config.drift import CurriculumConfig, TeacherTurnsConfig, TurnWeightsConfig
+from opd.config.objectives import AnyObjective
 from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.teacher_prompts import TeacherPromptConfig
@@ -81,6 +82,9 @@ class ExpertConfig(Strict):
     """The domain whose responses this expert scores."""
     prompt: TeacherPromptConfig | None = None
     """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
+    engine: dict[str, Any] | None = None
+    """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
+    Experts with equal engines share workers. Default: `teachers`."""
 
 
 class RegisteredExperts(Strict):
@@ -91,6 +95,8 @@ class RegisteredExperts(Strict):
     """Names from the registry (`opd experts list`), or `all`."""
     prompts: dict[Name, TeacherPromptConfig] = {}
     """Expert's name -> what it reads before a response, as `prompt` of an expert that the pipeline itself describes."""
+    engines: dict[Name, dict[str, Any]] = {}
+    """Expert's name -> its own engine, as `engine` of an expert that the pipeline itself describes."""
 
 
 def _choose_experts_kind(value: Any) -> str:
@@ -199,6 +205,8 @@ class DomainConfig(Strict):
     """An expert's name, or names with weights; default: the expert whose `domain` this is."""
     weight: DomainWeight = "auto"
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
+    objective: AnyObjective | None = None
+    """Objective of this domain alone, a kind with its keys, for what its teachers send; default: `objective`."""
     extrapolate: float | None = Field(None, ge=1)
     """Default: `objective.extrapolate`."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)

@@ -17,6 +17,7 @@ from opd.settings.strict import Strict
 if TYPE_CHECKING:
     from opd.config.domains import DomainConfig, EnvironmentConfig
     from opd.config.objectives import ObjectiveConfig
+    from opd.config.reward import RewardConfig
 
 
 class CurriculumConfig(Strict):
@@ -89,9 +90,9 @@ def refuse_contradictions(domains: Mapping[str, DomainConfig], objective: Object
         if environment.replay:
             _refuse_beside_replay(f"domains.{name}", domain, environment)
         if environment.turn_weights is not None:
-            _refuse_objective(f"{section}.turn_weights", objective)
+            _refuse_objective(f"{section}.turn_weights", domain.objective or objective, objective.reward)
         if environment.teacher_turns is not None and environment.teacher_turns.train:
-            _refuse_objective(f"{section}.teacher_turns.train", objective)
+            _refuse_objective(f"{section}.teacher_turns.train", domain.objective or objective, objective.reward)
 
 
 def _refuse_beside_replay(section: str, domain: DomainConfig, environment: EnvironmentConfig) -> None:
@@ -111,8 +112,8 @@ def _refuse_beside_replay(section: str, domain: DomainConfig, environment: Envir
         )
 
 
-def _refuse_objective(key: str, objective: ObjectiveConfig) -> None:
-    """Refuse an objective that cannot give each token a weight of its own. Raises: PydanticCustomError."""
+def _refuse_objective(key: str, objective: ObjectiveConfig, reward: RewardConfig | None) -> None:
+    """Refuse an objective, or a reward beside it, that cannot give each token a weight of its own. Raises: PydanticCustomError."""
     if objective.IS_ESTIMATE or not objective.HAS_DIVERGENCE:
         raise _drift_error(
             key,
@@ -120,7 +121,7 @@ def _refuse_objective(key: str, objective: ObjectiveConfig) -> None:
             "an objective that is a divergence: one that estimates it from sampled tokens needs tokens of the student's own, "
             "with weights that do not depend on them",
         )
-    if objective.reward is not None:
+    if reward is not None:
         raise _drift_error(
             key,
             "set with objective.reward",

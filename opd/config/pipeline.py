@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from opd.config.balance import BalanceConfig, SamplesBalance
-from opd.config.devices import PushKind, choose_push_kind, find_devices_problem, find_push_problem
+from opd.config.devices import PushKind, choose_push_kind, find_push_problem
 from opd.config.domains import (
     KEPT,
     STUDENT,
@@ -23,9 +23,15 @@ from opd.config.domains import (
 )
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
+from opd.config.expert_engines import (
+    find_engines_problem,
+    find_own_objective_problem,
+    list_engines,
+    trainer_has_start,
+)
 from opd.config.guard import GuardConfig, refuse_useless_guard
 from opd.config.monitors import MonitorsConfig
-from opd.config.objectives import AnyObjective, build_default_objective
+from opd.config.objectives import AnyObjective, ObjectiveConfig, build_default_objective
 from opd.config.prompts import CHAT_COLUMNS
 from opd.config.sections import (
     CheckpointConfig,
@@ -42,6 +48,7 @@ from opd.config.teachers import (
     FlightTeachers,
     NoTeachers,
     OpenAITeachers,
+    Teachers,
     TeachersConfig,
     TrainerTeachers,
     TransformersTeachers,
@@ -133,6 +140,26 @@ class PipelineConfig(Strict):
         return {name: expert.prompt for name, expert in self.experts.items() if expert.prompt is not None}
 
     @property
+    def engines(self) -> list[Teachers]:
+        """The section `teachers` as each engine of the merge has it; a single one if no expert has an engine of its own."""
+        return [section for section, _, _ in list_engines(self)]
+
+    def engine_of(self, expert: str) -> Teachers:
+        """Return the section `teachers` as it is for this expert."""
+        own = (section for section, names, key in list_engines(self) if expert in names and key != "teachers")
+        return next(own, self.teachers)
+
+    def objective_of(self, domain: str) -> ObjectiveConfig:
+        """Return the objective of a domain: its own, else the pipeline's."""
+        own = self.domains[domain].objective
+        return self.objective if own is None else own
+
+    @property
+    def own_objectives(self) -> dict[str, ObjectiveConfig]:
+        """Domain -> its objective, for the domains that have one of their own."""
+        return {name: domain.objective for name, domain in self.domains.items() if domain.objective is not None}
+
+    @property
     def push_kind(self) -> PushKind:
         """The way of new weights that `sync.kind` asks for, with `auto` decided."""
         return choose_push_kind(self.sync, self.cluster, self.rollout)
@@ -165,7 +192,7 @@ class PipelineConfig(Strict):
             problem = PydanticCustomError(
                 "no_expert", "{wanted}", {"wanted": expected, "where": "experts", "found": "{}"}
             )
-        if isinstance(self.teachers, TrainerTeachers):
+        if any(isinstance(section, TrainerTeachers) for section in self.engines):
             problem = problem or _find_base_problem(self)
         if problem is not None:
             raise problem
@@ -209,8 +236,8 @@ class PipelineConfig(Strict):
     @model_validator(mode="after")
     def _check_extrapolation(self) -> PipelineConfig:
         extrapolated = [name for name in self.domains if domain_extrapolation(self, name) > 1]
-        if not extrapolated:
-            return self
+        if not extrapolated or len(self.engines) > 1 or self.own_objectives:
+            return self  # with several engines `pipelines.routes` checks each domain, once its experts are known
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
         if problem is None and isinstance(self.teachers, OpenAITeachers) and not trainer_has_start(self):
             problem = PydanticCustomError(
@@ -224,21 +251,10 @@ class PipelineConfig(Strict):
         return self
 
     @model_validator(mode="after")
-    def _check_servers(self) -> PipelineConfig:
-        experts = self.experts.use if isinstance(self.experts, RegisteredExperts) else list(self.experts)
-        if not isinstance(self.teachers, OpenAITeachers) or experts == "all":  # the registry's names are not known here
-            return self
-        served = self.teachers.servers
-        for names, problem in (
-            ([name for name in experts if name not in served], "nothing"),
-            ([name for name in served if name not in experts], "a server of no expert"),
-        ):
-            if names:
-                raise PydanticCustomError(
-                    "servers",
-                    "base_url and model for each of the experts {experts}, and no others",
-                    {"experts": ", ".join(experts), "where": f"teachers.servers.{names[0]}", "found": problem},
-                )
+    def _check_engines(self) -> PipelineConfig:
+        problem = find_engines_problem(self) or find_own_objective_problem(self)
+        if problem is not None:
+            raise problem
         return self
 
     @model_validator(mode="after")
@@ -291,9 +307,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _check_devices(self) -> PipelineConfig:
-        problem = find_devices_problem(
-            self.cluster, self.trainer, self.rollout, self.teachers, self.schedule
-        ) or find_push_problem(self.sync, self.cluster)
+        problem = find_push_problem(self.sync, self.cluster)
         if problem is not None:
             raise problem
         return self
@@ -352,15 +366,6 @@ def scored_model_len(config: PipelineConfig) -> int:
     """Return the most tokens, prompt and response, that a teacher reads: `rollout.max_model_len`, or more for a prompt of its own."""
     own = (prompt.max_model_len or 0 for prompt in config.teacher_prompts.values())
     return max(config.rollout.max_model_len, *own, 0)
-
-
-def trainer_has_start(config: PipelineConfig) -> bool:
-    """Return True if the trainer itself can compute the log-probs of the start, so that no teacher has to.
-
-    It can with LoRA, which leaves the start's weights as they are. It cannot if the objective subtracts a baseline, because
-    the baseline is needed before the trainer computes anything.
-    """
-    return config.student.lora is not None and not config.objective.wants_baseline
 
 
 def _extrapolation_error(config: PipelineConfig, domain: str, other_setting: str, expected: str) -> PydanticCustomError:
@@ -425,9 +430,11 @@ def _find_keep_problem(config: PipelineConfig, keep: KeepConfig) -> PydanticCust
         key, actual, expected = f"domains.{KEPT}", "another domain than that of `keep`", "nothing: `keep` makes it"
     elif KEPT in names:
         key, actual, expected = f"experts.{KEPT}", f"an expert called `{KEPT}`", "another name: `keep` has this one"
-    elif isinstance(config.teachers, NoTeachers | OpenAITeachers | FlightTeachers):
+    elif isinstance(config.engine_of(KEPT), NoTeachers | OpenAITeachers | FlightTeachers) or isinstance(
+        config.teachers, NoTeachers
+    ):
         key, actual = "keep", f"set with teachers.engine {config.teachers.engine}"
-        expected = "an engine that loads the student here: transformers, vllm or, with student.lora, trainer"
+        expected = "an engine that loads the student here: transformers or vllm; or student.lora, with which the trainer has it"
     else:
         return None
     return PydanticCustomError("keep", "{wanted}", {"wanted": expected, "where": key, "found": actual})
@@ -438,10 +445,10 @@ def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
     if config.student.lora is None:
         key, actual = "teachers.engine", "trainer without student.lora"
         expected = "student.lora, which leaves the base as the experts need it; or engine transformers"
-    elif config.objective.wants_baseline:
+    elif any(objective.wants_baseline for objective in (config.objective, *config.own_objectives.values())):
         key, actual = "objective.baseline", "a baseline with teachers.engine trainer"
         expected = "none: a baseline is needed before the trainer computes; or teachers.engine transformers"
-    elif config.cluster.teacher_gpus:
+    elif config.cluster.teacher_gpus and isinstance(config.teachers, TrainerTeachers):
         key, actual = "cluster.teacher_gpus", f"{config.cluster.teacher_gpus:g} with teachers.engine trainer"
         expected = "0: the trainer's ranks score, on their own GPUs"
     else:
@@ -473,7 +480,7 @@ def is_overlapped(config: PipelineConfig) -> bool:
     if config.schedule.overlap != "auto":
         return config.schedule.overlap
     gpus = config.cluster.trainer_gpus or config.cluster.teacher_gpus
-    return bool(gpus) or config.teachers.elsewhere
+    return bool(gpus) or any(section.elsewhere for section in config.engines)
 
 
 def has_short_first_round(config: PipelineConfig) -> bool:

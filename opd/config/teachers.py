@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, ByteSize, Discriminator, Field, Tag, TypeAdapter, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from opd.config.payloads import PayloadName
@@ -15,6 +25,7 @@ from opd.machine.address import LOOPBACK, parse_url, strip_secret
 from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Name, Strict, UserPath
 from opd.settings.suggestions import find_nearest
+from opd.settings.yaml_files import move_error
 
 
 class ServerConfig(Strict):
@@ -285,6 +296,58 @@ def change_teachers(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     return {key: value for key, value in data.items() if key in keys} | dict(changes)
 
 
+SHARED_KEYS = ("dtype", "queue", "mask_tokens", "max_quarantined")
+"""Keys of the section `teachers` that hold for all engines of a merge."""
+
+
+def build_expert_engine(shared: Teachers, own: Mapping[str, Any], key: str) -> Teachers:
+    """Return the section `teachers` as it is for an expert with an engine of its own.
+
+    `shared` is the pipeline's section, `own` the mapping at `key` with the expert's engine as `kind` and the keys of that engine. The
+    payload is the pipeline's unless `own` has one. Raises: PydanticCustomError, which names the key in `own`.
+    """
+    for name in SHARED_KEYS:
+        if name in own:
+            raise PydanticCustomError(
+                "expert_engine",
+                "nothing: teachers.{name} holds for every engine of a merge",
+                {"name": name, "where": f"{key}.{name}", "found": strip_secret(str(own[name]))},
+            )
+    kind = own.get("kind")
+    if kind not in [engine for engine in ENGINES if engine != "none"]:  # a list, because a YAML list cannot be hashed
+        raise PydanticCustomError(
+            "expert_engine",
+            "one of: {engines}",
+            {
+                "engines": ", ".join(engine for engine in ENGINES if engine != "none"),
+                "where": f"{key}.kind",
+                "found": "nothing" if kind is None else repr(kind),
+            },
+        )
+    inherited = {name: getattr(shared, name) for name in (*SHARED_KEYS, "payload")}
+    data = {"teachers": inherited | {"engine": kind} | {name: value for name, value in own.items() if name != "kind"}}
+    try:
+        return _ExpertEngine.model_validate(data).teachers
+    except ValidationError as errors:
+        raise rename_engine_keys(move_error(errors, [], data), key) from None
+
+
+def rename_engine_keys(error: PydanticCustomError, key: str) -> PydanticCustomError:
+    """Return an error about the section `teachers` as one about an expert's own engine at `key`, which has the same keys."""
+
+    def rename(text: str) -> str:
+        return text.replace("teachers.engine", f"{key}.kind").replace("teachers.", f"{key}.")
+
+    context = error.context or {}
+    renamed = {name: rename(value) if isinstance(value, str) else value for name, value in context.items()}
+    if renamed.get("where") == "teachers":  # the section as a whole
+        renamed["where"] = key
+    if "known" in renamed:
+        known = [name for name in renamed["known"].split(", ") if name not in SHARED_KEYS]
+        renamed["known"] = ", ".join("kind" if name == "engine" else name for name in known)
+    return PydanticCustomError(error.type, "{wanted}", {**renamed, "wanted": rename(error.message())})
+
+
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:
     """Return True for None and for the key's default, whether spelt as in a file (`8GiB`) or parsed (bytes)."""
     default = owner.model_fields[key].default
@@ -311,6 +374,12 @@ TeachersConfig = Annotated[
     ),
     BeforeValidator(drop_other_engine_keys),
 ]
+
+
+class _ExpertEngine(Strict):
+    """The section `teachers` alone, so that errors about it have the keys of a pipeline."""
+
+    teachers: TeachersConfig
 
 
 def _teachers_error(key: str, actual: object, expected: str) -> PydanticCustomError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -70,3 +71,26 @@ class Block(ABC):
     def select_chunk(self, part: slice, vocab_size: int) -> BlockChunk:
         """Return the tokens `part` of the block, multiplied with the heads; each head is cut to `vocab_size` rows."""
         raise NotImplementedError(f"{type(self).__name__} has no heads yet")
+
+
+@dataclass(frozen=True, slots=True)
+class DomainBlock(Block):
+    """A block of a domain that has an objective of its own."""
+
+    domain: str
+    block: Block
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+    def head_keys(self) -> tuple[str, ...]:
+        return self.block.head_keys()
+
+    def with_heads(self, heads: Mapping[str, Head]) -> DomainBlock:
+        return DomainBlock(self.domain, self.block.with_heads(heads))
+
+    def products(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        return self.block.products()
+
+    def select_chunk(self, part: slice, vocab_size: int) -> BlockChunk:
+        return self.block.select_chunk(part, vocab_size)

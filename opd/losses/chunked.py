@@ -22,13 +22,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from opd.interfaces import Objective
-from opd.losses.blocks import Block, BlockChunk
+from opd.losses.blocks import Block, BlockChunk, DomainBlock
 from opd.losses.logits import pad_rows, token_logprobs, top_logprobs, upcast_for_loss
 from opd.losses.none import NoDivergence
 from opd.losses.objective import Slope, StudentChunk, TeacherChunk, likeliest_token, token_entropy
@@ -134,10 +135,12 @@ class LossHead(nn.Module):
     It is a module of its own, because under ZeRO-3 a weight is whole only while the module that owns it runs.
     """
 
-    def __init__(self, weight_V_D: Tensor, loss: Loss) -> None:
+    def __init__(self, weight_V_D: Tensor, loss: Loss, own_losses: Mapping[str, Loss] = MappingProxyType({})) -> None:
+        """`own_losses`: domain -> loss, for domains with an objective of their own, whose tokens come as `DomainBlock`."""
         super().__init__()
         self.weight = weight_V_D
         self._loss = loss
+        self._own_losses = own_losses
 
     def forward(
         self,
@@ -176,12 +179,13 @@ class LossHead(nn.Module):
                 raw_C_V = h_C_D @ head_v_D.T
                 if show_logits is not None:
                     show_logits(span, loss.rule.apply(raw_C_V))
-                block_chunk, values_of = _prepare_elementwise(loss, block, part, on_gpu=_runs_on_gpu(raw_C_V))
+                own_loss = self._own_losses[block.domain] if isinstance(block, DomainBlock) else loss
+                block_chunk, values_of = _prepare_elementwise(own_loss, block, part, on_gpu=_runs_on_gpu(raw_C_V))
                 for rows in _iterate_row_slices(raw_C_V, loss.chunk):
                     token_rows = slice(span.start + rows.start, span.start + rows.stop)
                     # The gradient by the student's raw products overwrites the products themselves.
                     values, raw_C_V[rows] = values_of(
-                        loss, raw_C_V[rows], block_chunk.select_rows(rows), tokens.select_tokens(token_rows, acc)
+                        own_loss, raw_C_V[rows], block_chunk.select_rows(rows), tokens.select_tokens(token_rows, acc)
                     )
                     for column, value in zip(stats, values, strict=True):
                         if value is not None:

@@ -38,6 +38,7 @@ OPTIONAL = (  # keys that a report may lack
     "curves",
     "guard",
     "lineage",
+    "objectives",
     "episodes",
     "rounds",
     "stale",
@@ -246,7 +247,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
 
     cut = {"truncated": ("bad", curves["truncated"])}
     plots = [
-        figures.draw_by_domain("loss", "Loss", curves, by_domain("loss"), log=True, label="nats a token"),
+        *_loss_plots(curves, by_domain("loss"), report.get("objectives", {})),
         figures.draw_by_domain(
             "length", "Length of the student's responses", curves, by_domain("length"), label="tokens"
         ),
@@ -261,6 +262,23 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         plots.append(figures.draw_by_domain("agreement", title, curves, agreement, percent=True))
     if curves["positions"]:
         plots.append(figures.draw_positions(curves["step"], curves["positions"]))
+    return plots
+
+
+def _loss_plots(
+    curves: Mapping[str, Any], losses: Mapping[str, Sequence[float | None]], objectives: Mapping[str, str]
+) -> list[Plot]:
+    """Plot the domains' losses, apart for each objective: the values of two objectives cannot be compared. `objectives`: domain -> kind,
+    empty if all domains have the same."""
+    options = {"log": True, "label": "nats a token"}
+    kinds = dict.fromkeys(objectives.get(name, "") for name in losses)
+    if len(kinds) <= 1:
+        return [figures.draw_by_domain("loss", "Loss", curves, losses, **options)]
+    no_values = [None] * len(curves["step"])
+    plots = []
+    for kind in kinds:
+        own = {name: curve if objectives.get(name, "") == kind else no_values for name, curve in losses.items()}
+        plots.append(figures.draw_by_domain(f"loss-{kind}", f"Loss of objective {kind}", curves, own, **options))
     return plots
 
 

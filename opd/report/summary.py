@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from opd.config.objectives import DEFAULT_KIND
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
@@ -112,7 +113,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
     are records `curves` and what is measured from records. `episodes` (of agents), `by_length`, `guard`, `evaluations`,
-    `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
+    `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
     """
     report = _stored_report(run) if run.finished else _partial_report(run)
@@ -121,6 +122,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     merged = latest_exam(run)
     if run.before and merged and (run.expert or run.without_teachers):
         _add_intervals(report, run.before, run.expert, merged)
+    if objectives := domain_objectives(run.pipeline):
+        report["objectives"] = objectives
     if run.records:
         report["curves"] = compute_curves(run.records)
         report["truncated"] = _truncated_share(run.records)
@@ -148,6 +151,15 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
     return report | _manifest_fields(run.manifest)
+
+
+def domain_objectives(pipeline: Mapping[str, Any]) -> dict[str, str]:
+    """Return domain -> kind of its objective; empty if no domain of the pipeline has an objective of its own."""
+    shared = (pipeline.get("objective") or {}).get("kind", DEFAULT_KIND)
+    own = {name: (domain or {}).get("objective") for name, domain in pipeline.get("domains", {}).items()}
+    if not any(own.values()):
+        return {}
+    return {name: objective.get("kind", DEFAULT_KIND) if objective else shared for name, objective in own.items()}
 
 
 def _manifest_fields(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -219,6 +219,7 @@ class ArrowTargetLog:
                 rollouts=batch.rollouts,
                 teachers=teachers,
                 kind=tuple(manifest["kind"]),
+                kinds={domain: tuple(kind) for domain, kind in manifest.get("kinds", {}).items()},
                 max_quarantined=1.0,  # the real limit was checked before the step was logged
                 sender="target log",
             ),
@@ -267,6 +268,7 @@ def _step_facts(batch: RolloutBatch, targets: TargetStream) -> dict[str, Any]:
     """Return the manifest's entries about a step that neither the rollouts nor the parts have."""
     return {
         "kind": targets.request.kind,
+        **({"kinds": dict(targets.request.kinds)} if targets.request.kinds else {}),
         "teachers": {
             domain: {n: asdict(e) for n, e in part.items()} for domain, part in targets.request.teachers.items()
         },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,6 +79,8 @@ class TeacherRequest:
     """Domain -> teacher -> weight and head of its rows."""
     kind: tuple[str, str]
     """Dtype and payload of the stream."""
+    kinds: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Domain -> dtype and payload of its rows, for domains whose teachers have another engine than the first ones."""
     max_quarantined: float
     """Largest share of the responses, 0..1, that may be left out."""
     sender: str = "teachers"
@@ -123,8 +125,8 @@ class TargetStream:
         self._missing = {(r.sample_id, name) for r in request.rollouts for name in request.teachers[r.domain]}
         self._rows_to_take = Counter(sample_id for sample_id, _ in self._missing)
         self._collected: deque[StreamPart] = deque()
-        self._width: int | None = None
-        """Width of all answers, such as the K of a top-k; None before the first that has one."""
+        self._widths: dict[str, int] = {}
+        """Domain of `TeacherRequest.kinds`, or empty for all others -> width of the answers, such as the K of a top-k."""
         self._records: dict[int, list[PartRecord]] = {}
         self._rows_by_teacher: dict[int, Counter[str]] = {}
         """Worker -> rows that came from it, by teacher."""
@@ -193,12 +195,11 @@ class TargetStream:
             self.arrived = True
             return None
         summary = part.summary
-        if (summary.dtype, summary.payload) != self.request.kind:
-            raise StreamError(
-                f"{self.request.sender}: {summary.payload} in {summary.dtype} came, wanted {' in '.join(self.request.kind[::-1])}"
-            )
+        kind = (summary.dtype, summary.payload)
+        if kind not in (self.request.kind, *self.request.kinds.values()):
+            raise self._unwanted_kind("", kind, self.request.kind)
         for row in summary.rows:
-            self._check_row(row)
+            self._check_row(row, kind)
         self._note_part(summary.record, summary.rows)
         self._show_to_sinks(part)
         self.num_parts += 1
@@ -209,8 +210,11 @@ class TargetStream:
     def _show_to_sinks(self, part: StreamPart | None) -> None:
         self._sink_waits += [wait for sink in self._sinks if (wait := sink(part)) is not None]
 
-    def _check_row(self, row: RowSummary) -> None:
-        """Check that the row was requested, comes once, and is about the very tokens that were sent. Raises: StreamError."""
+    def _check_row(self, row: RowSummary, kind: tuple[str, str]) -> None:
+        """Check that the row was requested, comes once, and is about the very tokens that were sent. `kind`: dtype and payload of its part.
+
+        Raises: StreamError.
+        """
         label = f"{self.request.sender}: row {row.sample_id} of teacher {row.teacher}"
         rollout = self._sent_rollouts.get(row.sample_id)
         if rollout is None or (row.sample_id, row.teacher) not in self._missing:
@@ -221,10 +225,16 @@ class TargetStream:
             raise StreamError(f"{label}: another weight or head")
         if row.rollout != self._digests[row.sample_id]:
             raise StreamError(f"{label}: not the rollout that was sent")
-        self._width = row.width if self._width is None else self._width
-        if row.width not in (None, self._width):
-            raise StreamError(f"{label}: an answer of width {row.width}, others have {self._width}")
+        group = rollout.domain if rollout.domain in self.request.kinds else ""
+        if kind != (wanted := self.request.kinds.get(rollout.domain, self.request.kind)):
+            raise self._unwanted_kind(f"row {row.sample_id} of teacher {row.teacher}: ", kind, wanted)
+        if row.width is not None and row.width != self._widths.setdefault(group, row.width):
+            raise StreamError(f"{label}: an answer of width {row.width}, others have {self._widths[group]}")
         self._missing.remove((row.sample_id, row.teacher))
+
+    def _unwanted_kind(self, of: str, kind: tuple[str, str], wanted: tuple[str, str]) -> StreamError:
+        came, expected = (f"{payload} in {dtype}" for dtype, payload in (kind, wanted))
+        return StreamError(f"{self.request.sender}: {of}{came} came, wanted {expected}")
 
     def _note_part(self, record: PartRecord, rows: Sequence[RowSummary]) -> None:
         records = self._records.setdefault(record.worker, [])

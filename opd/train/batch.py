@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from opd.errors import RunError
-from opd.losses.blocks import Block
+from opd.losses.blocks import Block, DomainBlock
 from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained
+from opd.payloads.answer import Answer
 from opd.payloads.none import Unscored
 from opd.payloads.sampled_logprobs import mixed_logprobs
 from opd.records.types import Rollout
@@ -110,12 +112,14 @@ def build_micro_batch(
     layout: str = "packed",
     first_turns: Mapping[str, int] | None = None,
     shard: Shard | None = None,
+    own_objectives: Collection[str] = (),
 ) -> MicroBatch:
     """Build the tensors of these samples, which the caller ordered by teacher.
 
     `dtype` is the type of the stream's hidden states, `first_turns` the result of `opd.train.turns.count_earlier_turns`. Without samples
     the batch is one padding token and no trained token: a rank without rows still has to run forward with the others. With `shard`
-    the batch has only this rank's columns, and the tokens that they predict; the layout is `padded` then.
+    the batch has only this rank's columns, and the tokens that they predict; the layout is `padded` then. `own_objectives`: domains
+    with an objective of their own.
     """
     firsts = first_turns or {}
     whole_rollouts = [scored[0].rollout for scored in samples]
@@ -137,8 +141,7 @@ def build_micro_batch(
         ),
         sampled_N=torch.tensor([sampled for r in rollouts for sampled in r.sampled_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
-        # All samples of a micro-batch have one payload, whose class makes the blocks.
-        blocks=type(samples[0][0].answer).blocks(samples, dtype, baselines) if samples else (),
+        blocks=tuple(_build_blocks(samples, dtype, baselines or {}, own_objectives)),
         trained_lengths=tuple(r.num_trained for r in rollouts),
         earlier_tokens=(0,) * len(rollouts)
         if shard is None
@@ -148,6 +151,25 @@ def build_micro_batch(
         ),
         domains=tuple(r.domain for r in rollouts),
     )
+
+
+def _build_blocks(
+    samples: Sequence[ScoredSample],
+    dtype: torch.dtype,
+    baselines: Mapping[str, float],
+    own_objectives: Collection[str],
+) -> Iterator[Block]:
+    """Yield the blocks of consecutive samples with the same payload and objective. The payload's class makes them."""
+
+    def find_kind(scored: ScoredSample) -> tuple[type[Answer], str]:
+        domain = scored[0].rollout.domain
+        return type(scored[0].answer), domain if domain in own_objectives else ""
+
+    for (answers, domain), group in groupby(samples, find_kind):
+        alike = list(group)
+        has_baseline = any(scored[0].rollout.sample_id in baselines for scored in alike)
+        for block in answers.blocks(alike, dtype, baselines if has_baseline else None):
+            yield DomainBlock(domain, block) if domain else block
 
 
 def build_unscored_batch(rollouts: Sequence[Rollout], layout: str, shard: Shard | None = None) -> MicroBatch:

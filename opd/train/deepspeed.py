@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from opd import cluster
 from opd.cluster import Pending
+from opd.config.objectives import ObjectiveConfig
 from opd.models.buckets import WeightStream
 from opd.records.rewards import PolicyReport, RewardStep
 from opd.records.sums import sum_by_key
@@ -89,7 +90,8 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         plan = self.plan_micro_batches(rollouts)
         scoring = self._spec.rank.base_scoring
         rounds = scoring.plan_rounds(plan, rollouts) if scoring else {}
-        baselines = compute_baselines(targets) if self._objective.wants_baseline else None
+        baselined = {r.domain for r in rollouts if self._objective_of(r.domain).wants_baseline}
+        baselines = compute_baselines(targets, baselined) if baselined else None
         step_work = replace(
             step_work,
             baselines=baselines,
@@ -182,7 +184,7 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         critic_learns_alone = reward is not None and reward.waits
         has_policy_gradient = policy is not None and policy.factor > 0
         trains = not critic_learns_alone and (has_policy_gradient or self._objective.HAS_DIVERGENCE)
-        weights = weigh_rows(rollouts, self._objective.weighting, self._spec.domain_weights) if trains else {}
+        weights = self._weigh_divergence(rollouts) if trains else {}
         components = {DIVERGENCE: Component(weights=weights)} if weights else {}
         if policy and components:
             components[POLICY] = policy
@@ -199,13 +201,30 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
             watched=watched_samples(rollouts),
         )
 
+    def _objective_of(self, domain: str) -> ObjectiveConfig:
+        return self._spec.rank.domain_objectives.get(domain, self._objective)
+
+    def _weigh_divergence(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return sample id -> weight of each of its trained tokens in the divergence; empty if nothing is trained.
+
+        A token has the weight that it would have if its domain's objective were that of all domains. So a domain's gradient does not
+        depend on the other domains' objectives.
+        """
+        ways = {self._objective_of(rollout.domain).weighting for rollout in rollouts}
+        weights = {way: weigh_rows(rollouts, way, self._spec.domain_weights) for way in ways}
+        if not all(weights.values()):
+            return {}
+        return {r.sample_id: weights[self._objective_of(r.domain).weighting][r.sample_id] for r in rollouts}
+
     def _refuse_broken(self, report: StepReport) -> None:
         """Refuse a step whose numbers are impossible. An estimate from sampled tokens may be negative, so its mean is not checked.
 
         Raises: RunError.
         """
-        if not self._objective.IS_ESTIMATE:
-            refuse_impossible_means(report.step, self._objective.kind, report.domains)
+        for domain, stats in report.domains.items():
+            objective = self._objective_of(domain)
+            if not objective.IS_ESTIMATE:
+                refuse_impossible_means(report.step, objective.kind, {domain: stats})
         refuse_gap(report.step, report.domains, self._spec.tolerance)
 
     def begin_logprobs(self, token_ids: Sequence[Sequence[int]]) -> Callable[[], list[list[float]]]:
@@ -260,8 +279,8 @@ def read_teacher_prompts(
     }
 
 
-def compute_baselines(targets: TargetStream) -> dict[str, float]:
-    """Wait for all parts, and return sample id -> `leave_one_out_baselines` baseline.
+def compute_baselines(targets: TargetStream, domains: Collection[str]) -> dict[str, float]:
+    """Wait for all parts, and return sample id -> `leave_one_out_baselines` baseline, for the samples of these domains.
 
     The driver computes it over the samples of all ranks, so that it does not depend on the number of ranks. Quarantined samples
     have none. Raises: what `TargetStream.take_part` raises.
@@ -269,7 +288,9 @@ def compute_baselines(targets: TargetStream) -> dict[str, float]:
     targets.wait_for_parts()
     rows = (row for part in targets.collected for row in read_stream(pa.py_buffer(targets.read_part(part))).rows)
     return leave_one_out_baselines(
-        gather_samples(row for row in rows if row.rollout.sample_id not in targets.quarantined)
+        gather_samples(
+            row for row in rows if row.rollout.domain in domains and row.rollout.sample_id not in targets.quarantined
+        )
     )
 
 

@@ -115,6 +115,8 @@ class RankOptions(ModelOptions):
 
     objective: ObjectiveConfig
     """The objective that is minimised."""
+    domain_objectives: Mapping[str, ObjectiveConfig] = field(default_factory=dict)
+    """Domain -> objective, for domains that have one of their own."""
     temperature: float
     """Temperature at which the engine samples responses."""
     head_memory_bytes: int
@@ -185,7 +187,7 @@ class TrainerRank(ZeroEngine):
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
-        self._step = _StepInput(work, heads, self._options.vocab_size)
+        self._step = _StepInput(work, heads, self._options.vocab_size, tuple(self._options.domain_objectives))
 
     def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray | Path) -> None:
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
@@ -434,6 +436,7 @@ def _load_student(options: RankOptions) -> Student:
         add_adapters(lm, options.lora)
     loss = options.objective
     loss_options: dict[str, Any] = {"vocab_size": options.vocab_size, "temperature": options.temperature}
+    loss_options["own_objectives"] = {domain: own.build() for domain, own in options.domain_objectives.items()}
     if loss.reward is not None:
         loss_options["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
     return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
@@ -442,8 +445,12 @@ def _load_student(options: RankOptions) -> Student:
 class _StepInput:
     """The step that is being trained on this rank: its work, the rows that came and are not trained yet, and the sums so far."""
 
-    def __init__(self, work: RankWork, heads: Mapping[str, HeadSource], vocab_size: int) -> None:
+    def __init__(
+        self, work: RankWork, heads: Mapping[str, HeadSource], vocab_size: int, own_objectives: Sequence[str] = ()
+    ) -> None:
+        """`own_objectives`: domains with an objective of their own."""
         self.work = work
+        self._own_objectives = own_objectives
         self._vocab_size = vocab_size
         self.heads = heads
         self.totals = Totals()
@@ -491,7 +498,8 @@ class _StepInput:
         work = self.work
         others = {i for name, term in work.components.items() if name != DIVERGENCE for i in term.weights}
         self.other_rollouts.append(tuple(samples[i][0].rollout for i in ids if i in others))
-        return build_micro_batch([samples[i] for i in ids], self.dtype, work.baselines, layout, work.first_turns, shard)
+        rest = (work.baselines, layout, work.first_turns, shard, self._own_objectives)
+        return build_micro_batch([samples[i] for i in ids], self.dtype, *rest)
 
     def _refuse_missing(self, ids: Sequence[str]) -> None:
         missing = sorted(set(ids) - set(self._rows))

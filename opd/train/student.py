@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,12 +26,20 @@ from opd.train.companions import StudentView
 class Student(nn.Module):
     """A transformers causal language model `lm`. Only its body is called; `loss_head` multiplies with its output head."""
 
-    def __init__(self, lm: Any, objective: Objective, **options: Any) -> None:
-        """Wrap a model; `options` are the other fields of `opd.losses.chunked.Loss`."""
+    def __init__(
+        self,
+        lm: Any,
+        objective: Objective,
+        own_objectives: Mapping[str, Objective] = MappingProxyType({}),
+        **options: Any,
+    ) -> None:
+        """Wrap a model. `own_objectives`: domain -> objective, for domains that have another one; `options` are the other fields of
+        `opd.losses.chunked.Loss`."""
         super().__init__()
         self.lm = lm
         loss = Loss(objective=objective, rule=logit_rule(lm.config), **options)
-        self.loss_head = LossHead(lm.get_output_embeddings().weight, loss)
+        own_losses = {domain: replace(loss, objective=own) for domain, own in own_objectives.items()}
+        self.loss_head = LossHead(lm.get_output_embeddings().weight, loss, own_losses)
 
     def forward(
         self,

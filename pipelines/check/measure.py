@@ -23,7 +23,7 @@ from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.records.types import Prompt, Rollout, Teacher
-from opd.text import format_or_dash
+from opd.text import Tell, format_or_dash
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, TeacherComparison
 from pipelines.check.judge import (
@@ -46,7 +46,6 @@ from pipelines.sizing.memory import HostMemoryNeed, describe_shortage, estimate_
 from pipelines.sizing.target_log import SMALLER_LOG, describe_log, estimate_log_bytes, find_full_disk
 from pipelines.specs import scorer_options
 
-Tell = Callable[[str], None]
 Route = tuple[str, Teacher]
 """A domain and one of its teachers."""
 Compare = Callable[[Teacher, Sequence[Rollout], Sequence[Rollout]], TeacherComparison]

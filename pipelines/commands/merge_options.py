@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from opd.run.paths import RunPaths
+from opd.text import Tell
 from pipelines.commands.shell import run_root
 
 if TYPE_CHECKING:
     from pipelines.merging.rounds import Rounds
     from pipelines.merging.run import MergeRun
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

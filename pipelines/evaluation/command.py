@@ -21,10 +21,11 @@ from opd.records.scores import FORMAT, Evaluation
 from opd.run.paths import RunPaths
 from opd.settings.suggestions import did_you_mean
 from opd.settings.yaml_files import apply_overrides
+from opd.text import Tell
 from pipelines.catalog import find_pipeline
 from pipelines.evaluation.lm_eval import lm_eval_models
 from pipelines.evaluation.matrix import Matrix, evaluate_matrix
-from pipelines.evaluation.models import Tell, evaluate_models, with_all_domains
+from pipelines.evaluation.models import evaluate_models, with_all_domains
 from pipelines.evaluation.tables import length_rows, matrix_rows, score_columns, score_rows, side_by_side_rows
 from pipelines.merging.changes import refused_keys
 

@@ -16,7 +16,8 @@ from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.evaluation.harness import TaskScores, check_tasks, run_tasks
 from opd.files import atomic_write_text
 from opd.records.scores import FORMAT
-from pipelines.evaluation.models import Tell, model_directory
+from opd.text import Tell
+from pipelines.evaluation.models import model_directory
 from pipelines.inputs.read import as_teacher
 
 

@@ -5,7 +5,7 @@ model directories, or a merge's student and experts ── checked ──→ Sub
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from opd.prompts import is_here, is_hub_name
 from opd.records.scores import Evaluation
 from opd.records.types import Teacher
 from opd.settings.suggestions import did_you_mean
+from opd.text import Tell
 from pipelines.build import rollout_engine
 from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
@@ -30,8 +31,6 @@ from pipelines.inputs.template_date import set_template_date
 from pipelines.placement import place_rollouts
 from pipelines.sizing.auto import choose_cache
 from pipelines.specs import rollout_spec
-
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
 
 
 def refuse_unscorable(config: PipelineConfig, experts: Mapping[str, RoutedExpert]) -> None:
-    """Refuse experts that this pipeline's scoring engine cannot run. Raises: ModelError for the first one."""
+    """Refuse experts that the scoring engine of a group of teachers cannot run. Raises: ModelError for the first one."""
     namings: dict[tuple[str, ...], Any] = {}  # so that equal experts, and adapters of the same base, are checked once
     for name, expert in experts.items():
         if isinstance(config.teachers, VLLMTeachers):

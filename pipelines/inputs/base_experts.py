@@ -17,12 +17,12 @@ def refuse_other_bases(config: PipelineConfig, experts: Mapping[str, RoutedExper
     `student_digest`: the student's digest as a teacher (`Teacher.digest`); empty if weights were not hashed, so that only full
     models are refused. Raises: ConfigError.
     """
-    if not isinstance(config.teachers, TrainerTeachers):
-        return
     for name, expert in experts.items():
         inline = config.inline_experts.get(name)
         if inline is not None and inline.model == STUDENT:
             continue  # the base alone
+        if not isinstance(config.engine_of(name), TrainerTeachers):
+            continue
         if expert.adapter is None:
             found = f"a full model, {expert.info.path}"
         elif student_digest and expert.teacher.base_digest != student_digest:

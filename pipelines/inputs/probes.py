@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +13,11 @@ from experts.probe import ProbeRecord, measure_probe
 from opd.files import atomic_write_text, raise_storage_errors
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.strict import DTYPE_BYTES
+from opd.text import Tell
 from pipelines.inputs.read import Inputs
 from pipelines.routes import START, RoutedExpert
 from pipelines.sizing.machine import free_bytes
 
-Tell = Callable[[str], None]
 RECORDS = TypeAdapter(dict[str, ProbeRecord])
 
 

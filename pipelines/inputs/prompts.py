@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam, Reward
 from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.records.types import Prompt
+from opd.text import Tell
 from opd.verifiers import build_verifier
 
 EXAMPLES = 3
@@ -24,8 +25,6 @@ EXAMPLES = 3
 TRIED = 1000
 """How many prompts of a domain the verifier tries beforehand, evenly spread, because a file may have a million. If another one
 cannot be judged, it counts as failed when its turn comes."""
-
-Tell = Callable[[str], None]
 
 
 def load_training(

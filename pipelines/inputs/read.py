@@ -65,7 +65,7 @@ from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus
 from pipelines.sizing.memory import refuse_no_room
-from pipelines.sizing.models import MergeModels, refuse_past_context
+from pipelines.sizing.models import MergeModels, divide_models, refuse_past_context
 from teachers.flight.access import read_root_certs, read_token
 
 
@@ -116,10 +116,14 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     everyone = by_name | {START: start}
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
     import_lightly(TRANSFORMERS)  # not earlier, so that the refusals above come without the seconds of this import
-    refuse_unscorable(config, scorers)
     refuse_unfit_prompts(config, scorers, scoring)
-    refuse_no_room(config, scorers)
-    return Teaching(student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices))
+    teaching = Teaching(
+        student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices)
+    )
+    for group_config, models in divide_models(config, teaching):
+        refuse_unscorable(group_config, models.scorers)
+        refuse_no_room(group_config, models.scorers)
+    return teaching
 
 
 def refuse_what_is_not_here(config: PipelineConfig) -> None:
@@ -135,9 +139,10 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
     else:
         refuse_engine_args(config)
     refuse_missing(config.logging)
-    if isinstance(config.teachers, FlightTeachers):
-        read_token(config.teachers.token_file)
-        read_root_certs(config.teachers.tls_root_certs)
+    for section in config.engines:
+        if isinstance(section, FlightTeachers):
+            read_token(section.token_file)
+            read_root_certs(section.tls_root_certs)
 
 
 def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> Inputs:
@@ -354,7 +359,7 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) 
 def _warn_of_slow_types(config: PipelineConfig) -> list[str]:
     """Return a warning if a role computes in bfloat16 on this machine's cores and they have no instructions for it."""
     gpus, teachers = config.cluster, config.teachers
-    scores_here = teachers.scoring_workers > 0 and not teachers.elsewhere
+    scores_here = any(section.scoring_workers and not section.elsewhere for section in config.engines)
     is_slow = {
         "rollout.dtype": not gpus.rollout_gpus and config.rollout.dtype == "bfloat16",
         "teachers.dtype": scores_here and not gpus.teacher_gpus and teachers.dtype == "bfloat16",

@@ -42,7 +42,7 @@ def _find_reasons(config: PipelineConfig, lm: Any) -> Iterator[str]:
     environments = [domain.environment for domain in config.domains.values() if domain.environment]
     if any(e.turn_weights.divergence for e in environments if e.turn_weights):
         yield "weights of turns that depend on the divergence of earlier ones"
-    if isinstance(config.teachers, TrainerTeachers):
+    if any(isinstance(section, TrainerTeachers) for section in config.engines):
         yield "teachers.engine trainer"
     elif start_student_weights(config):
         yield "the start student as a teacher (objective.extrapolate), which the ranks score with"

@@ -13,6 +13,7 @@ from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.config.teacher_prompts import TeacherPromptConfig
+from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, PromptError
 from opd.prompts import PromptTable, is_here
 from opd.prompts.chat_templates import refuse_runaway_template
@@ -50,12 +51,12 @@ def refuse_unfit_prompts(config: PipelineConfig, scorers: Mapping[str, RoutedExp
                 wanted=f"experts of this pipeline: {', '.join(scorers)}",
                 fix=did_you_mean(name, scorers, "remove it"),
             )
-        if config.teachers.engine == "flight":
+        if isinstance(config.engine_of(name), FlightTeachers):
             raise ConfigError.at(
                 key,
-                found="a prompt of its own with teachers.engine flight",
+                found="a prompt of its own with engine flight",
                 wanted="an engine that this merge starts, or an API: teachers that are served read what the student reads",
-                fix="set teachers.engine to transformers, vllm, openai or trainer",
+                fix="give the expert another engine, such as {kind: transformers}",
             )
         for domain in (domain for domain, assigned in scoring.items() if name in [a.teacher.name for a in assigned]):
             if config.domains[domain].has_episodes:

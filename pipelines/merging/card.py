@@ -120,9 +120,11 @@ def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
             f"Trained by reinforcement with opd-merge {__version__}: the student wrote, and verifiers or environments gave each",
             f"response a reward. Domains: {', '.join(config.domains)}.",
         ]
+    kinds = dict.fromkeys(config.objective_of(domain).kind for domain in config.domains)
+    objectives = ", ".join(f"`{kind}`" for kind in kinds)
     return [
         f"Merged from {len(inputs.experts)} experts by on-policy distillation with opd-merge {__version__}: the student wrote,",
-        f"the experts of each prompt's domain scored every token, and the student was trained on `{config.objective.kind}`.",
+        f"the experts of each prompt's domain scored every token, and the student was trained on {objectives}.",
     ]
 
 

@@ -101,6 +101,9 @@ SAME_BUT_FOR_ROUNDING = (
 )
 """Keys that may be changed but change the order of sums: the run goes on, but not bit for bit."""
 
+OWN_ENGINES = ("experts.*.engine", "experts.engines.*")
+"""Keys of an expert's own engine, whose keys are those of `teachers`."""
+
 STEPS = "trainer.steps"
 """This key may be changed as long as the learning rate of a step does not depend on it."""
 
@@ -350,7 +353,15 @@ def version_warnings(recorded: Mapping[str, str], current: Mapping[str, str]) ->
 
 def matches_pattern(key: Key, patterns: Iterable[str]) -> bool:
     """Return True if one of the patterns matches the key: part by part between the dots. A `*` at its end matches further parts too."""
-    return any(_fits_pattern(pattern, key) for pattern in patterns)
+    return any(_fits_pattern(spelling, key) for pattern in patterns for spelling in _spell_pattern(pattern))
+
+
+def _spell_pattern(pattern: str) -> Iterator[str]:
+    """Yield the pattern, and for a key of `teachers` those of the same key of an expert's own engine."""
+    yield pattern
+    section, _, key = pattern.partition(".")
+    if section == "teachers":
+        yield from (f"{engine}.{key}" for engine in OWN_ENGINES)
 
 
 def _fits_pattern(pattern: str, key: Key) -> bool:

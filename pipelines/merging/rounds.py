@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from opd.run import checkpoints
 from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import MERGE_EVALUATIONS, RunPaths
 from opd.settings.yaml_files import validate_section
+from opd.text import Tell
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
@@ -50,7 +51,6 @@ from pipelines.sizing.memory import refuse_too_large
 
 FORMAT = 1
 """The format of `rounds.json`."""
-Tell = Callable[[str], None]
 RoundFacts = dict[str, Any]
 """The manifest of a round, and its `teachers`: domain -> digest of its leading teacher."""
 

@@ -146,7 +146,8 @@ class Hardware:
     def from_config(cls, config: PipelineConfig, spec: ClusterSpec) -> Self:
         """Return the hardware under the workers of a pipeline to which `apply_placement` has applied the spec's placement."""
         cluster, on_gpus = config.cluster, spec.machine.gpus > 0
-        workers = (config.rollout.workers, max(1, config.teachers.scoring_workers), config.trainer.ranks)
+        scorers = sum(section.scoring_workers for section in config.engines)
+        workers = (config.rollout.workers, max(1, scorers), config.trainer.ranks)
         engine, scorer = rollout_devices(cluster, config.rollout), teacher_devices(cluster, config.teachers)
         gpus = (engine, scorer, trainer_devices(cluster))
         roles = 1 if on_gpus else roles_at_once(config)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 
 from opd.config import PipelineConfig, has_short_first_round
 from opd.config.sections import MAX_UNSHARDED
 from opd.config.teachers import TrainerTeachers, TransformersTeachers
 from opd.models.packing import pack_into_rows
-from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.train.plan import RowSize, plan_micro_batches
 from pipelines.plan.cost import Hardware, Seconds
@@ -30,7 +29,8 @@ from pipelines.plan.push import Push
 from pipelines.plan.spec import ClusterSpec
 from pipelines.routes import base_teacher_weights
 from pipelines.sizing.cache import cache_copies
-from pipelines.sizing.memory import in_memory, off_gpus, target_bytes
+from pipelines.sizing.memory import in_memory, off_gpus, sends_heads, target_bytes
+from pipelines.sizing.models import divide_models
 from pipelines.sizing.shape import Shape
 from teachers.scorers import SCORE_TOKENS
 from teachers.shares import assign_batches
@@ -113,6 +113,28 @@ class PhaseCosts:
 
     def score_seconds(self, lengths: StepLengths) -> list[Seconds]:
         """Return the time of each scoring worker in a step; the batches are dealt out as in a merge (`teachers.shares`)."""
+        return [seconds for costs in self._divide_by_engine() for seconds in costs._engine_seconds(lengths)]
+
+    def _divide_by_engine(self) -> list[PhaseCosts]:
+        """Return the costs as they are for the teachers of each engine."""
+        engines = divide_models(self.config, self.models.merge)
+        if len(engines) == 1:
+            return [replace(self, config=engines[0][0])]
+        costs = []
+        for config, merge in engines:
+            teachers = replace(
+                self.hardware.teachers,
+                workers=max(1, config.teachers.scoring_workers),
+                in_turn=isinstance(config.teachers, TransformersTeachers),
+            )
+            scorers = {name: shape for name, shape in self.models.scorers.items() if name in merge.scorers}
+            models = replace(self.models, merge=merge, scorers=scorers)
+            costs.append(
+                replace(self, config=config, models=models, hardware=replace(self.hardware, teachers=teachers))
+            )
+        return costs
+
+    def _engine_seconds(self, lengths: StepLengths) -> list[Seconds]:
         if self.config.teachers.elsewhere or not self._scorers:
             return []
         workers = self.hardware.teachers.workers
@@ -265,7 +287,8 @@ class PhaseCosts:
         prompts = lengths.prompt * len(lengths.groups)
         scored = sum(
             scorer.forward(sum(size for size, _ in self._scored_units(name, lengths)), context)
-            for name, scorer in self._scorers.items()
+            for costs in self._divide_by_engine()
+            for name, scorer in costs._scorers.items()
         )
         laid_out = sum(unit.length for unit, _ in lengths.units)
         scored_tokens = sum(sum(sizes) for sizes in self._base_passes(lengths.units))
@@ -287,10 +310,9 @@ class PhaseCosts:
     def _teacher_heads(self) -> float:
         """Return the mean number of heads beside the student's for each trained token. Teachers that send log-probs need none, but with
         those on the student's base the ranks score themselves, with its head."""
-        sends = answer_class(self.config.teachers.sent_payload).SENDS_HEADS
         on_base = base_teacher_weights(self.config, self.models.merge.scoring)
         base_rows = sum(self.models.samples[domain] for domains in on_base.values() for domain in domains)
-        head_rows = self.models.target_rows if sends else 0
+        head_rows = sum(costs.models.target_rows for costs in self._divide_by_engine() if sends_heads(costs.config))
         return (head_rows + base_rows) / max(1, self.config.trainer.samples_per_step)
 
     def gather_seconds(self, times: int = 2) -> float:

@@ -219,7 +219,7 @@ def _step_traffic(costs: PhaseCosts, lengths: StepLengths) -> Iterator[Transfer]
     # An id takes 4 bytes; a response token has its log-prob too.
     rollouts = rows * ROW + 4 * rows * lengths.prompt + 8 * responses
     yield Transfer(what="rollouts", link="engines → driver → teachers", nbytes=rollouts)
-    on_base = isinstance(config.teachers, TrainerTeachers)
+    on_base = all(isinstance(section, TrainerTeachers) for section in config.engines)
     if models.scorers and not on_base:
         teachers_per_row = models.target_rows / rows
         targets = teachers_per_row * (rollouts + target_bytes(config, merge) * responses)
@@ -268,7 +268,7 @@ def _plan_notes(written: PipelineConfig, config: PipelineConfig, models: Models,
         yield "every round is planned like the first"
     if config.objective.has_critic:
         yield "the critic's memory is planned, its time is not"
-    if config.teachers.elsewhere:
+    if any(section.elsewhere for section in config.engines):
         yield "teachers elsewhere are planned as if they scored at once"
     gpus = count_gpus(config, models.merge)
     if spec.machine.gpus and gpus > spec.devices:

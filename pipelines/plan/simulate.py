@@ -19,8 +19,6 @@ from pipelines.plan.lengths import StepLengths, draw_responses
 from pipelines.plan.phases import PhaseCosts, TrainingCost
 from pipelines.plan.spec import LengthsSpec
 
-PHASES = ("rollout", "score", "train", "sync")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:

@@ -16,10 +16,11 @@ from opd.config.prompts import PromptsConfig
 from opd.errors import ConfigError
 from opd.prompts import Messages, PromptLine, PromptTable, load_prompts, render_prompt
 from opd.settings.yaml_files import parse_yaml, validate_section
+from opd.text import Tell
 from opd.verifiers.numeric import NUMBER
 from opd.verifiers.reasoning_gym import ReasoningGym
 from pipelines.propose.columns import Columns, find_columns
-from pipelines.propose.flags import Ask, ExpertAnswer, InitAnswers, Tell, ask_until_valid
+from pipelines.propose.flags import Ask, ExpertAnswer, InitAnswers, ask_until_valid
 from pipelines.propose.text import render_on_one_line
 
 MAX_SAMPLED_ROWS = 500

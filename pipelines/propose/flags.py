@@ -11,12 +11,10 @@ from pathlib import Path
 from experts.adapter import is_adapter
 from opd.errors import ConfigError, OpdError
 from opd.settings.strict import NAME_PATTERN
-from opd.text import expand_home
+from opd.text import Tell, expand_home
 
 Ask = Callable[[str, str], str]
 """Takes a question and a proposed answer, and returns the answer. With an empty proposal an empty answer is allowed."""
-Tell = Callable[[str], None]
-"""Shows the user a line."""
 
 EXAMPLE = "opd init --student models/base --expert math=models/math --prompts math=math.csv"
 VAGUE = re.compile(r"model|final|best|last|merged|output|adapter|checkpoint|checkpoint-\d+|snapshot", re.IGNORECASE)

@@ -8,7 +8,8 @@ from pathlib import Path
 from experts.adapter import AdapterInfo, inspect_adapter, inspect_expert, is_adapter, named_base
 from experts.model_dir import ModelInfo, inspect_model
 from experts.teacher_check import check_fits
-from pipelines.propose.flags import ExpertAnswer, InitAnswers, Tell
+from opd.text import Tell
+from pipelines.propose.flags import ExpertAnswer, InitAnswers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

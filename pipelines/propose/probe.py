@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from experts.model_dir import ModelInfo
 from opd.config.objectives import DEFAULT_KIND
+from opd.text import Tell
 from pipelines.propose.domains import DomainFacts
-from pipelines.propose.flags import Tell
 from pipelines.propose.models import ExpertFacts
 
 if TYPE_CHECKING:

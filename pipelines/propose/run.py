@@ -14,8 +14,8 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 from opd.files import atomic_write_text, raise_storage_errors
 from opd.settings.yaml_files import parse_yaml, validate_section
-from opd.text import quote_for_shell
-from pipelines.propose.flags import Ask, Flags, Tell, complete_flags
+from opd.text import Tell, quote_for_shell
+from pipelines.propose.flags import Ask, Flags, complete_flags
 from pipelines.propose.shipped_pipelines import RECIPES, list_commands, read_files
 from pipelines.propose.text import make_schema_line, render_pipeline
 

@@ -21,9 +21,8 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig
 from opd.config.devices import WorkerGpus, rollout_devices, teacher_devices, trainer_devices
 from opd.config.drift import count_worker_engines
-from opd.config.teachers import OpenAITeachers, TransformersTeachers, VLLMTeachers
+from opd.config.teachers import OpenAITeachers, Teachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
-from opd.payloads import answer_class
 from opd.settings.strict import DTYPE_BYTES
 from opd.settings.user_objects import is_import_name
 from pipelines.gpu_sharing import SharingRole, deal_workers
@@ -40,12 +39,14 @@ from pipelines.sizing.memory import (
     offloaded_bytes,
     scores_bytes,
     scoring_bytes,
+    sends_heads,
     summed_bytes,
     teacher_sizes,
     trainer_state_bytes,
 )
-from pipelines.sizing.models import MergeModels
+from pipelines.sizing.models import MergeModels, divide_models
 from pipelines.sizing.push_memory import receiving_bytes, sending_bytes
+from pipelines.teacher_groups import engine_cluster
 
 PhaseName = Literal["writing", "computing", "pushing"]
 """The time in which engines write, teachers score and the trainer trains, or new weights go to the engines."""
@@ -196,16 +197,22 @@ def refuse_idle_gpus(config: PipelineConfig) -> None:
     gpus = config.cluster
     if not is_import_name(config.rollout.engine):  # a user's engine may use what it asks for
         _refuse_gpus("cluster.rollout_gpus", gpus.rollout_gpus, "a rollout engine", _wants_several("rollout"))
-    if isinstance(config.teachers, VLLMTeachers):
-        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", _wants_several("teachers"))
-    elif isinstance(config.teachers, TransformersTeachers) and config.teachers.device_map is None:
-        fix = "set it to 1, and teachers.workers for more of them; or teachers.device_map to auto, which divides a teacher's layers"
-        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
-    elif isinstance(config.teachers, OpenAITeachers):
-        fix = "set it to 0, and teachers.workers for more of them: the teachers compute elsewhere"
-        _refuse_gpus("cluster.teacher_gpus", gpus.teacher_gpus, "a scoring worker", fix)
+    for section in config.engines:
+        _refuse_idle_teacher_gpus(engine_cluster(config, section).teacher_gpus, section)
     fix = "set it to 1, and trainer.ranks to the number of GPUs to train on"
     _refuse_gpus("cluster.trainer_gpus", gpus.trainer_gpus, "a trainer rank", fix)
+
+
+def _refuse_idle_teacher_gpus(gpus: float, teachers: Teachers) -> None:
+    """Refuse more than one GPU for a process of a teachers' engine. Raises: ConfigError."""
+    if isinstance(teachers, VLLMTeachers):
+        _refuse_gpus("cluster.teacher_gpus", gpus, "a scoring worker", _wants_several("teachers"))
+    elif isinstance(teachers, TransformersTeachers) and teachers.device_map is None:
+        fix = "set it to 1, and teachers.workers for more of them; or teachers.device_map to auto, which divides a teacher's layers"
+        _refuse_gpus("cluster.teacher_gpus", gpus, "a scoring worker", fix)
+    elif isinstance(teachers, OpenAITeachers):
+        fix = "set it to 0, and teachers.workers for more of them: the teachers compute elsewhere"
+        _refuse_gpus("cluster.teacher_gpus", gpus, "a scoring worker", fix)
 
 
 def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
@@ -227,10 +234,13 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
             least_of="weights, activations and the longest sequence",
         )
         roles += [engine] * config.rollout.workers
-    if cluster.teacher_gpus and not config.teachers.elsewhere:
-        roles += [_teacher_memory(config, models)] * config.teachers.scoring_workers
+    for number, (engine_config, part) in enumerate(divide_models(config, models)):
+        if engine_config.cluster.teacher_gpus and not engine_config.teachers.elsewhere:
+            role = _teacher_memory(engine_config, part)
+            role = replace(role, name=f"{role.name} of engine {number}") if number else role
+            roles += [role] * engine_config.teachers.scoring_workers
     if cluster.trainer_gpus:
-        heads = heads_bytes(config, models) if answer_class(config.teachers.sent_payload).SENDS_HEADS else 0
+        heads = heads_bytes(config, models) if sends_heads(config) else 0
         state = trainer_state_bytes(config, models) - offloaded_bytes(config, models)
         rank = _rank_memory(config, models, "trainer rank", state, models.trained)
         scores = scores_bytes(config, models)

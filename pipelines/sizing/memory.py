@@ -32,7 +32,7 @@ from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.routes import RoutedExpert, start_student_weights
 from pipelines.sizing.machine import MachineFacts, machine_bytes
-from pipelines.sizing.models import MergeModels
+from pipelines.sizing.models import MergeModels, divide_models
 from teachers.scorers import SCORE_TOKENS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -41,9 +41,9 @@ TRAINER_PROCESS = 420 * MIB
 ROLLOUT_PROCESS = 560 * MIB
 TEACHER_PROCESS = 340 * MIB
 DRIVER_AND_RAY = 1100 * MIB
-EXCHANGE_COPIES = 56
-"""Copies of a token's hidden state that ranks with shared rows make around the attention of a layer. Measured: 34 and 55, at widths of 512
-and 256 (`benchmarks/long_rows.py`)."""
+EXCHANGE_COPIES = 16
+"""Copies of a token's hidden state around the attention of a layer in ranks with shared rows: queries, keys, values and outputs, before and
+after their exchange, and the gradients of these. Measured: at most 12 (`benchmarks/long_rows.py`, `tests/integration/test_long_rows.py`)."""
 LOGIT_COPIES = 20
 """Bytes for each logit of a chunk of the loss: logits, log-softmax, probabilities and gradient of student and teacher."""
 MASK_COPIES = 5
@@ -74,11 +74,13 @@ def estimate_memory(config: PipelineConfig, models: MergeModels) -> list[HostMem
     """Return all parts of the memory of a merge. Reads headers only. Raises: ModelError."""
     trainer = [] if config.cluster.trainer_gpus else _trainer_needs(config, models)
     rollout = [] if config.cluster.rollout_gpus else _rollout_needs(config, models)
-    teachers = (_off_gpu_needs if config.cluster.teacher_gpus else _teacher_needs)(config, models)
+    by_engine = divide_models(config, models)
+    on_base = [need for engine in by_engine for need in _base_teacher_needs(*engine)]
+    teachers = [need for engine in by_engine for need in _scoring_needs(*engine)]
     gpu_copies = _gpu_copy_needs(config, models)
     return [
         *trainer,
-        *_base_teacher_needs(config, models),
+        *on_base,
         *rollout,
         *teachers,
         *gpu_copies,
@@ -180,8 +182,12 @@ def fullest_workers(config: PipelineConfig, models: MergeModels) -> dict[str, in
         "trainer rank": rank_bytes(needs),
         "rollout engine": ROLLOUT_PROCESS + role_bytes("rollout:") // config.rollout.workers,
     }
-    scorers = config.teachers.scoring_workers if models.scorers else 0
-    return fullest | ({"scoring worker": TEACHER_PROCESS + role_bytes("teachers:") // scorers} if scorers else {})
+    scorers = [
+        TEACHER_PROCESS + sum(need.nbytes for need in _scoring_needs(*engine)) // engine[0].teachers.scoring_workers
+        for engine in divide_models(config, models)
+        if engine[0].teachers.scoring_workers and engine[1].scorers
+    ]
+    return fullest | ({"scoring worker": max(scorers)} if scorers else {})
 
 
 def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
@@ -212,7 +218,7 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
             ranks=ranks,
         ),
     ]
-    if answer_class(config.teachers.sent_payload).SENDS_HEADS:
+    if sends_heads(config):
         needs.append(
             HostMemoryNeed(
                 part="trainer: teachers' output heads",
@@ -243,6 +249,10 @@ def _base_teacher_needs(config: PipelineConfig, models: MergeModels) -> list[Hos
 def scores_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that one rank adds to a micro-batch where it scores by itself: an adapter, and what the teachers say of the
     tokens. A pass without gradients needs less than the one that trains, and is over before it."""
+    return sum(_engine_scores_bytes(*engine) for engine in divide_models(config, models))
+
+
+def _engine_scores_bytes(config: PipelineConfig, models: MergeModels) -> int:
     if not isinstance(config.teachers, TrainerTeachers):
         return 0
     adapter = max((expert.adapter.parameters for expert in models.experts.values() if expert.adapter), default=0)
@@ -416,6 +426,11 @@ def tree_mask_bytes(config: PipelineConfig, tokens: int) -> int:
     return MASK_COPIES * tokens * widest_unit(config) if config.rollout.shares_prefixes else 0
 
 
+def sends_heads(config: PipelineConfig) -> bool:
+    """Return True if any teacher's output head comes to the trainer."""
+    return any(answer_class(section.sent_payload).SENDS_HEADS for section in config.engines)
+
+
 def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of teachers' output heads that one rank keeps: within `trainer.head_memory`, but at least the largest."""
     sizes = head_sizes(config, models)
@@ -426,7 +441,9 @@ def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
     """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's."""
     width = DTYPE_BYTES[config.teachers.dtype]
     infos = {}
-    for expert in models.scorers.values():
+    engines = divide_models(config, models)
+    sending = [engine for engine in engines if len(engines) == 1 or sends_heads(engine[0])]
+    for expert in (expert for _, part in sending for expert in part.scorers.values()):
         changed = expert.adapter and any(
             f".{name}.weight".endswith((*EMBEDDINGS, *HEADS)) for name in expert.adapter.target_modules
         )
@@ -473,6 +490,11 @@ def _rollout_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
             knobs=f"rollout.kv_cache_gib, rollout.workers{divided}",
         ),
     ]
+
+
+def _scoring_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
+    """Return the memory of the scoring workers of one engine."""
+    return (_off_gpu_needs if config.cluster.teacher_gpus else _teacher_needs)(config, models)
 
 
 def _teacher_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
@@ -595,11 +617,14 @@ def row_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def target_bytes(config: PipelineConfig, models: MergeModels) -> int:
-    """Return the bytes that teachers send for one token of a target row."""
-    return answer_class(config.teachers.sent_payload).token_bytes(
-        hidden_size=max((expert.info.hidden_size for expert in models.scorers.values()), default=0),
-        itemsize=DTYPE_BYTES[config.teachers.dtype],
-        top_k=config.objective.top_k,
+    """Return the most bytes that a teacher sends for one token of a target row."""
+    return max(
+        answer_class(engine.teachers.sent_payload).token_bytes(
+            hidden_size=max((expert.info.hidden_size for expert in part.scorers.values()), default=0),
+            itemsize=DTYPE_BYTES[engine.teachers.dtype],
+            top_k=engine.objective.top_k,
+        )
+        for engine, part in divide_models(config, models)
     )
 
 
@@ -634,19 +659,22 @@ def pushed_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNeed:
     """Return the memory of all processes without their models, and of the prompts."""
-    workers = config.teachers.scoring_workers
     prompts = PROMPT * sum(len(part) for part in models.prompts.values())
-    divided = config.teachers.tensor_parallel_size if isinstance(config.teachers, VLLMTeachers) else 1
     return HostMemoryNeed(
         part="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
         + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
         + config.rollout.workers * _engine_processes(config.rollout.tensor_parallel_size) * ROLLOUT_PROCESS
-        + workers * TEACHER_PROCESS
-        + workers * (_engine_processes(divided) - 1) * ROLLOUT_PROCESS,
+        + sum(map(_scoring_processes, config.engines)),
         knobs="trainer.ranks, rollout.workers, teachers.workers",
     )
+
+
+def _scoring_processes(section: Teachers) -> int:
+    """Return the bytes of an engine's scoring workers and of their engines' processes, without models."""
+    divided = section.tensor_parallel_size if isinstance(section, VLLMTeachers) else 1
+    return section.scoring_workers * (TEACHER_PROCESS + (_engine_processes(divided) - 1) * ROLLOUT_PROCESS)
 
 
 def _engine_processes(size: int) -> int:

@@ -19,6 +19,7 @@ from pipelines.catalog import PLANS
 from pipelines.routes import START, RoutedExpert
 from pipelines.sizing.formulas import ShapeConfig, shape_of
 from pipelines.sizing.shape import Body, Shape
+from pipelines.teacher_groups import TeacherGroup, divide_by_engine
 
 TOLERANCE = 0.01
 """Share by which the number of parameters by the formulas may differ from that of the weight files."""
@@ -59,6 +60,20 @@ class MergeModels:
     def experts(self) -> dict[str, RoutedExpert]:
         """Name -> expert, for each that scores a domain; without the start student."""
         return {name: expert for name, expert in self.scorers.items() if name != START}
+
+
+def divide_models(config: PipelineConfig, models: MergeModels) -> list[tuple[PipelineConfig, MergeModels]]:
+    """Return for each group of teachers its pipeline, and the models of the merge with the group's teachers alone."""
+    groups = divide_by_engine(config, models.scoring)
+    if len(groups) == 1:
+        return [(groups[0].config, models)]
+    return [(group.config, _select_models(models, group)) for group in groups]
+
+
+def _select_models(models: MergeModels, group: TeacherGroup) -> MergeModels:
+    names = {assigned.teacher.name for part in group.scoring.values() for assigned in part}
+    scorers = {name: expert for name, expert in models.scorers.items() if name in names}
+    return replace(models, scorers=scorers, scoring=dict(group.scoring))
 
 
 def refuse_past_context(config: PipelineConfig, student: ModelInfo) -> None:

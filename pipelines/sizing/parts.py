@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from opd.config import PipelineConfig
 from opd.config.devices import teacher_devices
 from opd.config.teachers import TransformersTeachers, VLLMTeachers
-from opd.payloads import answer_class
 from pipelines.sizing.cache import engine_devices
 from pipelines.sizing.gpu_memory import scoring_gpu_bytes
 from pipelines.sizing.memory import (
@@ -21,11 +20,12 @@ from pipelines.sizing.memory import (
     moves_checkpoints,
     scores_bytes,
     scoring_bytes,
+    sends_heads,
     summed_bytes,
     target_bytes,
     trainer_state,
 )
-from pipelines.sizing.models import MergeModels
+from pipelines.sizing.models import MergeModels, divide_models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def worker_parts(
     parts |= micro_batch_parts(config, models)
     if moves_checkpoints(config):
         parts["activations at checkpoints (host)"] = checkpoint_bytes(config, models)
-    if answer_class(config.teachers.sent_payload).SENDS_HEADS:
+    if sends_heads(config):
         parts["teachers' output heads"] = heads_bytes(config, models)
         longest_row = target_bytes(config, models) * config.rollout.max_new_tokens
         parts["target rows of a step (host)"] = longest_row * rows / ranks
@@ -61,13 +61,22 @@ def worker_parts(
     devices = engine_devices(config)
     engine = {"weights": weights / devices, "logits and activations": working / devices, "key-value cache": cache}
     held += [MemoryPart(role="rollout engine", part=part, nbytes=nbytes) for part, nbytes in engine.items()]
-    if config.teachers.scoring_workers and models.scorers:
-        # vLLM divides a teacher evenly among its devices. With transformers on GPUs `scoring_gpu_bytes` has the fullest of them already.
-        engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
-        weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
-        devices = max(1, teacher_devices(config.cluster, config.teachers).count) if engine_divides else 1
-        stay_on_gpu = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
-        part = "weights of the teachers that stay there" if stay_on_gpu else "weights of one teacher"
-        held.append(MemoryPart(role="scoring worker", part=part, nbytes=weights / devices))
-        held.append(MemoryPart(role="scoring worker", part="activations of one pass", nbytes=passing / devices))
+    for number, (engine_config, part_models) in enumerate(divide_models(config, models)):
+        if engine_config.teachers.scoring_workers and part_models.scorers:
+            role = f"scoring worker of engine {number}" if number else "scoring worker"
+            held += _scoring_parts(engine_config, part_models, role, on_gpus=on_gpus)
     return held
+
+
+def _scoring_parts(config: PipelineConfig, models: MergeModels, role: str, *, on_gpus: bool) -> list[MemoryPart]:
+    """Return the parts of a scoring worker of one engine."""
+    # vLLM divides a teacher evenly among its devices. With transformers on GPUs `scoring_gpu_bytes` has the fullest of them already.
+    engine_divides = isinstance(config.teachers, VLLMTeachers) or not on_gpus
+    weights, passing = (scoring_bytes if engine_divides else scoring_gpu_bytes)(config, models)
+    devices = max(1, teacher_devices(config.cluster, config.teachers).count) if engine_divides else 1
+    stay_on_gpu = isinstance(config.teachers, TransformersTeachers) and config.teachers.gpu_memory and on_gpus
+    part = "weights of the teachers that stay there" if stay_on_gpu else "weights of one teacher"
+    return [
+        MemoryPart(role=role, part=part, nbytes=weights / devices),
+        MemoryPart(role=role, part="activations of one pass", nbytes=passing / devices),
+    ]

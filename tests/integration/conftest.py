@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.servers import serving
 
 
 def bind_to_own_cores() -> None:
@@ -90,3 +97,49 @@ def write_pipeline(root: Path, data: dict[str, Any]) -> Path:
     path = root / "pipeline.yaml"
     path.write_text(yaml.safe_dump(data))
     return path
+
+
+SERVED_TOP_K = 8
+"""Log-probs that the server of `served_model` gives at each position."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def served_model(
+    tmp_path_factory: pytest.TempPathFactory, make_model_dir: Callable[..., Path]
+) -> Iterator[tuple[Path, str]]:
+    """A model, and the address of a `vllm serve` that serves it as `expert` to holders of the key `secret`."""
+    from opd.rollouts.processes import ENGINE_ENV
+
+    root = tmp_path_factory.mktemp("served")
+    model, port = make_model_dir(root / "expert", seed=1), free_port()
+    env = os.environ | ENGINE_ENV | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "secret",
+    }  # fmt: skip
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
+        *("--model", str(model), "--served-model-name", "expert", "--dtype", "float32", "--max-model-len", "64"),
+        *("--enforce-eager", "--max-logprobs", str(SERVED_TOP_K), "--generation-config", "vllm"),
+    ]
+    with serving(command, env, root / "log") as server:
+        deadline = time.monotonic() + 240
+        while not _healthy(port):
+            assert server.poll() is None, (root / "log").read_text()[-3000:]
+            assert time.monotonic() < deadline, (root / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        yield model, f"http://127.0.0.1:{port}/v1"
+
+
+def _healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -19,7 +19,8 @@ from tests.integration.test_merge import records, write
 from tests.integration.test_rank_memory import write_student
 
 LAYERS, WIDTH, TOKENS = 16, 256, 4096
-LIMIT = 1200 * MIB
+LIMIT = 2250 * MIB
+"""Memory of a rank, in addresses beyond its libraries: one with shared rows needs 1,930 MiB, one with whole rows 2,570."""
 
 
 def pipeline(root: Path, make_model_dir: Callable[..., Path]) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def test_ranks_that_share_rows_train_and_resume_what_one_has_no_memory_for(
     shared = merge(file, "--run-dir", tmp_path / "shared")
     assert shared[0] == 0, shared[1][-3000:]
     killed = tmp_path / "killed"
-    kill_at(limited_opd(["merge", file, "--run-dir", killed], tmp_path, LIMIT), killed / "targets" / "step-000003")
+    kill_at(limited_opd(["merge", file, "--run-dir", killed], tmp_path, LIMIT), killed / "checkpoints" / "step-000002")
     resumed = merge("--resume", killed)
     assert resumed[0] == 0 and "resumed from step 2" in resumed[1], resumed[1][-3000:]
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (tmp_path / "shared", killed)]

@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import socket
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,6 @@ from opd.models.heads import head_tensor
 from opd.payloads.hidden_states import HiddenStates
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Rollout, Teacher, WeightedTeacher
-from opd.rollouts.processes import ENGINE_ENV
 from opd.settings.yaml_files import validate_section
 from opd.stream.schema import TargetRow
 from pipelines.specs import pool_spec
@@ -33,12 +26,11 @@ from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
 from tests.conftest import read_rows
+from tests.integration.conftest import SERVED_TOP_K as TOP_K
 from tests.rows import make_rollout
-from tests.servers import serving
 
 Make = Callable[..., Path]
 VOCABULARY = 76
-TOP_K = 8
 TOLERANCE = {"float32": 0.01, "bfloat16": 0.05}
 OBJECTIVES = {"hidden_states": {}, "sampled_logprobs": {"kind": "sampled"}, "top_k": {"kind": "top_k", "k": TOP_K}}
 PLAIN = {("transformers", "sampled_logprobs"), ("transformers", "top_k")}
@@ -272,44 +264,6 @@ def test_vllm_on_a_gpu(tmp_path: Path, make_model_dir: Make, payload: str, dtype
 # A real server
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, make_model_dir: Make) -> Iterator[tuple[Path, str]]:
-    """A model, and the address of a `vllm serve` that serves it as `expert` to holders of the key `secret`."""
-    root = tmp_path_factory.mktemp("served")
-    model, port = make_model_dir(root / "expert", seed=1), free_port()
-    env = os.environ | ENGINE_ENV | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": "secret",
-    }  # fmt: skip
-    command = [
-        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)),
-        *("--model", str(model), "--served-model-name", "expert", "--dtype", "float32", "--max-model-len", "64"),
-        *("--enforce-eager", "--max-logprobs", str(TOP_K), "--generation-config", "vllm"),
-    ]
-    with serving(command, env, root / "log") as server:
-        deadline = time.monotonic() + 240
-        while not _healthy(port):
-            assert server.poll() is None, (root / "log").read_text()[-3000:]
-            assert time.monotonic() < deadline, (root / "log").read_text()[-3000:]
-            time.sleep(0.5)
-        yield model, f"http://127.0.0.1:{port}/v1"
-
-
-def _healthy(port: int) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
 def asking(url: str, payload: str, *, model: str = "expert", top_k: int = TOP_K) -> OpenAIScorer:
     return OpenAIScorer(
         ScorerOptions(
@@ -321,9 +275,9 @@ def asking(url: str, payload: str, *, model: str = "expert", top_k: int = TOP_K)
 
 @pytest.mark.parametrize("payload", ["sampled_logprobs", "top_k"])
 def test_a_server_scores_like_a_plain_forward(
-    served: tuple[Path, str], payload: str, monkeypatch: pytest.MonkeyPatch
+    served_model: tuple[Path, str], payload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, url = served
+    model, url = served_model
     monkeypatch.setenv("OPD_TEST_KEY", "secret")
     given, broken = rollouts(40), {}
     teacher = Teacher(name="left", model_dir=model)
@@ -334,8 +288,10 @@ def test_a_server_scores_like_a_plain_forward(
     assert gap <= 0.01
 
 
-def test_a_server_refuses_what_it_does_not_know(served: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, url = served
+def test_a_server_refuses_what_it_does_not_know(
+    served_model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, url = served_model
     teacher = Teacher(name="left", model_dir=model)
     monkeypatch.setenv("OPD_TEST_KEY", "secret")
     with pytest.raises(RunError, match="404, no model 'other'"):

@@ -148,14 +148,15 @@ def test_a_trainer_is_on_one_machine_wherever_one_has_room() -> None:
             assert said is not None and "the trainer's 6 ranks are on several nodes" in said
 
 
-def test_a_merge_on_two_gpus_that_all_roles_share(
-    tmp_path: Path, make_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpus", [2, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_merge_on_gpus_that_all_roles_share(
+    gpus: int, tmp_path: Path, make_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A whole merge of tiny models: real engines, scorers and ranks, which compute on the CPU, in the places of two GPUs."""
+    """A whole merge of tiny models: real engines, scorers and ranks, which compute on the CPU, in the places of so many GPUs."""
     data = two_domain_pipeline(tmp_path, make_model_dir)
-    data["rollout"]["workers"] = 2
-    data["teachers"] = {"workers": 2}
-    data["trainer"] |= {"steps": 2, "ranks": 2}
+    data["rollout"]["workers"] = gpus
+    data["teachers"] = {"workers": gpus}
+    data["trainer"] |= {"steps": 2, "ranks": gpus, "samples_per_step": 2 * gpus}
     data["evaluate"] = {"every": 0}
     config = validate_section(PipelineConfig, data, "p.yaml")
     on_gpus = validate_section(PipelineConfig, data | {"cluster": SHARES}, "p.yaml")
@@ -171,9 +172,9 @@ def test_a_merge_on_two_gpus_that_all_roles_share(
         answers = ray.get([worker._actor.__ray_call__.remote(read_place) for worker in workers], timeout=TIMEOUT_S)
         places.update({worker.name: place for worker, place in zip(workers, answers, strict=True)})
 
-    count_gpus(monkeypatch, 2)
+    count_gpus(monkeypatch, gpus)
     monkeypatch.setattr(merging, "reserve_places", reserve)
     monkeypatch.setattr(merging, "record_layouts", record_places)
     merging.start(config, tmp_path / "run")
     assert (tmp_path / "run" / "report.json").is_file()
-    assert_each_gpu_has_its_rank_engine_and_scorer(places, 2)
+    assert_each_gpu_has_its_rank_engine_and_scorer(places, gpus)

@@ -275,3 +275,16 @@ def test_large_numbers(value: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_each_objective_has_losses_of_its_own(run_dir: Path) -> None:
+    """Two domains with the pipeline's objective, one with another: their values cannot be compared."""
+    pipeline = {"name": "three", "trainer": {"steps": 4}, "domains": dict.fromkeys(("letters", "sums"))}
+    pipeline["domains"] |= {"known": {"objective": {"kind": "sampled"}}}  # type: ignore[operator]
+    (run_dir / "pipeline.yaml").write_text(json.dumps(pipeline))
+    write_report(run_dir)
+    assert json.loads((run_dir / "report.json").read_text())["objectives"] == {
+        "letters": "adaptive_kl", "sums": "adaptive_kl", "known": "sampled",
+    }  # fmt: skip
+    page = Page((run_dir / "report.html").read_text(encoding="utf-8"))
+    assert {"plot-loss-adaptive_kl", "plot-loss-sampled"} <= set(page.ids()) and "plot-loss" not in page.ids()

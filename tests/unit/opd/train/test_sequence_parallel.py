@@ -96,7 +96,7 @@ def test_losses_of_a_row_come_from_its_ranks_in_their_order() -> None:
 def test_the_plan_gives_ranks_that_share_rows_the_same() -> None:
     ranks = object.__new__(Ranks)
     ranks.layout = LayoutProof(layout="padded", tried={})
-    ranks._ranks_spec = SimpleNamespace(micro_batch_tokens=16)
+    ranks._ranks_spec = SimpleNamespace(micro_batch_tokens=16, short_first=False)
     ranks._ranks, ranks._sharing = [None] * 4, 2
     plan = ranks.plan_micro_batches([LONG.rollout, SHORT.rollout])
     assert plan == [[["long"]], [["long"]], [["short"]], [["short"]]]

@@ -117,6 +117,21 @@ def test_what_changes_the_order_of_sums_is_allowed_and_said() -> None:
     assert notices[3].startswith("not bit for bit from here: objective.chunk, trainer.ranks changed")
 
 
+def test_an_engine_s_keys_may_change_as_those_of_teachers() -> None:
+    def with_engine(**own: Any) -> dict[str, Any]:
+        return config(experts__e__engine={"kind": "transformers", "memory": "2GiB"} | own)
+
+    assert "memory" in accept_changes(with_engine(), with_engine(memory="1GiB"), MANIFEST)[0]
+    assert "not bit for bit" in accept_changes(with_engine(), with_engine(workers=2), MANIFEST)[-1]
+    with pytest.raises(RunDirError, match=r"experts.e.engine.payload"):
+        accept_changes(with_engine(), with_engine(payload="sampled_logprobs"), MANIFEST)
+    with pytest.raises(RunDirError, match=r"domains.d.objective.kind"):
+        accept_changes(config(), config(domains__d__objective={"kind": "jsd"}), MANIFEST)
+    use = {"use": ["e"], "engines": {"e": {"kind": "transformers", "memory": "2GiB"}}}
+    again = {"use": ["e"], "engines": {"e": {"kind": "transformers", "memory": "1GiB"}}}
+    assert "memory" in accept_changes(config(experts=use), config(experts=again), MANIFEST)[0]
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -111,7 +111,7 @@ def test_a_start_student_that_the_ranks_ask_is_their_work_and_not_the_teachers()
     before, after = ({one.what: one.nbytes for one in made.traffic} for made in (without, asked))
     assert after.pop("gathered weights") == 1.5 * before.pop("gathered weights") and after == before
     other, memory = (held(made, "trainer rank") for made in (without, asked))
-    work = "activations and logits of a micro-batch"
+    work = "logits of a chunk of the loss"
     assert memory == other | {work: other[work] + 2 * 1024 * 152_064}, "its logits of a chunk"
     assert held(asked, "scoring worker") == held(without, "scoring worker")
 
