@@ -12,6 +12,7 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
+from opd.config.domains import STUDENT, ExpertConfig
 from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TrainerTeachers
 from opd.errors import ConfigError
@@ -63,6 +64,11 @@ def route_domains(
             _refuse_unfit_engines(config, domain, assigned)
         _refuse_several_sizes(config, routes)
     return routes, notices
+
+
+def find_expert_dir(config: PipelineConfig, expert: ExpertConfig) -> Path:
+    """Return the directory of an expert that the pipeline itself describes."""
+    return config.student.model if expert.model == STUDENT else Path(expert.model)
 
 
 def engines_by_teacher(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> dict[str, Teachers]:

@@ -12,7 +12,7 @@ from opd.config.domains import RegisteredExperts
 from opd.config.sections import ClusterConfig
 from opd.config.teachers import Teachers
 from opd.records.types import WeightedTeacher
-from pipelines.routes import engines_by_teacher
+from pipelines.routes import engines_by_teacher, find_expert_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +62,18 @@ def engine_cluster(config: PipelineConfig, section: Teachers) -> ClusterConfig:
 
 
 def _view_engine(config: PipelineConfig, section: Teachers, domain: str) -> PipelineConfig:
-    """Return the pipeline with this section `teachers`, the objective of `domain` and no engine of a single expert."""
-    experts: Any = config.experts  # what `keep` adds to them is among the group's teachers
+    """Return the pipeline with this section `teachers`, the objective of `domain` and no engine of a single expert.
+
+    Nothing in it says that an expert is the student itself, which would give it the ranks for an engine.
+    """
+    experts: Any = config.experts
     if isinstance(experts, RegisteredExperts):
         experts = experts.model_copy(update={"engines": {}})
     else:
-        experts = {name: expert.model_copy(update={"engine": None}) for name, expert in experts.items()}
+        experts = {
+            name: expert.model_copy(update={"engine": None, "model": find_expert_dir(config, expert)})
+            for name, expert in experts.items()
+        }
     cluster, objective = engine_cluster(config, section), config.objective_of(domain)
     return config.model_copy(
         update={"teachers": section, "objective": objective, "experts": experts, "keep": None, "cluster": cluster}

@@ -64,3 +64,22 @@ def test_keep_beside_experts_of_the_registry_and_in_every_round() -> None:
 def test_what_keep_does_not_go_with_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         make(**changes)
+
+
+def test_with_lora_what_is_kept_is_scored_by_the_ranks_whatever_the_experts_have() -> None:
+    served = {
+        "engine": "openai",
+        "payload": "sampled_logprobs",
+        "servers": {"e": {"base_url": "http://x", "model": "e"}},
+    }
+    sampled: dict[str, Any] = {"teachers": served, "objective": {"kind": "sampled"}}
+    config = make(student={"model": "base", "lora": {}}, **sampled)
+    assert [config.engine_of(name).engine for name in ("e", "kept")] == ["openai", "trainer"]
+    assert config.engine_of("kept").payload == "sampled_logprobs"
+    assert make().engine_of("kept").engine == "transformers" and len(make().engines) == 1
+    with pytest.raises(ValidationError):  # a baseline is needed before the ranks compute
+        make(
+            student={"model": "base", "lora": {}},
+            teachers=served,
+            objective={"kind": "sampled", "baseline": "leave_one_out"},
+        )
