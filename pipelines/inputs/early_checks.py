@@ -15,7 +15,7 @@ from experts.registry import Registry, default_root
 from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from experts.teacher_check import check_fits
 from opd.config import PipelineConfig, split_rounds
-from opd.config.domains import STUDENT, DomainConfig, ExpertConfig, RegisteredExperts
+from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, find_import_name
 from opd.prompts.rows import refuse_wrong_start
@@ -25,7 +25,7 @@ from opd.verifiers import build_verifier
 from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.prompts import find_prompts, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
-from pipelines.routes import route_domains
+from pipelines.routes import find_expert_dir, route_domains
 from pipelines.sizing.models import unhashed_expert
 
 
@@ -104,7 +104,10 @@ def _registered_expert(config: PipelineConfig, name: str, domain: DomainConfig) 
 
 def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, AdapterInfo | None, str]]:
     """Return name -> model, adapter and domain of each expert; for a registered one they are those of its manifest."""
-    inline = {name: (*_inspect_inline(config, expert), expert.domain) for name, expert in config.inline_experts.items()}
+    inline = {
+        name: (*inspect_expert(find_expert_dir(config, expert), expert.base, hash_files=False), expert.domain)
+        for name, expert in config.inline_experts.items()
+    }
     if not isinstance(config.experts, RegisteredExperts):
         return inline
     registry = Registry(config.registry or default_root())
@@ -112,8 +115,3 @@ def _named_experts(config: PipelineConfig) -> dict[str, tuple[ModelInfo, Adapter
     for manifest in manifests:
         inspect_expert(Path(manifest.model), Path(manifest.info.path) if manifest.adapter else None, hash_files=False)
     return {manifest.name: (manifest.info, manifest.adapter, manifest.domain) for manifest in manifests} | inline
-
-
-def _inspect_inline(config: PipelineConfig, expert: ExpertConfig) -> tuple[ModelInfo, AdapterInfo | None]:
-    model = config.student.model if expert.model == STUDENT else Path(expert.model)
-    return inspect_expert(model, expert.base, hash_files=False)

@@ -53,7 +53,7 @@ def test_keep_beside_experts_of_the_registry_and_in_every_round() -> None:
             "teachers": {
                 "engine": "openai",
                 "payload": "sampled_logprobs",
-                "servers": {"e": {"base_url": "http://x", "model": "e"}},
+                "servers": {"e": {"base_url": "http://127.0.0.1:1/v1", "model": "e"}},
             }
         },
         {"keep": {"weight": 1.0}},
@@ -70,7 +70,7 @@ def test_with_lora_what_is_kept_is_scored_by_the_ranks_whatever_the_experts_have
     served = {
         "engine": "openai",
         "payload": "sampled_logprobs",
-        "servers": {"e": {"base_url": "http://x", "model": "e"}},
+        "servers": {"e": {"base_url": "http://127.0.0.1:1/v1", "model": "e"}},
     }
     sampled: dict[str, Any] = {"teachers": served, "objective": {"kind": "sampled"}}
     config = make(student={"model": "base", "lora": {}}, **sampled)

@@ -15,6 +15,7 @@ from opd.train.deepspeed import read_teacher_prompts
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.merging.manifest import make_manifest
 from pipelines.specs import base_scoring, trainer_spec
+from pipelines.teacher_groups import divide_by_engine
 from tests.unit.pipelines.inputs.test_read import register
 
 JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -220,7 +221,8 @@ def test_what_is_kept_has_the_start_student_for_a_teacher(world: Any, registered
     }
 
 
-def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_adapter: Any) -> None:
+@pytest.mark.parametrize("engine", ["trainer", "transformers"])
+def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_adapter: Any, engine: str) -> None:
     (world.root / "general.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
     for seed, name in enumerate(("rev", "up")):
         make_adapter(world.root / f"{name}-lora", world.root / "base", seed=seed)
@@ -228,11 +230,15 @@ def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_ad
     world.data["student"]["lora"] = {"r": 4}
     world.data |= {
         "keep": {"prompts": "general.jsonl"},
-        "teachers": {"engine": "trainer"},
+        "teachers": {"engine": engine},
         "trainer": {"steps": 2, "samples_per_step": 6},
     }
     inputs = read(world)
-    scoring = base_scoring(load_pipeline(world.write()), inputs.scoring)
+    config = load_pipeline(world.write())
+    groups = {group.config.teachers.engine: set(group.scoring) for group in divide_by_engine(config, inputs.scoring)}
+    others = {"reverse", "upper"}
+    assert groups == ({"trainer": {*others, "kept"}} if engine == "trainer" else {engine: others, "trainer": {"kept"}})
+    scoring = base_scoring(config, inputs.scoring)
     assert scoring is not None
     kept = next(teacher for teacher in scoring.teachers if teacher.name == "kept")
     assert kept.adapter_dir is None and kept.weights == {"kept": 1.0}
@@ -240,7 +246,7 @@ def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_ad
 
 def test_ranks_that_score_by_the_base_get_its_own_prompts(told: Any) -> None:
     told.data["experts"]["rev"]["model"] = told.data["experts"]["up"]["model"] = "student"
-    told.data["student"]["lora"], told.data["teachers"] = {"r": 4}, {"engine": "trainer"}
+    told.data["student"]["lora"] = {"r": 4}
     inputs = read(told)
     spec = trainer_spec(load_pipeline(told.write()), inputs.student.vocab_size, inputs.scoring)
     assert {name: set(domains) for name, domains in spec.teacher_prompts.items()} == {"rev": {"reverse"}}
