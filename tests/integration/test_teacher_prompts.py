@@ -116,3 +116,18 @@ def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
     changed = start_merge("--resume", broken, "--set", "trainer.steps=6", cwd=tmp_path)
     out, _ = changed.communicate(timeout=100)
     assert changed.returncode == 2 and "teacher templates changed since the run began: left, right" in out, out
+
+
+def test_the_ranks_of_a_lora_student_teach_beside_experts_in_a_pool(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    data = with_own_prompts(tmp_path, pipeline)
+    data["student"]["lora"] = {"r": 4}
+    data["experts"]["right"]["model"] = "student"
+    data["trainer"] |= {"steps": 3, "lr": 1.0e-2}
+    run = tmp_path / "lora"
+    merge = start_merge(write_pipeline(tmp_path, data), "--run-dir", run, cwd=tmp_path)
+    out, _ = merge.communicate(timeout=400)
+    assert merge.returncode == 0, out
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {name: domain["loss"] for name, domain in records[0]["domains"].items()}
+    assert losses["kept"] == pytest.approx(0.0, abs=1e-5) and losses["right-domain"] > 1e-3 < losses["left-domain"]
+    assert records[-1]["domains"]["right-domain"]["loss"] < losses["right-domain"]
