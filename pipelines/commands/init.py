@@ -37,6 +37,9 @@ Bases = Annotated[
         "--base", metavar="[EXPERT=]DIR", help="Base of an adapter. Default: the one it names, or the student."
     ),
 ]
+Keep = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="General prompts: what the student can on them now, it keeps.")
+]
 Chat = Annotated[
     bool | None,
     typer.Option("--chat/--plain", help="Texts go through the chat template, or not. Default: if it has words."),
@@ -70,6 +73,7 @@ def init(
     columns: Columns = None,
     verifiers: Verifiers = None,
     bases: Bases = None,
+    keep: Keep = None,
     chat: Chat = None,
     lora: Lora = False,
     probe: Probe = False,
@@ -92,6 +96,7 @@ def init(
         columns=tuple(columns or ()),
         verifiers=tuple(verifiers or ()),
         bases=tuple(bases or ()),
+        keep=keep,
         chat=chat,
         lora=lora,
         probe=probe,

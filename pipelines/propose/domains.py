@@ -72,6 +72,14 @@ def find_sources(answers: InitAnswers, student: ModelInfo, chat: bool | None) ->
     return {name: _find_domain_sources(expert, chat, has_template) for name, expert in answers.experts.items()}
 
 
+def find_keep_source(answers: InitAnswers, student: ModelInfo, chat: bool | None) -> PromptsConfig | None:
+    """Return the source of general prompts; None if there are none. `chat` and what is raised: as `find_sources`."""
+    if answers.keep is None:
+        return None
+    as_chat = student.chat_template_hash is not None if chat is None else chat
+    return _make_prompts_config(answers.keep, find_columns(answers.keep, ()), as_chat)
+
+
 def _find_domain_sources(expert: ExpertAnswer, chat: bool | None, has_template: bool) -> Sources:
     as_chat = has_template if chat is None else chat
     _parse_verifier(expert.verifier)  # only to refuse a wrong one now, before anything slow

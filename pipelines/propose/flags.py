@@ -32,6 +32,8 @@ class Flags:
     columns: tuple[str, ...] = ()
     verifiers: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
+    keep: Path | None = None
+    """General prompts, on which the student is to stay as it is."""
     chat: bool | None = None
     """Whether texts are what a user says; None: it follows from the student's chat template."""
     lora: bool = False
@@ -66,6 +68,8 @@ class InitAnswers:
 
     student: Path
     experts: Mapping[str, ExpertAnswer]
+    keep: Path | None = None
+    """General prompts, on which the student is to stay as it is; None: there are none."""
 
 
 def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
@@ -104,7 +108,8 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
         )
         for name, model in models.items()
     }
-    return InitAnswers(student=flags.student, experts=experts)
+    keep = None if flags.keep is None else _check_file(str(flags.keep))
+    return InitAnswers(student=flags.student, experts=experts, keep=keep)
 
 
 def _refuse_missing(flags: Flags) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from experts.model_dir import ModelInfo
+from opd.config.domains import KEPT
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_holdout
@@ -28,6 +29,8 @@ class MergeFacts:
     student: ModelInfo
     experts: Mapping[str, ExpertFacts]
     domains: Mapping[str, DomainFacts]
+    keep: PromptsConfig | None = None
+    """General prompts, on which the student is to stay as it is."""
     machine: MachineFacts
 
 
@@ -52,9 +55,11 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
         "student": {"model": facts.student_dir},
         "experts": {domain: _expert_section(domain, part) for domain, part in facts.experts.items()},
         "domains": {domain: _domain_section(part, share, max_prompt) for domain, part in facts.domains.items()},
+        **({"keep": {"prompts": _prompts_section(facts.keep, None, max_prompt), "weight": 1.0}} if facts.keep else {}),
         "rollout": rollout,
     }
-    data = apply_change(data, choose_sizes(facts.student.parameters, len(facts.domains), facts.machine))
+    num_domains = len(facts.domains) + (facts.keep is not None)
+    data = apply_change(data, choose_sizes(facts.student.parameters, num_domains, facts.machine))
     if lora:
         data = apply_change(data, ADAPTERS)
     models = build_merge_models(facts.student, facts.experts, facts.domains)
@@ -97,6 +102,8 @@ def summarise_proposal(proposal: Proposal, facts: MergeFacts) -> Iterator[str]:
         exam_judge = f"; {render_on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
         kind = "an adapter" if facts.experts[name].adapter else "a model"
         yield f"{name}: {kind}; {len(domain.table):,} prompts in column `{prompt_column}`{exam_size}{exam_judge}"
+    if facts.keep is not None:
+        yield f"{KEPT}: the student as it is now, on the prompts of {facts.keep.path}"
     trainer, kind = proposal.data["trainer"], proposal.data["objective"]["kind"]
     yield f"{kind}, {trainer['steps']} steps of {trainer['samples_per_step']} answers, learning rate {trainer['lr']:g}"
 
@@ -193,6 +200,8 @@ NOTES = {
     "student.lora": "trains adapters, because training all weights needs more memory than there is",
     "experts": "who teaches: models by path; each scores what the student writes in its domain",
     "domains": "on which prompts",
+    "keep": "general prompts, on which the student as it is now is the teacher: what it can, it keeps",
+    "keep.weight": "share of each step's samples, beside the domains' weights",
     "rollout": "how the student writes its answers",
     "rollout.max_new_tokens": "longest answer; raise it if `opd check` or the report says that answers are cut",
     "rollout.max_model_len": "longest prompt and answer together",

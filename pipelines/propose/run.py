@@ -94,12 +94,12 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     target.refuse_existing()
     ask = ask if flags.incomplete else None
     answers = complete_flags(flags, ask, tell)
-    from pipelines.propose.domains import find_sources
+    from pipelines.propose.domains import find_keep_source, find_sources
     from pipelines.propose.models import inspect_experts, inspect_student
 
     student = inspect_student(answers.student)
     experts = inspect_experts(answers, student, tell)
-    sources = find_sources(answers, student, flags.chat)
+    sources, keep = find_sources(answers, student, flags.chat), find_keep_source(answers, student, flags.chat)
     # These take seconds to import, so everything that can be refused without them has been refused by now.
     from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks
     from pipelines.inputs.read import load_tokenizer
@@ -109,7 +109,9 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
 
     tokenizer, machine = load_tokenizer(answers.student), read_machine()
     domains = read_domains(answers, sources, tokenizer, ask, tell)
-    facts = MergeFacts(student_dir=answers.student, student=student, experts=experts, domains=domains, machine=machine)
+    facts = MergeFacts(
+        student_dir=answers.student, student=student, experts=experts, domains=domains, keep=keep, machine=machine
+    )
     proposal = propose_pipeline(_make_pipeline_name(target.path), facts, lora=flags.lora)
     config = validate_section(PipelineConfig, proposal.data, target.path)
     prompts = {name: domain.prompts for name, domain in config.domains.items() if domain.prompts}

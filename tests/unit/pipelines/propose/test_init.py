@@ -370,3 +370,15 @@ def test_a_copy_takes_no_models(three: Path) -> None:
 def test_the_machine_is_looked_at() -> None:
     machine = pipelines.sizing.machine.read_machine()
     assert machine.cores >= 1 and machine.memory > 1 << 30
+
+
+def test_general_prompts_are_kept(three: Path) -> None:
+    write(three / "general.csv", [{"prompt": f"tell {i}"} for i in range(20)])
+    result = opd(*THREE, *FILES, "--keep", "general.csv")
+    assert result.exit_code == 0, result.output
+    assert "kept: the student as it is now, on the prompts of general.csv" in result.stderr
+    config = load_pipeline(three / "pipeline.yaml")
+    assert config.keep is not None and config.keep.weight == 1.0
+    inputs = read_inputs(config)
+    assert len(inputs.prompts["kept"]) == 20 and inputs.scoring["kept"][0].teacher.name == "kept"
+    assert opd(*THREE, *FILES, "--keep", "missing.csv", "--force").exit_code == 2
