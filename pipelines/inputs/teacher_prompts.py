@@ -12,7 +12,7 @@ import numpy as np
 from opd.config import PipelineConfig
 from opd.config.domains import RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
-from opd.config.teacher_prompts import TeacherPromptConfig
+from opd.config.teacher_prompts import OWN_COLUMNS, TeacherPromptConfig
 from opd.config.teachers import FlightTeachers
 from opd.errors import ConfigError, PromptError
 from opd.prompts import PromptTable, is_here
@@ -108,8 +108,10 @@ def with_teacher_columns(
     for domain, assigned in scoring.items():
         prompts = [config.teacher_prompts[a.teacher.name] for a in assigned if a.teacher.name in config.teacher_prompts]
         names = [name for prompt in prompts for name in prompt.more_columns]
-        if names and is_here(sources[domain]):
-            changed[domain] = as_prompts_config(sources[domain]).with_more_columns(names)
+        source = sources[domain]
+        # A path alone that does not exist stays one: as a mapping it would be looked for in the hub.
+        if names and (isinstance(source, PromptsConfig) or is_here(source)):
+            changed[domain] = as_prompts_config(source).with_more_columns(names)
     return changed
 
 
@@ -170,13 +172,16 @@ def _refuse_too_long(
 
 
 def _refuse_leaks(spec: TeacherPromptSpec, prompts: PromptTable, tell: Tell) -> None:
-    """Refuse a column for teachers that most prompts of the student have in them. Raises: PromptError."""
+    """Refuse a column for teachers that most prompts of the student have in them. Raises: PromptError.
+
+    An answer is only reported: that of a question about a passage stands there by nature.
+    """
     for column, places in find_leaks(spec.config, prompts.rows).items():
         if not places:
             continue
         names = [f"{prompts.domain}/{prompts.rows.row_number(place)}" for place in places[:3]]
         found = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
-        if 2 * len(places) > len(prompts.rows):
+        if 2 * len(places) > len(prompts.rows) and column not in OWN_COLUMNS:
             raise PromptError.at(
                 f"{spec.key}, {prompts.rows.label}",
                 found=found,
