@@ -79,10 +79,10 @@ class TeacherPromptWriter:
         for message in own:
             if not message["content"].strip():
                 raise ValueError(f"the teacher's {message['role']} message, which is empty for this row")
-        asked = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else list(line.prompt)
-        kept = 0 if self._has_system else _count_system(asked)
-        rest = asked[_count_system(asked) :]
-        return [*asked[:kept], *own, *rest], [message["content"] for message in own]
+        question = [{"role": "user", "content": line.prompt}] if isinstance(line.prompt, str) else line.prompt
+        start = _count_system(question)
+        front = [] if self._has_system else question[:start]
+        return [*front, *own, *question[start:]], [message["content"] for message in own]
 
 
 def read_columns(line: PromptLine) -> dict[str, Any]:
@@ -175,9 +175,9 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
     """
     rows = prompts.rows
     cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer")
-    named = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json")}
+    settings = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json")}
     tokens = open_batches(
-        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, named)}" if cached else "",
+        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings)}" if cached else "",
         SCHEMA,
         lambda: in_batches(_encode_rows(spec, rows, prompts.domain), SCHEMA),
         cached=cached,
@@ -283,8 +283,8 @@ def _find_gap(tokenizer: Any, messages: Messages, day: date | None, variables: M
     head = re.sub(r"<think>\s*(</think>\s*)?\Z", "", prompt)
     answered = [*messages, {"role": "assistant", "content": ANSWER}]
     whole = render_prompt(tokenizer, answered, day, **{**variables, "add_generation_prompt": False})
-    gap, found, _ = whole[len(head) :].partition(ANSWER)
-    if not whole.startswith(head) or not found:
+    gap, answer, _ = whole[len(head) :].partition(ANSWER)
+    if not whole.startswith(head) or not answer:
         raise ValueError(
             "a chat template that cuts or changes what it has written once an answer follows, or the answer"
         )
@@ -296,11 +296,11 @@ def find_leaks(config: TeacherPromptConfig, rows: Rows) -> dict[str, list[int]]:
     names = [name for name in config.row_columns if name != "metadata"]
     leaks: dict[str, list[int]] = {name: [] for name in names}
     for index, line in enumerate(rows if names else ()):
-        asked = line.prompt if isinstance(line.prompt, str) else "\n".join(m["content"] for m in line.prompt)
+        question = line.prompt if isinstance(line.prompt, str) else "\n".join(m["content"] for m in line.prompt)
         values = read_columns(line)
         for name in names:
             text = str(values.get(name, "")).strip()
-            if len(text) >= LEAKED and text in asked:
+            if len(text) >= LEAKED and text in question:
                 leaks[name].append(index)
     return leaks
 
