@@ -284,9 +284,9 @@ class Pool:
             by_domain[rollout.domain].append(rollout)
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
-                read = assigned.prompts
-                scored = rows if read is None else [rollout.as_read_by(read(rollout)) for rollout in rows]
-                yield assigned.teacher, assigned.weight, tuple(scored)
+                prompts = assigned.prompts
+                own_rows = rows if prompts is None else [rollout.as_read_by(prompts(rollout)) for rollout in rows]
+                yield assigned.teacher, assigned.weight, tuple(own_rows)
 
 
 def worker_name(number: int) -> str:

@@ -129,7 +129,7 @@ def add_teacher_prompts(
     for teachers stands in the student's prompt. Raises: PromptError.
     """
 
-    def add(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
+    def add_prompts(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
         name = assigned.teacher.name
         if name not in tokenizers:
             return assigned
@@ -146,7 +146,7 @@ def add_teacher_prompts(
         _refuse_leaks(spec, prompts[domain], tell)
         return replace(assigned, prompts=table)
 
-    return {domain: tuple(add(domain, a) for a in assigned) for domain, assigned in scoring.items()}
+    return {domain: tuple(add_prompts(domain, a) for a in assigned) for domain, assigned in scoring.items()}
 
 
 def _refuse_too_long(
@@ -180,12 +180,12 @@ def _refuse_leaks(spec: TeacherPromptSpec, prompts: PromptTable, tell: Tell) -> 
         if not places:
             continue
         names = [f"{prompts.domain}/{prompts.rows.row_number(place)}" for place in places[:3]]
-        found = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
+        fault = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
         if 2 * len(places) > len(prompts.rows) and column not in OWN_COLUMNS:
             raise PromptError.at(
                 f"{spec.key}, {prompts.rows.label}",
-                found=found,
+                found=fault,
                 wanted="a column that the student does not read: else the teacher knows nothing more",
                 fix=f"take it out of the prompts, or out of {spec.key}",
             )
-        tell(f"{spec.key}, {prompts.rows.label}: {found}")
+        tell(f"{spec.key}, {prompts.rows.label}: {fault}")
