@@ -115,6 +115,18 @@ def with_teacher_columns(
     return changed
 
 
+def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, student_tokenizer: Any) -> TeacherPromptSpec:
+    """Return all that decides what an expert with a prompt of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
+    return TeacherPromptSpec(
+        key=name_prompt(config, expert),
+        config=config.teacher_prompts[expert],
+        tokenizer=tokenizer,
+        student_tokenizer=student_tokenizer,
+        day=config.student.template_date,
+        student_variables=config.student.chat_template_kwargs,
+    )
+
+
 def add_teacher_prompts(
     config: PipelineConfig,
     tokenizers: Mapping[str, Any],
@@ -133,14 +145,7 @@ def add_teacher_prompts(
         name = assigned.teacher.name
         if name not in tokenizers:
             return assigned
-        spec = TeacherPromptSpec(
-            key=name_prompt(config, name),
-            config=config.teacher_prompts[name],
-            tokenizer=tokenizers[name],
-            student_tokenizer=student_tokenizer,
-            day=config.student.template_date,
-            student_variables=config.student.chat_template_kwargs,
-        )
+        spec = build_prompt_spec(config, name, tokenizers[name], student_tokenizer)
         table = load_teacher_prompts(spec, prompts[domain])
         _refuse_too_long(config, spec, prompts[domain], table)
         _refuse_leaks(spec, prompts[domain], tell)
