@@ -329,7 +329,7 @@ def test_compiled_layers_compute_with_the_adapter_too(adapters: dict[str, Path],
         layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
     answers = []
     for student, is_compiled in ((plain, False), (compiled, True)):
-        student.hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
+        student.compute_hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
         assert options.base_scoring
         scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=is_compiled)
         for name in ("start student", "beyond", "plain"):
