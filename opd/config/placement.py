@@ -11,7 +11,7 @@ from opd.settings.strict import Strict
 from opd.settings.wording import LABEL, SELECTED
 
 KEY_BY_RESOURCE = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
-"""Resource that Ray has by itself -> the key of the pipeline that sets it. A second number in `resources` could contradict it."""
+"""Resource that Ray has by itself -> the key of the pipeline that sets it. Ray refuses both in `resources`."""
 
 
 class RolePlacement(Strict):
