@@ -25,7 +25,7 @@ class EmaCredit(EqualCredit):
         self._sums: dict[str, tuple[float, float]] = {}
         """Domain -> (weighted sum of its rewards, sum of the weights), later episodes weighing more. Their quotient is the mean;
         the division keeps the first episodes from pulling it to 0."""
-        self._saved_files: tuple[WrittenFile, ...] = ()
+        self._state_files: tuple[WrittenFile, ...] = ()
 
     def advantages(self, episodes: Sequence[Episode]) -> list[float]:
         """Return the episodes' advantages. Only then are their rewards added to the means, so that they are in the baselines of later
@@ -53,10 +53,10 @@ class EmaCredit(EqualCredit):
             self._sums[episode.domain] = (decay * total + (1 - decay) * episode.reward, decay * weight + (1 - decay))
 
     def begin_save(self, path: Path) -> None:
-        self._saved_files = (write_state(path, json.dumps({"sums": self._sums})),)
+        self._state_files = (write_state(path, json.dumps({"sums": self._sums})),)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile]:
-        return self._saved_files  # `begin_save` has written it at once, so there is nothing to wait for
+        return self._state_files  # `begin_save` has written it at once, so there is nothing to wait for
 
     def load(self, path: Path) -> None:
         self._sums = {domain: (total, weight) for domain, (total, weight) in read_state(path)["sums"].items()}

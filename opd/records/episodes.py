@@ -192,8 +192,8 @@ class EpisodesRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return name -> value of the fields; those that few episodes have are left out if they are empty."""
-        seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
-        return {name: value for name, value in asdict(self).items() if value or name not in seldom}
+        optional_fields = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
+        return {name: value for name, value in asdict(self).items() if value or name not in optional_fields}
 
 
 def _make_turn_record(stats: TurnStats | None) -> TurnRecord:

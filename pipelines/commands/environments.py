@@ -1,4 +1,4 @@
-"""`opd environments ...`."""
+"""The commands `opd environments ...`, which list environments, make tasks and episodes of them, and play them."""
 
 from __future__ import annotations
 

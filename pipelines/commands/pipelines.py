@@ -1,4 +1,4 @@
-"""`opd pipelines ...`."""
+"""The commands `opd pipelines ...`, which list and print pipelines, and print their JSON schema."""
 
 from __future__ import annotations
 
