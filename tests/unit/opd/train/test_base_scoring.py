@@ -442,7 +442,7 @@ def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None
         return torch.zeros(packed.input_ids_B_T.numel(), 64)
 
     assert options.base_scoring is not None
-    student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden_states=hidden)
+    student: Any = SimpleNamespace(lm=Engine(options).module.lm, compute_hidden_states=hidden)
     plain = [r for r in ROLLOUTS if r.domain == "plain"]
     scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=False)
     for layout in LAYOUTS:
