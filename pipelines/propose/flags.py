@@ -33,7 +33,7 @@ class Flags:
     verifiers: tuple[str, ...] = ()
     bases: tuple[str, ...] = ()
     chat: bool | None = None
-    """Whether texts are what a user says; None: it follows from the student's chat template."""
+    """True if texts are what a user says; None: it follows from the student's chat template."""
     lora: bool = False
     """Train adapters in place of all weights."""
     probe: bool = False
