@@ -22,8 +22,8 @@ nothing of how well a large one learns. A family works if
 - the resume ends with the same weights and losses, bit for bit.
 
 *Layout* is how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids),
-`packed_indexed` (also by indices and lengths), `padded` (one a row). If the adapter is refused, `whole` teaches both domains. All figures:
-[results/models.json](results/models.json).
+`packed_indexed` (also by indices and lengths), `padded` (one a row). *LoRA* is `yes` if the adapter taught its domain, or says why it is
+refused; then `whole` teaches both. All figures: [results/models.json](results/models.json).
 """
 
 
