@@ -13,17 +13,19 @@ Which architectures a merge is right for, tried on tiny random models (two to th
     python -m tests.models --output docs/results/models.json --table docs/models.md
 
 The experts of each student are its own weights disturbed (`whole`) and a LoRA adapter made by PEFT (`adapter`). `opd merge` runs six
-steps on the real engines, then once more from the checkpoint of step 3. A tiny model says that an architecture's parts fit together,
-nothing of how well a large one learns. A family works if
+steps on the real engines, then once more from the checkpoint of step 3. The result is compared with plain transformers, one sequence
+at a time. A tiny model says that an architecture's parts fit together, nothing of how well a large one learns. More figures:
+[results/models.json](results/models.json).
 
-- hidden states of sequences in one row differ from those of each alone by at most {packing:.0e}, relatively;
-- log-probs of `model/` differ from the trainer's by at most {export:.0e} nats in transformers, {float32:.0e} in a new vLLM engine ({bfloat16:g} where the engine computes in bfloat16);
-- an expert's log-probs differ from plain transformers' and PEFT's by at most {scorer:.0e} nats;
-- the resume ends with the same weights and losses, bit for bit.
-
-*Layout* is how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids),
-`packed_indexed` (also by indices and lengths), `padded` (one a row). *LoRA* is `yes` if the adapter taught its domain, or says why it is
-refused; then `whole` teaches both. All figures: [results/models.json](results/models.json).
+| Column | Meaning |
+| --- | --- |
+| layout | how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids), `packed_indexed` (also by indices and lengths), `padded` (one a row) |
+| together | largest relative difference of hidden states between sequences laid out like that and each alone; at most {packing:.0e} |
+| probe | largest gap between engine and trainer after a weight push, nats a token on average |
+| export, transformers | largest difference of a token's log-prob between the trainer's last checkpoint and `model/`, nats; at most {export:.0e} |
+| export, vLLM | the same with a new vLLM engine on `model/`; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
+| resume | weights and losses after going back to step 3 are those of the run that was not interrupted, bit for bit |
+| LoRA | the adapter teaches its domain, and is scored as PEFT computes it (nats, at most {scorer:.0e}); or why it is refused, and then `whole` teaches both |
 """
 
 
@@ -49,12 +51,15 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-COLUMNS = ("family", "layout", "LoRA")
+COLUMNS = (
+    *("family", "layout", "together", "probe"),
+    *("export, transformers", "export, vLLM", "resume", "LoRA"),
+)
 
 
 def works_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line for each family whose merge ran."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- |" + " ---: |" * 4 + " --- | --- |"]
     return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]) + "\n"
 
 
@@ -62,10 +67,17 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     """In the order of `COLUMNS`."""
     note = f"{row['note']}; engine in {row['engine_dtype']}" if row["engine_dtype"] != "float32" else row["note"]
     others = sorted(set(row["teacher_layouts"].values()) - {row["trainer_layout"]})
+    gaps = row["scorer_gaps"]
+    adapter = number(gaps.get("adapter")) if row["adapter"] == "scored" else f"refused: {escaped(row['adapter'])}"
     return [
         f"**{row['family']}** ({note})" if note else f"**{row['family']}**",
         f"{row['trainer_layout']} ({', '.join(others)})" if others else str(row["trainer_layout"]),
-        "yes" if row["adapter"] == "scored" else f"refused: {escaped(row['adapter'])}",
+        number(row["trainer_packing"]),
+        number(row["probe_gap"]),
+        number(row["export_transformers"]),
+        number(row["export_vllm"]),
+        {True: "yes", False: "**no**", None: "not measured"}[row["resumed_alike"]],
+        adapter,
     ]
 
 
@@ -76,6 +88,11 @@ def said_table(rows: Sequence[Mapping[str, Any]]) -> str:
         "\n".join([*lines, *(f"| **{row['family']}** | {'<br>'.join(map(escaped, row['said']))} |" for row in rows)])
         + "\n"
     )
+
+
+def number(value: float | None) -> str:
+    """Two digits of what was measured."""
+    return "not measured" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def escaped(text: str) -> str:
