@@ -52,6 +52,7 @@ def with_three_engines(root: Path, pipeline: dict[str, Any], served_model: tuple
     return pipeline
 
 
+@pytest.mark.slow
 def test_three_engines_in_one_merge_that_is_killed_and_resumed(
     tmp_path: Path, pipeline: dict[str, Any], served_model: tuple[Path, str]
 ) -> None:
