@@ -64,7 +64,8 @@ def test_ranks_that_share_rows_take_the_steps_of_one(
         stop(trainer)
     stop(pool)
     for one, two in zip(*reports, strict=True):
-        assert two.loss == pytest.approx(one.loss, rel=1e-5)
+        # The terms of a sampled divergence are log-probs of a few nats with both signs, which nearly cancel.
+        assert two.loss == pytest.approx(one.loss, rel=1e-5, abs=1e-6)
         assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
         counts = [{name: (d.tokens, d.samples) for name, d in report.domains.items()} for report in (one, two)]
         assert counts[0] == counts[1]
