@@ -27,7 +27,12 @@ def ray() -> Iterator[None]:
     [
         (1, {"trainer": {"gradient_checkpointing": True}}),
         pytest.param(2, {"trainer": {}}, marks=pytest.mark.slow),
-        pytest.param(1, {"payload": "sampled_logprobs", "objective": {"kind": "sampled"}}, marks=pytest.mark.slow),
+        # Terms of both signs leave some gradients near 0, whose rounding Adam would make as large as any other step.
+        pytest.param(
+            1,
+            {"payload": "sampled_logprobs", "objective": {"kind": "sampled"}, "trainer": {"adam_epsilon": 1e-5}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(1, {"payload": "top_k", "objective": {"kind": "top_k", "k": 4}}, marks=pytest.mark.slow),
     ],
     ids=["hidden_states", "two_groups", "sampled_logprobs", "top_k"],
