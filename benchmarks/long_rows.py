@@ -115,9 +115,9 @@ def run_case(case: dict[str, Any]) -> dict[str, float]:
 
 def expected_bytes(tokens: int, ranks: int, tile: int | None, shape: Path) -> int:
     """Return the bytes that `opd check` adds up for one rank and its micro-batch of one row. `shape`: directory of the model's config."""
-    # The row and no other: see `pipelines.sizing.memory.count_rank_tokens`.
+    # The row and no other: see `pipelines.sizing.micro_batch.count_rank_tokens`.
     trainer = {"ranks": ranks, "sequence_parallel_size": ranks, "mlp_tile_tokens": tile, "micro_batch_tokens": 16}
-    from pipelines.sizing.memory import micro_batch_parts
+    from pipelines.sizing.micro_batch import micro_batch_parts
 
     config, models = read_merge(tokens, shape, trainer, {"kind": "sampled"})
     return sum(micro_batch_parts(config, models).values())

@@ -133,7 +133,7 @@ class JoinedPools:
 def _queue_parts(index: int, stream: TargetStream, parts: PartsQueue, given_up: threading.Event) -> None:
     """Put each part of a stream into the queue as it comes, and None in the end. Raises: what the stream raises."""
 
-    def put(part: StreamPart | None) -> None:
+    def put_part(part: StreamPart | None) -> None:
         while not given_up.is_set():
             try:
                 return parts.put((index, part), timeout=PUT_S)
@@ -142,9 +142,9 @@ def _queue_parts(index: int, stream: TargetStream, parts: PartsQueue, given_up: 
 
     try:
         while (part := stream.take_part()) is not None and not given_up.is_set():
-            put(part)
+            put_part(part)
     finally:
-        put(None)
+        put_part(None)
 
 
 def join_requests(

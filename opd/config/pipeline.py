@@ -462,6 +462,11 @@ def split_rounds(config: PipelineConfig) -> list[PipelineConfig]:
     return [PipelineConfig.model_validate(_build_round_data(config, index)) for index in range(num)]
 
 
+def list_distinct_rounds(config: PipelineConfig) -> list[PipelineConfig]:
+    """Return a pipeline for each round that may have keys of its own: one for all rounds if only their number is set."""
+    return [config] if isinstance(config.rounds, int) else split_rounds(config)
+
+
 def _build_round_data(config: PipelineConfig, index: int) -> dict[str, Any]:
     """Return the pipeline of round `index`, counted from 0, not validated yet."""
     data = config.model_dump(exclude={"rounds"}) | {"seed": config.seed + index}

@@ -335,17 +335,17 @@ def build_expert_engine(shared: Teachers, own: Mapping[str, Any], key: str) -> T
 def rename_engine_keys(error: PydanticCustomError, key: str) -> PydanticCustomError:
     """Return an error about the section `teachers` as one about an expert's own engine at `key`, which has the same keys."""
 
-    def rename(text: str) -> str:
+    def rename_keys(text: str) -> str:
         return text.replace("teachers.engine", f"{key}.kind").replace("teachers.", f"{key}.")
 
     context = error.context or {}
-    renamed = {name: rename(value) if isinstance(value, str) else value for name, value in context.items()}
+    renamed = {name: rename_keys(value) if isinstance(value, str) else value for name, value in context.items()}
     if renamed.get("where") == "teachers":  # the section as a whole
         renamed["where"] = key
     if "known" in renamed:
         known = [name for name in renamed["known"].split(", ") if name not in SHARED_KEYS]
         renamed["known"] = ", ".join("kind" if name == "engine" else name for name in known)
-    return PydanticCustomError(error.type, "{wanted}", {**renamed, "wanted": rename(error.message())})
+    return PydanticCustomError(error.type, "{wanted}", {**renamed, "wanted": rename_keys(error.message())})
 
 
 def _is_default(owner: type[Teachers], key: str, value: Any) -> bool:

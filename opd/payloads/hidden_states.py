@@ -289,12 +289,12 @@ class TeacherGroupLogits(BlockChunk):
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> WholeChunk:
         from opd.losses.logits import upcast_for_loss
 
-        def weigh(weight: Tensor, logits_C_V: Tensor) -> Tensor:
+        def weigh_logits(weight: Tensor, logits_C_V: Tensor) -> Tensor:
             # Without a mixture the normalisers of single teachers fall out: they are the same for all ids.
             values_C_V = upcast_for_loss(logits_C_V)
             return weight * (values_C_V.log_softmax(-1) if self.is_mixture else values_C_V)
 
-        sum_C_V = functools.reduce(operator.add, map(weigh, self.weights, self.logits)).to(dtype)
+        sum_C_V = functools.reduce(operator.add, map(weigh_logits, self.weights, self.logits)).to(dtype)
         return _whole_distribution(
             sum_C_V if self.is_mixture else sum_C_V.log_softmax(-1), token_C, is_mixture=self.is_mixture
         )

@@ -139,7 +139,7 @@ def encode_prompts(
     texts = {
         index: _render_question(tokenizer, prompt, day, row_variables[index], row_required[index])
         for index, prompt in enumerate(prompts)
-        if not _is_blank(prompt)
+        if not is_blank(prompt)
     }
     special, front = set(tokenizer.all_special_ids), ids_in_front(tokenizer)
     token_ids: list[Sequence[int]] = [()] * len(prompts)
@@ -177,7 +177,8 @@ def _encode_texts(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens:
     return token_ids
 
 
-def _is_blank(prompt: str | Messages) -> bool:
+def is_blank(prompt: str | Messages) -> bool:
+    """Return True for a prompt without text, which is left out of a merge."""
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     return not "".join(texts).strip()
 

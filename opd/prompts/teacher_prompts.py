@@ -23,7 +23,7 @@ from opd.config.teacher_prompts import ROW, TeacherPromptConfig
 from opd.errors import ConfigError, PromptError
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
-from opd.prompts.encode import encode_prompts, render_prompt
+from opd.prompts.encode import encode_prompts, is_blank, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows
 from opd.prompts.table import ENCODED_AT_ONCE, PromptTable, make_cache_key
@@ -135,7 +135,7 @@ class TeacherPromptTable:
     def __call__(self, rollout: Rollout) -> tuple[int, ...]:
         """Return [P] the token ids that the teacher reads before this rollout's response."""
         number = int(rollout.group.rpartition("/")[2])  # a group is named after its prompt
-        return tuple(self._tokens.read_cell("token_ids", self._places[number]))
+        return tuple(self._tokens.read_cell("token_ids", self._index_by_row_number[number]))
 
     @cached_property
     def lengths(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -143,7 +143,7 @@ class TeacherPromptTable:
         return self._tokens.read_numbers("length")
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def _index_by_row_number(self) -> dict[int, int]:
         """Row's number in the source -> its index in `rows`."""
         return {int(number): index for index, number in enumerate(self.rows.row_numbers())}
 
@@ -209,7 +209,7 @@ def _encode_rows(spec: TeacherPromptSpec, rows: Rows, domain: str) -> Iterator[t
         required: list[list[str]] = []
         for place, line in enumerate(lines, start=start):
             try:
-                messages, own = writer.write_messages(line) if _asks(line) else ([], [])
+                messages, own = ([], []) if is_blank(line.prompt) else writer.write_messages(line)
             except (TemplateError, ValueError) as error:
                 raise _make_error(spec, rows, domain, place, str(error)) from None
             prompts.append(messages)
@@ -242,12 +242,6 @@ def _encode_batch(
     return [_encode_batch(spec, prompts[p], variables[p], required[p], rows, domain, start + p.start)[0] for p in parts]
 
 
-def _asks(line: PromptLine) -> bool:
-    """Return False for a prompt without text, which is left out of a merge."""
-    texts = [line.prompt] if isinstance(line.prompt, str) else [message["content"] for message in line.prompt]
-    return bool("".join(texts).strip())
-
-
 def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
     """Prove for the first rows that a response may follow the teacher's prompt just as it follows the student's.
 
@@ -260,7 +254,7 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
     writer = TeacherPromptWriter(spec.config)
     for place in range(min(PROVEN, len(prompts.rows))):
         line = prompts.rows[place]
-        if not _asks(line) or (spec.config.template is None and not isinstance(line.prompt, str)):
+        if is_blank(line.prompt) or (spec.config.template is None and not isinstance(line.prompt, str)):
             continue
         try:
             messages, _ = writer.write_messages(line)

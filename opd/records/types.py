@@ -149,7 +149,7 @@ class Rollout:
 
     def as_read_by(self, prompt_ids: tuple[int, ...]) -> TeacherRollout:
         """Return the rollout with a teacher's own prompt, [P], before the same response. Each position of the response stays."""
-        values = {own.name: getattr(self, own.name) for own in fields(Rollout)}
+        values = {column.name: getattr(self, column.name) for column in fields(Rollout)}
         return TeacherRollout(**values | {"prompt_ids": prompt_ids}, student_prompt_ids=self.prompt_ids)
 
     def as_sampled(self) -> Rollout:
@@ -212,7 +212,7 @@ class TeacherRollout(Rollout):
     """[P] the prompt that the student read."""
 
     def as_sampled(self) -> Rollout:
-        values = {own.name: getattr(self, own.name) for own in fields(Rollout)}
+        values = {column.name: getattr(self, column.name) for column in fields(Rollout)}
         return Rollout(**values | {"prompt_ids": self.student_prompt_ids})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opd.cluster import LOCAL
-from opd.config import PipelineConfig, split_rounds
+from opd.config import PipelineConfig, list_distinct_rounds
 from pipelines.inputs.early_checks import refuse_wrong_names, refuse_wrong_prompts
 from pipelines.inputs.read import read_inputs, refuse_what_is_not_here
 from pipelines.plan.models import has_all_weights, read_models
@@ -50,8 +50,7 @@ def check_on_cluster(config: PipelineConfig, spec: ClusterSpec) -> list[ClusterR
 
     Raises: OpdError for the first thing that a merge would refuse there.
     """
-    configs = [config] if isinstance(config.rounds, int) else split_rounds(config)
-    return [_check_round(round_config, spec) for round_config in configs]
+    return [_check_round(round_config, spec) for round_config in list_distinct_rounds(config)]
 
 
 def _check_round(written: PipelineConfig, spec: ClusterSpec) -> ClusterReport:

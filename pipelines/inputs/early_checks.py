@@ -14,7 +14,7 @@ from experts.model_dir import ModelInfo, inspect_model
 from experts.registry import Registry, default_root
 from experts.rl.spec import ReinforcedExpert, ReinforceSpec
 from experts.teacher_check import check_fits
-from opd.config import PipelineConfig, split_rounds
+from opd.config import PipelineConfig, list_distinct_rounds
 from opd.config.domains import DomainConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.environments import find_environment, find_import_name
@@ -31,7 +31,7 @@ from pipelines.sizing.models import unhashed_expert
 
 def refuse_at_once(config: PipelineConfig) -> None:
     """Make the quick checks of everything that a merge needs, in every round. Raises: OpdError for the first problem."""
-    for round_config in [config] if isinstance(config.rounds, int) else split_rounds(config):
+    for round_config in list_distinct_rounds(config):
         refuse_what_is_not_here(round_config)
         refuse_wrong_names(round_config)
         refuse_wrong_models(round_config)

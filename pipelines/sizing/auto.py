@@ -28,7 +28,8 @@ from opd.settings.auto import OpenNumber
 from pipelines.sizing.cache import has_cpu_cache, value_bytes
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts, read_machine
-from pipelines.sizing.memory import GIB, LOGIT_COPIES, MIB, head_sizes, row_bytes, step_rows_bytes, widest_unit
+from pipelines.sizing.memory import GIB, MIB, head_sizes, row_bytes, step_rows_bytes
+from pipelines.sizing.micro_batch import LOGIT_COPIES, widest_unit
 from pipelines.sizing.models import MergeModels, read_body
 
 CPU_CHUNK, LARGEST_CHUNK = 128, 4096

@@ -35,7 +35,6 @@ from pipelines.sizing.memory import (
     format_gib,
     gathered_bytes,
     heads_bytes,
-    micro_batch_bytes,
     offloaded_bytes,
     scores_bytes,
     scoring_bytes,
@@ -44,6 +43,7 @@ from pipelines.sizing.memory import (
     teacher_sizes,
     trainer_state_bytes,
 )
+from pipelines.sizing.micro_batch import micro_batch_bytes
 from pipelines.sizing.models import MergeModels, divide_models
 from pipelines.sizing.push_memory import receiving_bytes, sending_bytes
 from pipelines.teacher_groups import engine_cluster

@@ -10,14 +10,11 @@ from opd.config.teachers import TransformersTeachers, VLLMTeachers
 from pipelines.sizing.cache import engine_devices
 from pipelines.sizing.gpu_memory import scoring_gpu_bytes
 from pipelines.sizing.memory import (
-    checkpoint_bytes,
     cpu_engine_weights,
     engine_activations,
     engine_weights,
     gathered_bytes,
     heads_bytes,
-    micro_batch_parts,
-    moves_checkpoints,
     scores_bytes,
     scoring_bytes,
     sends_heads,
@@ -25,6 +22,7 @@ from pipelines.sizing.memory import (
     target_bytes,
     trainer_state,
 )
+from pipelines.sizing.micro_batch import checkpoint_bytes, micro_batch_parts, moves_checkpoints
 from pipelines.sizing.models import MergeModels, divide_models
 
 

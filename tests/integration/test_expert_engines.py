@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.conftest import write_pipeline, write_prompts
-
-ROOT = Path(__file__).parents[2]
-
-
-def start_merge(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cli", "merge", *map(str, args)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OPD_TEST_KEY": "secret"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+from tests.integration.test_merge import kill_when_logged, opd, records
 
 
 def with_three_engines(root: Path, pipeline: dict[str, Any], served_model: tuple[Path, str]) -> dict[str, Any]:
@@ -55,39 +38,32 @@ def with_three_engines(root: Path, pipeline: dict[str, Any], served_model: tuple
 
 @pytest.mark.slow
 def test_three_engines_in_one_merge_that_is_killed_and_resumed(
-    tmp_path: Path, pipeline: dict[str, Any], served_model: tuple[Path, str]
+    tmp_path: Path, pipeline: dict[str, Any], served_model: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OPD_TEST_KEY", "secret")
     file = write_pipeline(tmp_path, with_three_engines(tmp_path, pipeline, served_model))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    merge = start_merge(file, "--run-dir", whole, cwd=tmp_path)
-    out, _ = merge.communicate(timeout=500)
-    assert merge.returncode == 0, out
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
-    for record in records:
+    merged = opd("merge", file, "--run-dir", whole, cwd=tmp_path)
+    assert merged.returncode == 0, merged.stderr
+    steps = records(whole)
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    for record in steps:
         assert {name: d["samples"] for name, d in record["domains"].items()} == dict.fromkeys(pipeline["domains"], 8)
         assert record["quarantined"] == {} and record["logprob_gap"] < 1e-3
     for domain in ("left-domain", "right-domain"):
-        assert records[-1]["domains"][domain]["loss"] < records[0]["domains"][domain]["loss"]
+        assert steps[-1]["domains"][domain]["loss"] < steps[0]["domains"][domain]["loss"]
     report = json.loads((whole / "report.json").read_text())
     assert report["steps"] == 5
     page = (whole / "report.html").read_text()
     assert "Loss of objective adaptive_kl" in page and "Loss of objective sampled" in page
 
-    killed = start_merge(file, "--run-dir", broken, cwd=tmp_path)
-    deadline = time.monotonic() + 300
-    while not (broken / "targets" / "step-000004").exists():
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(timeout=60)
+    kill_when_logged(file, broken, 4)
     manifest = json.loads((broken / "targets" / "step-000004" / "step.json").read_text())
     assert {manifest["kind"][1]} | {kind[1] for kind in manifest["kinds"].values()} == {
         "hidden_states",
         "sampled_logprobs",
     }
-    resumed = start_merge("--resume", broken, cwd=tmp_path)
-    out, _ = resumed.communicate(timeout=500)
-    assert resumed.returncode == 0 and "resumed from step 2" in out, out
+    resumed = opd("merge", "--resume", broken, cwd=tmp_path)
+    assert resumed.returncode == 0 and "resumed from step 2" in resumed.stdout + resumed.stderr, resumed.stderr
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)

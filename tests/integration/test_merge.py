@@ -25,14 +25,14 @@ ROOT = Path(__file__).parents[2]
 TOKEN = "s3cret"
 
 
-def opd(*args: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def opd(*args: object, cwd: Path, timeout_s: float = 500, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cli", *map(str, args)],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=timeout_s,
     )
 
 

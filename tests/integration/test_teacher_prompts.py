@@ -4,11 +4,6 @@ are kept, through the real engines."""
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,20 +16,9 @@ from safetensors.torch import load_file
 from opd.prompts import load_tokenizer
 from opd.stream.schema import TargetRow, read_stream
 from tests.integration.conftest import write_pipeline, write_prompts
+from tests.integration.test_merge import kill_when_logged, opd, records
 
-ROOT = Path(__file__).parents[2]
 SYSTEM = "say the word: "
-
-
-def start_merge(*args: object, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "cli", "merge", *map(str, args)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def with_own_prompts(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
@@ -81,41 +65,33 @@ def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
 ) -> None:
     file = write_pipeline(tmp_path, with_own_prompts(tmp_path, pipeline))
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    merge = start_merge(file, "--run-dir", whole, cwd=tmp_path)
-    out, _ = merge.communicate(timeout=400)
-    assert merge.returncode == 0, out
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
-    assert {name: d["samples"] for name, d in records[-1]["domains"].items()} == {
+    merged = opd("merge", file, "--run-dir", whole, cwd=tmp_path, timeout_s=400)
+    assert merged.returncode == 0, merged.stderr
+    steps = records(whole)
+    assert {name: d["samples"] for name, d in steps[-1]["domains"].items()} == {
         "left-domain": 8,
         "right-domain": 8,
         "kept": 4,
     }
     # The student begins as the teacher of what is kept, so that there is nothing to learn at first.
-    assert records[0]["domains"]["kept"]["loss"] == pytest.approx(0.0, abs=1e-5)
-    assert records[0]["domains"]["right-domain"]["loss"] > 1e-3
-    assert all(record["quarantined"] == {} for record in records)
+    assert steps[0]["domains"]["kept"]["loss"] == pytest.approx(0.0, abs=1e-5)
+    assert steps[0]["domains"]["right-domain"]["loss"] > 1e-3
+    assert all(record["quarantined"] == {} for record in steps)
     assert "kept" in (whole / "report.html").read_text()
 
-    killed = start_merge(file, "--run-dir", broken, cwd=tmp_path)
-    deadline = time.monotonic() + 300
-    while not (broken / "targets" / "step-000004").exists():
-        assert killed.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(timeout=60)
+    kill_when_logged(file, broken, 4)
     rows = [row for step in sorted((broken / "targets").glob("step-*")) for row in logged_rows(step)]
     assert {row.teacher for row in rows} == {"left", "right", "kept"}
     check_scores(rows, pipeline)
-    resumed = start_merge("--resume", broken, cwd=tmp_path)
-    out, _ = resumed.communicate(timeout=400)
-    assert resumed.returncode == 0 and "resumed from step 2" in out, out
+    resumed = opd("merge", "--resume", broken, cwd=tmp_path, timeout_s=400)
+    assert resumed.returncode == 0 and "resumed from step 2" in resumed.stdout + resumed.stderr, resumed.stderr
     ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (whole, broken))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
     (tmp_path / "join.jinja").write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    changed = start_merge("--resume", broken, "--set", "trainer.steps=6", cwd=tmp_path)
-    out, _ = changed.communicate(timeout=100)
-    assert changed.returncode == 2 and "teacher templates changed since the run began: left, right" in out, out
+    changed = opd("merge", "--resume", broken, "--set", "trainer.steps=6", cwd=tmp_path, timeout_s=100)
+    assert changed.returncode == 2
+    assert "teacher templates changed since the run began: left, right" in changed.stdout + changed.stderr
 
 
 def test_the_ranks_of_a_lora_student_teach_beside_experts_in_a_pool(tmp_path: Path, pipeline: dict[str, Any]) -> None:
@@ -124,10 +100,9 @@ def test_the_ranks_of_a_lora_student_teach_beside_experts_in_a_pool(tmp_path: Pa
     data["experts"]["right"]["model"] = "student"
     data["trainer"] |= {"steps": 3, "lr": 1.0e-2}
     run = tmp_path / "lora"
-    merge = start_merge(write_pipeline(tmp_path, data), "--run-dir", run, cwd=tmp_path)
-    out, _ = merge.communicate(timeout=400)
-    assert merge.returncode == 0, out
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses = {name: domain["loss"] for name, domain in records[0]["domains"].items()}
+    merged = opd("merge", write_pipeline(tmp_path, data), "--run-dir", run, cwd=tmp_path, timeout_s=400)
+    assert merged.returncode == 0, merged.stderr
+    steps = records(run)
+    losses = {name: domain["loss"] for name, domain in steps[0]["domains"].items()}
     assert losses["kept"] == pytest.approx(0.0, abs=1e-5) and losses["right-domain"] > 1e-3 < losses["left-domain"]
-    assert records[-1]["domains"]["right-domain"]["loss"] < losses["right-domain"]
+    assert steps[-1]["domains"]["right-domain"]["loss"] < losses["right-domain"]

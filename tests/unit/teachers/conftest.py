@@ -13,8 +13,34 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from opd.records.types import Rollout, Teacher
+from opd.config import PipelineConfig
+from opd.records.types import Rollout, Teacher, WeightedTeacher
+from pipelines.specs import pool_spec
+from teachers.pool import Pool
 from tests.rows import make_rollout
+
+VOCABULARY = 76
+
+
+def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
+    """Each domain has one teacher."""
+    return {domain: (WeightedTeacher(teacher=teacher, weight=1.0),) for domain, teacher in teachers.items()}
+
+
+def start_pool(teachers: dict[str, Teacher], workers: int, *, first_worker: int = 0, **changes: Any) -> Pool:
+    """A pool that may not be ready yet. `changes`: keys of the section `teachers`, and `objective`."""
+    config = PipelineConfig.model_validate(
+        {
+            "name": "n",
+            "student": {"model": "base"},
+            "experts": {"e": {"model": "m", "domain": "d"}},
+            "domains": {"d": {}},
+            "trainer": {"steps": 1, "samples_per_step": 2},
+            "objective": changes.pop("objective", {}),
+            "teachers": {"workers": workers} | changes,
+        }
+    )
+    return Pool(pool_spec(config, VOCABULARY, first_worker=first_worker), alone(teachers))
 
 
 def rollout(i: int, domain: str = "reverse", prompt: int = 4, response: int = 5) -> Rollout:

@@ -10,36 +10,16 @@ from typing import Any
 import pytest
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
-from opd.records.types import Prompt, Rollout, RolloutBatch, Teacher, WeightedTeacher
+from opd.records.types import Prompt, Rollout, RolloutBatch, Teacher
 from opd.stream.log import ArrowTargetLog
 from opd.stream.part_files import part_name
 from opd.stream.schema import read_stream
 from opd.stream.targets import StreamPart, TargetStream
-from pipelines.specs import pool_spec
 from teachers.joined_pools import JoinedPool, JoinedPools
 from teachers.no_teachers import TeacherlessPool, TeacherlessSpec
 from teachers.pool import Pool
-from tests.unit.teachers.conftest import rollout
-
-VOCABULARY = 76
-
-
-def pool(teachers: dict[str, Teacher], first_worker: int, **changes: Any) -> Pool:
-    config = PipelineConfig.model_validate(
-        {
-            "name": "n",
-            "student": {"model": "base"},
-            "experts": {"e": {"model": "m", "domain": "d"}},
-            "domains": {"d": {}},
-            "trainer": {"steps": 1, "samples_per_step": 2},
-            "objective": changes.pop("objective", {}),
-            "teachers": {"workers": 1} | changes,
-        }
-    )
-    routes = {d: (WeightedTeacher(teacher=t, weight=1.0),) for d, t in teachers.items()}
-    return Pool(pool_spec(config, VOCABULARY, first_worker=first_worker), routes)
+from tests.unit.teachers.conftest import VOCABULARY, rollout, start_pool
 
 
 def join(*pools: Any, timeout_s: float = 60.0) -> JoinedPools:
@@ -53,8 +33,10 @@ def join(*pools: Any, timeout_s: float = 60.0) -> JoinedPools:
 @pytest.fixture
 def three(teachers: dict[str, Teacher], in_process: Any) -> JoinedPools:
     """Hidden states in one domain, log-probs in another, and one that the trainer scores itself."""
-    near = pool({"reverse": teachers["reverse"]}, 0)
-    far = pool({"upper": teachers["upper"]}, 1, payload="sampled_logprobs", objective={"kind": "sampled"})
+    near = start_pool({"reverse": teachers["reverse"]}, 1, first_worker=0)
+    far = start_pool(
+        {"upper": teachers["upper"]}, 1, first_worker=1, payload="sampled_logprobs", objective={"kind": "sampled"}
+    )
     nobody = TeacherlessPool(TeacherlessSpec(dtype="float32", max_quarantined=0.1))
     made = join((near, {"reverse"}), (far, {"upper"}), (nobody, {"own"}))
     made.wait_ready()
@@ -128,7 +110,10 @@ class Failing:
 
 
 def test_an_error_of_one_engine_is_the_step_s(teachers: dict[str, Teacher], in_process: Any) -> None:
-    near, far = pool({"reverse": teachers["reverse"]}, 0), pool({"upper": teachers["upper"]}, 1)
+    near, far = (
+        start_pool({"reverse": teachers["reverse"]}, 1, first_worker=0),
+        start_pool({"upper": teachers["upper"]}, 1, first_worker=1),
+    )
     far.wait_ready()
     targets = join((near, {"reverse"}), (Failing(far), {"upper"}))
     targets.wait_ready()
@@ -140,7 +125,7 @@ def test_a_pool_that_says_nothing_is_not_waited_for_for_ever(
     teachers: dict[str, Teacher], in_process: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("teachers.joined_pools.GRACE_S", 0.1)
-    far, event = pool({"upper": teachers["upper"]}, 1), threading.Event()
+    far, event = start_pool({"upper": teachers["upper"]}, 1, first_worker=1), threading.Event()
     far.wait_ready()
     silent = join((Failing(far, event), {"upper"}), timeout_s=0.2)
     with pytest.raises(RunError, match="no part came in 0 s"):

@@ -14,8 +14,8 @@ from opd.stream.rollouts import digest_rollout
 from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.conftest import read_rows
-from tests.unit.teachers.conftest import rollout
-from tests.unit.teachers.test_pool import VOCABULARY, pool
+from tests.unit.teachers.conftest import VOCABULARY, rollout
+from tests.unit.teachers.test_pool import pool
 
 OWN = {0: (5,), 1: (9, 8, 7, 6, 5, 4, 3), 2: tuple(range(20, 60)), 3: (70, 71)}
 """Number of the prompt -> what the teacher reads."""

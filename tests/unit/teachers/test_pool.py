@@ -12,45 +12,25 @@ import torch
 from blake3 import blake3
 
 from opd import cluster
-from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.models.heads import head_tensor
 from opd.models.logit_rule import IDENTITY
-from opd.records.types import Teacher, WeightedTeacher
+from opd.records.types import Teacher
 from opd.stream import schema
 from opd.stream.part_files import PartsDirectory, part_name
 from opd.stream.part_summaries import make_summary
 from opd.stream.schema import PartRecord, Stream, read_stream
 from opd.stream.targets import TargetStream
-from pipelines.specs import pool_spec
 from teachers.pool import PARTS_AHEAD, Pool
 from teachers.scorers import transformers as transformers_scorer
 from teachers.shares import TeacherRows
 from teachers.worker import TeacherWorker
 from tests.conftest import read_rows
-from tests.unit.teachers.conftest import rollout
-
-VOCABULARY = 76
-
-
-def alone(teachers: dict[str, Teacher]) -> dict[str, tuple[WeightedTeacher, ...]]:
-    """Each domain has one teacher."""
-    return {domain: (WeightedTeacher(teacher=teacher, weight=1.0),) for domain, teacher in teachers.items()}
+from tests.unit.teachers.conftest import rollout, start_pool
 
 
 def pool(teachers: dict[str, Teacher], workers: int, **changes: Any) -> Pool:
-    config = PipelineConfig.model_validate(
-        {
-            "name": "n",
-            "student": {"model": "base"},
-            "experts": {"e": {"model": "m", "domain": "d"}},
-            "domains": {"d": {}},
-            "trainer": {"steps": 1, "samples_per_step": 2},
-            "objective": changes.pop("objective", {}),
-            "teachers": {"workers": workers} | changes,
-        }
-    )
-    made = Pool(pool_spec(config, VOCABULARY), alone(teachers))
+    made = start_pool(teachers, workers, **changes)
     made.wait_ready()
     return made
 

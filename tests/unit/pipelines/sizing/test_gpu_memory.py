@@ -16,7 +16,7 @@ from opd.environments.maze import Maze
 from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.merging.run import begin
-from pipelines.sizing import gpu_memory, memory
+from pipelines.sizing import gpu_memory, memory, micro_batch
 from pipelines.sizing.gpu_memory import (
     ASLEEP,
     CONTEXT,
@@ -82,7 +82,7 @@ def test_what_each_role_takes(inputs: Any) -> None:
     )
     assert (teacher.resident, teacher.share) == (4 * PARAMETERS, 0)
     assert rank.resident == (20 + 4) * PARAMETERS + memory.heads_bytes(config, found)
-    assert rank.passing == 4 * PARAMETERS + memory.micro_batch_bytes(config, found)
+    assert rank.passing == 4 * PARAMETERS + micro_batch.micro_batch_bytes(config, found)
     halves = gpu_roles(changed(config, trainer={"ranks": 2}, cluster={"trainer_gpus": 1}), found)
     assert [role.resident - memory.heads_bytes(config, found) for role in halves[2:]] == [(10 + 4) * PARAMETERS] * 2
 
@@ -407,7 +407,7 @@ def test_activations_at_checkpoints_move_from_the_gpu_to_the_machines_memory(
     stays = changed(config, trainer={"ranks": 2, "gradient_checkpointing": True}, cluster={"trainer_gpus": 1})
     moves = changed(stays, trainer={"activation_offloading": True})
     before, after = ([role for role in gpu_roles(c, read) if role.name == "trainer rank"] for c in (stays, moves))
-    checkpoints = memory.checkpoint_bytes(stays, read)
+    checkpoints = micro_batch.checkpoint_bytes(stays, read)
     assert checkpoints > 1000 * 2 * read.student.hidden_size
     assert before[0].passing - after[0].passing == checkpoints
     hosts = [sum(need.nbytes for need in memory.estimate_memory(c, read)) for c in (stays, moves)]
@@ -420,10 +420,10 @@ def test_ranks_that_share_rows_hold_part_of_the_activations_and_the_exchange(
     config, read = inputs
     alone, shared = (changed(config, trainer={"ranks": 2, "sequence_parallel_size": size}) for size in (1, 2))
     hidden = read.student.hidden_size
-    rest = memory.micro_batch_bytes(changed(alone, trainer={"micro_batch_tokens": 16}), read)
-    sizes = [memory.micro_batch_bytes(c, read) for c in (alone, shared)]
+    rest = micro_batch.micro_batch_bytes(changed(alone, trainer={"micro_batch_tokens": 16}), read)
+    sizes = [micro_batch.micro_batch_bytes(c, read) for c in (alone, shared)]
     body = read.read_body(read.student).activation_width(hidden, checkpointing=False)
     tokens = (sizes[0] - rest) // (4 * body)
     assert tokens > 1000
     fewer = sizes[0] - sizes[1]
-    assert fewer == pytest.approx(tokens * 2 * (body - memory.EXCHANGE_COPIES * hidden), rel=0.2)
+    assert fewer == pytest.approx(tokens * 2 * (body - micro_batch.EXCHANGE_COPIES * hidden), rel=0.2)

@@ -11,7 +11,7 @@ import pytest
 from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError
 from pipelines.inputs.read import Inputs, read_inputs
-from pipelines.sizing import machine, memory
+from pipelines.sizing import machine, memory, micro_batch
 from pipelines.sizing.machine import machine_bytes
 from pipelines.sizing.memory import (
     HostMemoryNeed,
@@ -141,7 +141,7 @@ def test_of_an_mlp_in_tiles_the_input_and_the_inside_of_one_tile_count(given: An
         changed = config.model_dump() | {
             "trainer": config.trainer.model_dump() | {"micro_batch_tokens": 10_080} | trainer
         }
-        return memory.micro_batch_parts(PipelineConfig.model_validate(changed), inputs)
+        return micro_batch.micro_batch_parts(PipelineConfig.model_validate(changed), inputs)
 
     tokens, attention, mlp = 79 * 128, 4 * 128, 3 * 192
     assert parts()["activations"] == tokens * 2 * (attention + mlp) * 4
@@ -257,7 +257,7 @@ def test_each_teacher_of_a_mixture_has_logits_in_a_chunk(world: Any) -> None:
     values = config.objective.chunk * inputs.student.vocab_size
     for teachers in (1, 4):
         mixture = replace(inputs, scoring={domain: (alone,) * teachers})
-        assert memory.logits_bytes(config, mixture) == (20 + (teachers - 1) * 4) * values
+        assert micro_batch.logits_bytes(config, mixture) == (20 + (teachers - 1) * 4) * values
 
 
 def test_ranks_that_score_with_adapters_keep_these_and_no_teacher(world: Any, make_adapter: Any) -> None:
