@@ -11,6 +11,7 @@ PAYLOADS = {
     "hidden_states": "opd.payloads.hidden_states:HiddenStates",
     "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
     "top_k": "opd.payloads.top_k:TopTokens",
+    "aligned_states": "opd.payloads.aligned_states:AlignedStates",
     "none": "opd.payloads.none:Unscored",
 }
 """Value of `teachers.payload` -> its class. Only the class in use is imported, when it is used."""
