@@ -15,6 +15,8 @@ PAYLOADS = {
     "none": "opd.payloads.none:Unscored",
 }
 """Value of `teachers.payload` -> its class. Only the class in use is imported, when it is used."""
+OWN_TOKENS = "aligned_states"
+"""The payload of experts that read prompts and responses in tokens of their own."""
 
 
 def _check_payload(value: Any) -> Any:

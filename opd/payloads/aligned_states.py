@@ -43,7 +43,8 @@ class AlignedStates(Answer):
     SENDS_HEADS: ClassVar[bool] = True
 
     head: str
-    """Content hash of the teacher's output head in the student's ids: a row for each of its tokens, 0 where the teacher has none."""
+    """Content hash of the teacher's output head in the student's ids: a row for each of its tokens, NaN where the teacher has none.
+    Zeros would not do: the row of a token for padding may be zero."""
     hidden_size: int
     """D, the teacher's hidden width."""
     hidden: memoryview | bytes
@@ -215,7 +216,7 @@ class AlignedBlock(Block):
     def select_chunk(self, part: slice, vocab_size: int) -> AlignedLogits:
         head_V_D = self.head_V_D[:vocab_size]
         logits_C_V = self.rule.apply(self.hidden_N_D[part].to(head_V_D.dtype) @ head_V_D.T)
-        return AlignedLogits(logits_C_V, (head_V_D != 0).any(-1), self.columns.select_rows(part))
+        return AlignedLogits(logits_C_V, ~head_V_D[:, 0].isnan(), self.columns.select_rows(part))
 
 
 @dataclass(frozen=True, slots=True)

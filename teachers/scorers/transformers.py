@@ -83,14 +83,14 @@ class TransformersScorer:
 
     def head(self, teacher: Teacher) -> Tensor:
         """Return the teacher's output head, [V, D] on the CPU. That of a teacher with another tokenizer has a row for each of the
-        student's ids: zeros where the teacher has no such token."""
+        student's ids: NaN where the teacher has no such token."""
         self._load_teacher(teacher)
         head_V_D = self._read_head_weight().cpu()
         shared = self._shared_tokens.get(teacher.name)
         if shared is None:
             return head_V_D
         ids_V = torch.from_numpy(shared.teacher_ids).long()
-        return head_V_D[ids_V.clamp(min=0)].masked_fill_((ids_V < 0)[:, None], 0.0)
+        return head_V_D[ids_V.clamp(min=0)].masked_fill_((ids_V < 0)[:, None], torch.nan)
 
     def _count_ids(self, teacher: Teacher) -> int:
         """Return the number of ids that the teacher's tokenizer knows."""

@@ -41,7 +41,7 @@ def score_response(
 
 def in_student_ids(head_u_D: Tensor, teacher_ids: Sequence[int]) -> Tensor:
     """Return the teacher's head as it comes to the trainer."""
-    rows = [head_u_D[u] if u >= 0 else torch.zeros_like(head_u_D[0]) for u in teacher_ids]
+    rows = [head_u_D[u] if u >= 0 else torch.full_like(head_u_D[0], torch.nan) for u in teacher_ids]
     return torch.stack(rows)
 
 
