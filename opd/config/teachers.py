@@ -98,7 +98,9 @@ class Teachers(Strict):
             raise _teachers_error("payload", f"none, with teachers.engine {self.engine}", "what teachers are to send")
         if self.payload == OWN_TOKENS and self.engine != "transformers":
             raise _teachers_error(
-                "payload", f"{OWN_TOKENS}, with teachers.engine {self.engine}", "with it teachers.engine transformers"
+                "payload",
+                f"{OWN_TOKENS}, with teachers.engine {self.engine}",
+                "another payload, or teachers.engine transformers",
             )
         return self
 

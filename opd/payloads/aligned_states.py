@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow as pa
@@ -110,9 +110,7 @@ class AlignedStates(Answer):
             hidden=b"".join(self.hidden[start * width : (start + 1) * width] for start in starts[:-1]),
             student_counts=alignment.student_counts,
             teacher_counts=alignment.teacher_counts,
-            chunk_logprobs=[
-                sum(self.chunk_logprobs[start:stop]) for start, stop in zip(starts, starts[1:], strict=False)
-            ],
+            chunk_logprobs=[sum(self.chunk_logprobs[start:stop]) for start, stop in pairwise(starts)],
             shared_logprobs=[self.shared_logprobs[start] for start in starts[:-1]],
         )
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from opd.records.types import EncodedRollout, Rollout
 from opd.vocabularies.alignment import Alignment, align_tokens
-from opd.vocabularies.byte_table import ByteTable, read_byte_table
+from opd.vocabularies.byte_table import read_byte_table
 from opd.vocabularies.shared_tokens import SharedTokens, find_shared_tokens
 
 

@@ -160,7 +160,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_small_cache(config, teaching)
     lora = size_of_lora(config, teaching.student)
     leading = {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()}
-    refuse_unmeasurable(config, {d: own for d, own in leading.items() if not reads_own_tokens(config, own.teacher.name)})
+    refuse_unmeasurable(
+        config, {d: own for d, own in leading.items() if not reads_own_tokens(config, own.teacher.name)}
+    )
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
     own_tokenizers = {

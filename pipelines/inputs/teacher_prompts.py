@@ -171,9 +171,7 @@ def _refuse_too_long(
             found=f"{needed[longest]} tokens: {needed[longest] - responses[longest]} of the teacher's prompt, and a response of up "
             f"to {responses[longest]}; so long are {int(np.count_nonzero(needed > limit))} of {len(prompts)}",
             wanted=f"at most {limit}"
-            + (
-                "" if prompt.max_model_len else ", which is rollout.max_model_len, because the prompt has no other"
-            ),
+            + ("" if prompt.max_model_len else ", which is rollout.max_model_len, because the prompt has no other"),
             fix=f"set {key}.max_model_len to {needed[longest]} or more, or shorten the prompt",
         )
 

@@ -77,7 +77,9 @@ def gradient(rows: Sequence[TargetRow], made: Pool, objective: Any) -> Tensor:
     batch = build_micro_batch([(row,) for row in rows], torch.float32)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(batch.token_N), VOCABULARY, generator=generator).requires_grad_()
-    heads = {key: Head(head_tensor(made.read_head(key)), IDENTITY) for block in batch.blocks for key in block.head_keys()}
+    heads = {
+        key: Head(head_tensor(made.read_head(key)), IDENTITY) for block in batch.blocks for key in block.head_keys()
+    }
     blocks = [block.with_heads(heads) for block in batch.blocks]
     weights = torch.ones(len(batch.token_N))
     value, _ = chunked_objective(
