@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from tests.conftest import build_tokenizer
 
 SENTENCES = ["the quick brown fox jumps over the lazy dog", "12345 + 678 = 13023", "naïve café", "reverse hxkq"]
 
@@ -43,15 +47,13 @@ def train_sentencepiece(size: int, sentences: Sequence[str] = SENTENCES, *, fall
     )
 
 
-def permute_tokenizer(tokenizer: Any, permutation: Sequence[int]) -> Any:
-    """Return a tokenizer of single tokens for characters with the ids `permutation[id]`."""
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    settings["model"]["vocab"] = {name: permutation[i] for name, i in settings["model"]["vocab"].items()}
-    for token in settings["added_tokens"]:
-        token["id"] = permutation[token["id"]]
-    settings["added_tokens"].sort(key=lambda token: token["id"])
-    names = ("pad_token", "bos_token", "eos_token", "unk_token")
-    options = {name: getattr(tokenizer, name) for name in names if getattr(tokenizer, name)}
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(settings)), **options)
-    made.chat_template = tokenizer.chat_template
-    return made
+def permute_model(model_dir: Path, out: Path) -> Path:
+    """Save a model of single characters with the ids of the characters in reverse; returns `out`."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokenizer, other = build_tokenizer(), build_tokenizer(permute_vocab=True)
+    order = [tokenizer.convert_tokens_to_ids(other.convert_ids_to_tokens(i)) for i in range(len(other))]
+    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
+        part.weight = torch.nn.Parameter(part.weight.detach()[order])
+    model.save_pretrained(out)
+    other.save_pretrained(out)
+    return out

@@ -25,7 +25,7 @@ from pipelines.specs import pool_spec
 from teachers.pool import Pool
 from tests.conftest import build_tokenizer, read_rows
 from tests.losses import chunked_objective
-from tests.tokenizers import train_sentencepiece
+from tests.tokenizers import permute_model, train_sentencepiece
 from tests.unit.teachers.conftest import rollout
 from tests.unit.teachers.test_own_prompts import plain_logprobs
 from tests.unit.teachers.test_pool import VOCABULARY, pool
@@ -59,17 +59,7 @@ def foreign_pool(model_dir: Path, workers: int = 1) -> tuple[Pool, ResponseEncod
 
 @pytest.fixture
 def permuted(expert_dirs: dict[str, Path], tmp_path: Path) -> Path:
-    """The expert `rev` with the ids of its characters in reverse."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(expert_dirs["rev"], dtype=torch.float32)
-    tokenizer, other = build_tokenizer(), build_tokenizer(permute_vocab=True)
-    order = [tokenizer.convert_tokens_to_ids(other.convert_ids_to_tokens(i)) for i in range(len(other))]
-    for part in (model.get_input_embeddings(), model.get_output_embeddings()):
-        part.weight = torch.nn.Parameter(part.weight.detach()[order])
-    model.save_pretrained(tmp_path / "permuted")
-    other.save_pretrained(tmp_path / "permuted")
-    return tmp_path / "permuted"
+    return permute_model(expert_dirs["rev"], tmp_path / "permuted")
 
 
 def gradient(rows: Sequence[TargetRow], made: Pool, objective: Any) -> Tensor:
