@@ -202,7 +202,7 @@ def play(model: Path, keys: Sequence[str]) -> list[Arm]:
 
 
 def _arm(name: str, results: Sequence[EpisodeResult]) -> Arm:
-    stats = EpisodeStats.of(results)
+    stats = EpisodeStats.from_results(results)
     return Arm(
         name=name,
         success=stats.reward_sum / stats.episodes,

@@ -252,7 +252,7 @@ def table(results: Sequence[Result], known: Mapping[str, float]) -> str:
     for arm in dict.fromkeys(result.arm for result in results):
         mine = [result for result in results if result.arm == arm]
         steps = [result.steps for result in mine if result.steps is not None]
-        cells = [str(SeedMean.of([result.by_share[share] for result in mine])) for share in shares]
+        cells = [str(SeedMean.from_values([result.by_share[share] for result in mine])) for share in shares]
         tokens = f"{fmean(result.tokens for result in mine):,.0f}"
         lines.append([arm, tokens, f"{fmean(steps):.0f}" if steps else "-", *cells])
     note = f"The base alone: {known['before']:.3f}; its expert: {known['expert']:.3f}."

@@ -116,8 +116,10 @@ def take(file: Path, case: Case, setting: Setting) -> dict[str, Any]:
 
 def measured(model_dir: Path) -> dict[str, Any]:
     """Rates, and the factors that are measured, of the cores that this process has; in a process of its own."""
-    code = "import json, sys; from pathlib import Path; from pipelines.plan.measure import layer_of, measured_spec; "
-    code += "from pipelines.plan.spec import load_spec; layer = layer_of(Path(sys.argv[1])); "
+    code = (
+        "import json, sys; from pathlib import Path; from pipelines.plan.measure import choose_layer, measured_spec; "
+    )
+    code += "from pipelines.plan.spec import load_spec; layer = choose_layer(Path(sys.argv[1])); "
     code += "print(measured_spec(load_spec('two-cores'), layer).model_dump_json(include={'rates', 'factors'}))"
     command = [sys.executable, "-c", code, str(model_dir)]
     done = subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.PIPE)

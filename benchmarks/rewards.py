@@ -172,10 +172,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
         mine = [one for one in outcomes if one.variant == arm]
         known = [one.mean_headroom for one in mine if one.mean_headroom is not None]
         cells = [
-            f"{SeedMean.of([success(one, 'after') for one in mine])}",
-            f"{SeedMean.of(known)}" if known else "-",
-            f"{SeedMean.of([len(one.above) for one in mine]):.1f}",
-            f"{SeedMean.of([one.tokens for one in mine]):,.0f}",
+            f"{SeedMean.from_values([success(one, 'after') for one in mine])}",
+            f"{SeedMean.from_values(known)}" if known else "-",
+            f"{SeedMean.from_values([len(one.above) for one in mine]):.1f}",
+            f"{SeedMean.from_values([one.tokens for one in mine]):,.0f}",
         ]
         lines.append([arm, *cells])
     before, expert = (fmean(success(one, exam) for one in outcomes) for exam in ("before", "expert"))

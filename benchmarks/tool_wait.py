@@ -176,7 +176,7 @@ class Engine:
         assert self._worker._llm.reset_prefix_cache(), "both ways begin with an empty cache"
         self._busy_s, wall, cpu = 0.0, time.perf_counter(), time.process_time()
         results = self._worker.episodes(requests, 1.0, 0)
-        wall, cpu, stats = time.perf_counter() - wall, time.process_time() - cpu, EpisodeStats.of(results)
+        wall, cpu, stats = time.perf_counter() - wall, time.process_time() - cpu, EpisodeStats.from_results(results)
         assert stats.stop_reasons == {"done": len(requests)}, stats
         found = Time(self._lengths, way, stats.audit.sampled, wall, self._busy_s, cpu)
         print(f"{found.lengths}, {way}: {found.rate:,.0f} tokens/s, engine idle {found.idle:.0%}", file=sys.stderr)

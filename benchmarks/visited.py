@@ -29,12 +29,12 @@ class Visited:
 
     def reset(self, metadata: Mapping[str, Any], seed: int) -> str:
         seen = self._game.reset(metadata, seed)
-        self._start = self._game.show(self._game.state)
+        self._start = self._game.render_characters(self._game.state)
         return seen
 
     def step(self, action: Action) -> Outcome:
         with self._file.open("a", encoding="utf-8") as file:  # one short line: those of other threads stay whole
-            file.write(f"{self._start} {self._game.show(self._game.state)}\n")
+            file.write(f"{self._start} {self._game.render_characters(self._game.state)}\n")
         return self._game.step(action)
 
     def close(self) -> None:
@@ -79,8 +79,8 @@ def right_ways(game: str, tasks: Path) -> list[list[str]]:
         played = game_of(game)
         played.reset(json.loads(line)["metadata"], seed=0)
         states = []
-        for move in played.solution():
-            states.append(played.show(played.state))
-            played.state = played.after(played.state, move)
+        for move in played.find_solution():
+            states.append(played.render_characters(played.state))
+            played.state = played.apply_move(played.state, move)
         ways.append(states)
     return ways

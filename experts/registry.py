@@ -158,7 +158,7 @@ class Registry:
             raise _broken_manifest_error(file, f"the manifest of `{manifest.name}`", name)
         return manifest
 
-    def all(self) -> list[ExpertManifest]:
+    def list_manifests(self) -> list[ExpertManifest]:
         """Return every manifest, by name. Raises: RegistryError if one cannot be read."""
         return [self.get(name) for name in self.names()]
 
@@ -181,7 +181,7 @@ class Registry:
         """Return the other experts with the same weights, byte for byte. Raises: RegistryError if a manifest cannot be read."""
         return [
             m.name
-            for m in self.all()
+            for m in self.list_manifests()
             if m.name != manifest.name and _list_weight_hashes(m) == _list_weight_hashes(manifest)
         ]
 

@@ -114,8 +114,8 @@ def fine_tune(
     report: Callable[[int, float], None],
 ) -> None:
     """Train `model` in place; `report(step, loss)` is called about ten times. `scratch` may be written to."""
-    chosen = {"optim": "adamw_torch", **settings.model_dump(exclude={"max_length"})}
-    _run_trainer(model, examples, _training_arguments(settings.max_steps, seed, scratch, chosen), report)
+    trainer_options = {"optim": "adamw_torch", **settings.model_dump(exclude={"max_length"})}
+    _run_trainer(model, examples, _training_arguments(settings.max_steps, seed, scratch, trainer_options), report)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def train_on_text(
     `ZeroEngine`, because ZeRO-3 costs more time in one process.
     """
     assert len(examples) == spec.rate.steps * spec.micro_batch * spec.accumulate
-    chosen = {
+    trainer_options = {
         "max_steps": spec.rate.steps,
         "per_device_train_batch_size": spec.micro_batch,
         "gradient_accumulation_steps": spec.accumulate,
@@ -164,7 +164,7 @@ def train_on_text(
         "gradient_checkpointing": spec.gradient_checkpointing,
         "bf16": spec.dtype == "bfloat16",
     }
-    arguments = _training_arguments(spec.rate.steps, spec.seed, scratch, chosen)
+    arguments = _training_arguments(spec.rate.steps, spec.seed, scratch, trainer_options)
     # With several GPUs the Trainer would take a micro-batch for each of them, and so larger steps.
     arguments._n_gpu = min(1, arguments.n_gpu)
     optimizer = build_adamw(model, spec.adamw, lr=1.0)  # the schedule returns the rate itself, so the factor is 1
@@ -172,7 +172,7 @@ def train_on_text(
     _run_trainer(model, examples, arguments, report, (optimizer, schedule))
 
 
-def _training_arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[str, Any]) -> TrainingArguments:
+def _training_arguments(steps: int, seed: int, scratch: Path, trainer_options: Mapping[str, Any]) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(scratch),
         seed=seed,
@@ -184,7 +184,7 @@ def _training_arguments(steps: int, seed: int, scratch: Path, chosen: Mapping[st
         disable_tqdm=True,
         dataloader_pin_memory=False,
         remove_unused_columns=False,
-        **chosen,
+        **trainer_options,
     )
 
 

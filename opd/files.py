@@ -54,14 +54,14 @@ def replace_dir(tmp: Path, final: Path) -> None:
     and `final` is never a mixture. Raises: OSError.
     """
     _fsync_tree(tmp)
-    aside = final.with_name(f".{final.name}.{os.getpid()}.old")
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
-        final.rename(aside)
+        final.rename(old)
     tmp.rename(final)
     fsync_dir(final.parent)
     fsync_dir(final.parent.parent)  # the parent may be as new as `final`
-    if aside.exists():
-        shutil.rmtree(aside)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def place_dir(tmp: Path, final: Path) -> None:
@@ -87,9 +87,9 @@ def sweep_temporary_files(directory: Path) -> list[str]:
     """
     leftovers = [p for p in directory.iterdir() if _LEFTOVER.match(p.name)] if directory.is_dir() else []
     for path in leftovers:
-        aside = _ASIDE.match(path.name)
-        if aside and not (directory / aside[1]).exists():
-            path.rename(directory / aside[1])
+        old_name = _ASIDE.match(path.name)
+        if old_name and not (directory / old_name[1]).exists():
+            path.rename(directory / old_name[1])
         elif path.is_dir():
             shutil.rmtree(path)
         else:

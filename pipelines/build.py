@@ -326,5 +326,5 @@ def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) 
     if isinstance(config.balance, SamplesBalance):
         return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)
     balance = Balance(config.balance, weights, total, config.seed)
-    options = {"n": config.rollout.n, "ahead": SCHEDULES[config.schedule.mode].STEPS_AHEAD}
-    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), **options)
+    ahead = SCHEDULES[config.schedule.mode].STEPS_AHEAD
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n, ahead)

@@ -48,8 +48,8 @@ def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     return play_games(domain, DOMAINS[domain], count, PlaySettings(max_turns=DOMAINS[domain].max_turns, seed=seed))
 
 
-def play_games(environment: str, chosen: AgentDomain, count: int, play: PlaySettings) -> list[dict[str, Any]]:
+def play_games(environment: str, domain: AgentDomain, count: int, settings: PlaySettings) -> list[dict[str, Any]]:
     """Return `count` rows of an environment's tasks, each with an episode."""
-    tasks = find_environment(environment, "domain").tasks(min(count, chosen.tasks), play.seed, **chosen.options)
-    repeated = islice(cycle(tasks[chosen.held_out :]), count - len(tasks))
-    return play_tasks(environment, [*tasks, *repeated], play)
+    tasks = find_environment(environment, "domain").tasks(min(count, domain.tasks), settings.seed, **domain.options)
+    repeated = islice(cycle(tasks[domain.held_out :]), count - len(tasks))
+    return play_tasks(environment, [*tasks, *repeated], settings)

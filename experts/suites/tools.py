@@ -17,6 +17,7 @@ from experts.episodes.play import PlaySettings
 from experts.suites.agents import AgentDomain, play_games
 
 MISTAKES = 0.2
+"""Probability that the solver makes a mistake in a turn."""
 
 DOMAINS: dict[str, AgentDomain] = {
     "calculator": AgentDomain(options={"form": "chat", "terms": 3, "digits": 3}, max_turns=6),
@@ -28,5 +29,5 @@ DOMAINS: dict[str, AgentDomain] = {
 
 def make_rows(domain: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Return `count` rows, the same for the same arguments. Prompts come again only when all tasks of the domain were used."""
-    chosen = DOMAINS[domain]
-    return play_games(domain, chosen, count, PlaySettings(mistakes=MISTAKES, max_turns=chosen.max_turns, seed=seed))
+    settings = PlaySettings(mistakes=MISTAKES, max_turns=DOMAINS[domain].max_turns, seed=seed)
+    return play_games(domain, DOMAINS[domain], count, settings)

@@ -1,4 +1,4 @@
-"""The environment of a worker's process."""
+"""The environment variables of a worker's process: threads, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ KEEPS_SOME_MEMORY = FEW_ARENAS | {
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     "MALLOC_TOP_PAD_": str(16 << 20),
 }
-"""Environment of a worker on the CPU that only computes forward passes. malloc keeps up to 64 MiB of freed memory; blocks of 32 MiB and
+"""Variables for a worker on the CPU that only computes forward passes. malloc keeps up to 64 MiB of freed memory; blocks of 32 MiB and
 more go back to the system. 64 MiB is also the most to which malloc's own limit grows in time, but that begins with 128 KiB, and the
 system clears every page that a process takes again: 17,000 of them when ten tiny teachers score a step, a fifth of the time."""
 
 
 def worker_env(workers: int, roles: int = 1) -> dict[str, str]:
-    """Return the environment of a worker.
+    """Return the environment variables of every worker.
 
     `workers`: number of workers of its role on this machine, which compute at the same time. `roles`: number of roles that
     compute at the same time. Each worker gets its share of the cores: two OpenMP jobs that both use all cores slow each other
     down 40-fold.
     """
-    threads = max(1, count_cores() // roles // workers)
+    threads = max(1, count_cores() // (roles * workers))
     return {
         "OMP_NUM_THREADS": str(threads),
         **SPIN_SETTINGS,

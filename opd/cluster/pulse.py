@@ -63,32 +63,32 @@ class Pulse:
 
     key: bytes
     """Key of the worker in the key-value store."""
-    last: bytes = b""
+    last_message: bytes = b""
     """The last message that was read: count, process id and address of the machine. Empty before the first one."""
     silent_s: float = 0.0
     """Seconds for which the driver has listened without a new message."""
     looked_at: float = 0.0
     """When the driver looked last, by the monotonic clock."""
-    ended: str = ""
-    """Why the worker was killed, if it was killed because it fell silent; else empty. Errors show it."""
+    kill_reason: str = ""
+    """The reason why the worker was killed, if it was silent or did not start in time; else empty. Errors show it."""
 
     @property
     def is_local(self) -> bool:
-        """True if the worker is on this machine. Its first message must have come: `last` must not be empty."""
+        """True if the worker is on this machine. Its first message must have come: `last_message` must not be empty."""
         import ray
 
         address: str = ray.util.get_node_ip_address()
-        return self.last.decode().split()[2] == address
+        return self.last_message.decode().split()[2] == address
 
     @property
     def pid(self) -> str:
-        """Id of the worker's process. Its first message must have come: `last` must not be empty."""
-        return self.last.decode().split()[1]
+        """Id of the worker's process. Its first message must have come: `last_message` must not be empty."""
+        return self.last_message.decode().split()[1]
 
     def record_message(self, message: bytes, now: float) -> None:
         """Note the message that the store has at the time `now`, by the monotonic clock."""
-        if message != self.last:
-            self.last, self.silent_s = message, 0.0
+        if message != self.last_message:
+            self.last_message, self.silent_s = message, 0.0
         else:
             # At most two intervals count at a time: if the driver did not look for longer, all processes may have been suspended,
             # by Ctrl-Z or in a paused container.

@@ -78,7 +78,7 @@ def _wait_next(
                 f"{names}: `{method}` took longer than {timeout_s:.0f} s (cluster.phase_timeout_s / start_timeout_s)"
             )
         refuse_dead_ray()
-        open_calls[0].worker.watch.end_silent(method)
+        open_calls[0].worker.watch.kill_silent_workers(method)
 
 
 def _read_answer(pending: Pending[R]) -> R:
@@ -125,7 +125,7 @@ def _build_death_error(pending: Pending[Any], error: Any) -> WorkerDied:
     """Build the error that says which worker died, during which method and, as far as we know, why."""
     worker = pending.worker
     last_words = read_log_tail(worker.pulse) if worker.watch.stop_watching(worker) else ""
-    reason = worker.pulse.ended or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"
+    reason = worker.pulse.kill_reason or f"the worker died during `{pending.method}`: {str(error).strip()}{last_words}"
     return WorkerDied(f"{worker.name}: {reason}", worker, parse_start_error(error))
 
 

@@ -21,7 +21,7 @@ LOG_LINES = 20
 
 
 class WorkerWatch:
-    """Knows the workers of a session, each from its start until it is killed or found dead."""
+    """Knows the workers of a session, each from its start until it is killed or has died."""
 
     def __init__(self, start_timeout_s: float = math.inf) -> None:
         """Begin with no workers. `start_timeout_s`: seconds in which a new worker's first beat has to come."""
@@ -29,7 +29,7 @@ class WorkerWatch:
         """Key of a worker's pulse -> worker. Ray ends a worker to which no handle exists, so this keeps all handles."""
         self._start_timeout_s = start_timeout_s
         self.seats: dict[str, ReservedSeat] = {}
-        """Name of a worker -> the place that is reserved for it."""
+        """Name of a worker -> the seat that is reserved for it."""
 
     @property
     def workers(self) -> list[Worker[Any]]:
@@ -48,9 +48,10 @@ class WorkerWatch:
         """Stop listening to all workers."""
         self._workers.clear()
 
-    def end_silent(self, method: str) -> None:
+    def kill_silent_workers(self, awaited_method: str) -> None:
         """Read the pulse of every worker, and kill those that have been silent for `SILENT_S`. A worker whose first beat did not
-        come in time is killed too, for example because Ray has no place for it. `method`: what the caller waits for.
+        come in time is killed too, for example because Ray has no place for it. `awaited_method`: the method whose answer the caller
+        waits for.
 
         All workers are read, not only the one for which the caller waits: that one may itself wait for a silent one, and goes
         on once that is killed. Calls of a killed worker end with WorkerDied. Raises: WorkerDied if Ray is gone.
@@ -63,17 +64,18 @@ class WorkerWatch:
         for worker in self.workers:
             pulse = worker.pulse
             pulse.record_message(_read_pulse(client, pulse.key), time.monotonic())
-            if not pulse.last and pulse.silent_s > self._start_timeout_s:
-                pulse.ended = self._describe_failed_start(worker)
-                worker.kill()
-            elif pulse.last and pulse.silent_s > SILENT_S:
-                pulse.ended = (
-                    f"no sign of life for {SILENT_S:.0f} s (`{method}` was waited for); killed{read_log_tail(pulse)}"
-                )
-                worker.kill()
+            has_started = bool(pulse.last_message)
+            if pulse.silent_s <= (SILENT_S if has_started else self._start_timeout_s):
+                continue
+            if has_started:
+                waiting = f"(`{awaited_method}` was waited for)"
+                pulse.kill_reason = f"no sign of life for {SILENT_S:.0f} s {waiting}; killed{read_log_tail(pulse)}"
+            else:
+                pulse.kill_reason = self._describe_failed_start(worker)
+            worker.kill()
 
     def _describe_failed_start(self, worker: Worker[Any]) -> str:
-        """Describe why a worker that never had a beat is given up."""
+        """Describe why a worker without a first beat is killed."""
         seat = self.seats.get(worker.name)
         problem = seat.describe_problem() if seat else ""
         return f"not started after {self._start_timeout_s:.0f} s (cluster.start_timeout_s)" + (
@@ -105,7 +107,7 @@ def read_log_tail(pulse: Pulse) -> str:
     import ray
 
     node = ray._private.worker._global_node
-    if not pulse.last or node is None or not pulse.is_local:
+    if not pulse.last_message or node is None or not pulse.is_local:
         return ""
     files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{pulse.pid}.*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]

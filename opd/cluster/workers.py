@@ -86,7 +86,7 @@ class Worker(Generic[T]):
 
         was_watched = self.watch.stop_watching(self)
         ray.kill(self._actor)
-        if was_watched and self.pulse.last:
+        if was_watched and self.pulse.last_message:
             self.pulse.kill_process()
 
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:

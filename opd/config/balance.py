@@ -1,4 +1,8 @@
-"""The section `balance`, a name or a mapping with `kind` and options: how a step's samples are dealt out to the domains."""
+"""The section `balance`, a name or a mapping with `kind` and options: how a step's samples are dealt out to the domains.
+
+`opd.prompts.balance` computes the shares. The tags begin with a tilde because pydantic puts them among the keys of an error, where `~` tells
+them from what the user wrote (`opd.config.kinds`).
+"""
 
 from __future__ import annotations
 
@@ -17,25 +21,27 @@ class SamplesBalance(Strict):
 
 class TokensBalance(Strict):
     kind: Literal["tokens"]
-    """Its share of the trained tokens is its `weight`."""
+    """A domain's share of the trained tokens is its `weight`."""
     window: int = Field(10, ge=1)
     """Steps over which response lengths are averaged."""
 
+    # Not a key of the section: this kind shares out tokens, as `GapBalance` does with `of: tokens`.
     of: ClassVar[str] = "tokens"
 
 
 class GapBalance(Strict):
     kind: Literal["gap"]
-    """Its share is `weight` times what it has left to learn, by loss, slope and cut responses."""
+    """A domain's share is `weight` times what it has left to learn, which its loss, the slope of the loss and its responses that were cut
+    at their limit tell."""
     of: Literal["samples", "tokens"] = "samples"
     """What is shared out: a step's samples, or its trained tokens."""
     per: Literal["token", "response"] = "token"
-    """`token`: the loss a token, relative to the domain's first steps. `response`: the nats x of a whole response, as x
-    / (1 + x)."""
+    """The loss that counts. `token`: nats a token, divided by those of the domain's first steps. `response`: x / (1 + x), where x is the
+    nats of a whole response."""
     floor: float = Field(0.5, gt=0, le=1)
-    """Smallest share of a domain, as a multiple of the share by `weight`."""
+    """Smallest share of a domain, as a multiple of its share by `weight` alone."""
     cap: float = Field(3.0, ge=1)
-    """Largest share, as the same multiple."""
+    """Largest share of a domain, as the same multiple."""
     window: int = Field(10, ge=1)
     """Steps over which losses are averaged; the first `window` steps go by `weight` alone."""
 

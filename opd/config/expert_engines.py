@@ -35,7 +35,9 @@ def list_own_engines(config: PipelineConfig) -> dict[str, tuple[str, Mapping[str
     """
     experts = config.experts
     registered = experts.engines if isinstance(experts, RegisteredExperts) else {}
-    engines = {name: (f"experts.engines.{name}", own) for name, own in registered.items()}
+    engines: dict[str, tuple[str, Mapping[str, Any]]] = {
+        name: (f"experts.engines.{name}", own) for name, own in registered.items()
+    }
     for name, expert in config.inline_experts.items():
         if expert.engine is not None:
             engines[name] = (f"experts.{name}.engine", expert.engine)

@@ -10,8 +10,8 @@ from pydantic_core import PydanticCustomError
 from opd.settings.strict import Strict
 from opd.settings.wording import LABEL, SELECTED
 
-OWN_KEYS = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
-"""Ray's resource -> the key that sets it instead of `resources`."""
+KEY_BY_RESOURCE = {"CPU": "cpus", "GPU": "cluster.*_gpus"}
+"""Resource that Ray has by itself -> the key of the pipeline that sets it. Ray refuses both in `resources`."""
 
 
 class RolePlacement(Strict):
@@ -28,8 +28,8 @@ class RolePlacement(Strict):
 
     @field_validator("resources")
     @classmethod
-    def _refuse_own_keys(cls, resources: dict[str, float]) -> dict[str, float]:
-        for name, key in OWN_KEYS.items():
+    def _refuse_cpus_and_gpus(cls, resources: dict[str, float]) -> dict[str, float]:
+        for name, key in KEY_BY_RESOURCE.items():
             if name in resources:
                 raise PydanticCustomError(
                     "resources", "custom resources: {key} is for {name}", {"key": key, "name": name}

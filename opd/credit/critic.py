@@ -57,7 +57,7 @@ class CriticCredit:
         """Steps in a row in which the critic explained enough."""
         self._cold_steps = 0
         """Number of steps after which the critic was not yet warm."""
-        self._written: tuple[WrittenFile, ...] = ()
+        self._state_files: tuple[WrittenFile, ...] = ()
 
     def assign(self, step: int, rollouts: Sequence[Rollout]) -> StepCredit:
         episodes = group_into_episodes(rollouts)
@@ -107,12 +107,12 @@ class CriticCredit:
 
     def begin_save(self, path: Path) -> None:
         state = {"above": self._explaining_steps, "cold_steps": self._cold_steps}
-        self._written = (write_state(path, json.dumps(state)),)
+        self._state_files = (write_state(path, json.dumps(state)),)
         self._engine.begin_save(path)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
         files = self._engine.saved(wait_s)
-        return None if files is None else (*files, *self._written)
+        return None if files is None else (*files, *self._state_files)
 
     def load(self, path: Path) -> None:
         state = read_state(path)

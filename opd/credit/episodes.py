@@ -67,7 +67,7 @@ def group_into_episodes(rollouts: Iterable[Rollout]) -> list[Episode]:
     return episodes
 
 
-def mean_of_others(episodes: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
+def compute_means_of_others(episodes: Sequence[Episode], keys: Sequence[str]) -> list[float | None]:
     """Return for each episode the mean reward of the other episodes with the same key; None if there is no other. `keys`: one for
     each episode."""
     rewards: dict[str, list[float]] = defaultdict(list)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from opd.credit.episodes import Episode, EqualCredit, mean_of_others
+from opd.credit.episodes import Episode, EqualCredit, compute_means_of_others
 
 
 class LeaveOneOut(EqualCredit):
     """Implements `opd.credit.interfaces.Credit`."""
 
     def advantages(self, episodes: Sequence[Episode]) -> list[float]:
-        by_group = mean_of_others(episodes, [episode.group for episode in episodes])
-        by_domain = mean_of_others(episodes, [episode.domain for episode in episodes])
+        by_group = compute_means_of_others(episodes, [episode.group for episode in episodes])
+        by_domain = compute_means_of_others(episodes, [episode.domain for episode in episodes])
         baselines = [
             group_mean if group_mean is not None else (domain_mean or 0.0)
             for group_mean, domain_mean in zip(by_group, by_domain, strict=True)

@@ -71,7 +71,7 @@ class Boxes(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (BoxesOptions, options), _draw_rows, n, seed)
+        return draw_tasks(cls.name, BoxesOptions, options, _draw_rows, n, seed)
 
     def called(self, call: ToolCall) -> str:
         """Move a thing, and tell where everything is."""

@@ -92,7 +92,7 @@ class Calculator(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (CalculatorOptions, options), _draw_expressions, n, seed)
+        return draw_tasks(cls.name, CalculatorOptions, options, _draw_expressions, n, seed)
 
 
 def evaluate_expression(expression: str) -> str:

@@ -24,11 +24,11 @@ class Hanoi(Game[str]):
 
     name = "hanoi"
     Options = HanoiOptions
-    pattern = r"\b([abc][abc])\b"
-    moves = "ab ac ba bc ca cb"
+    move_pattern = r"\b([abc][abc])\b"
+    move_examples = "ab ac ba bc ca cb"
 
     @classmethod
-    def draw(cls, rng: random.Random, options: HanoiOptions) -> dict[str, Any]:
+    def draw_task(cls, rng: random.Random, options: HanoiOptions) -> dict[str, Any]:
         while (start := "".join(rng.choices(PEGS, k=options.disks))) == GOAL * options.disks:
             pass
         return {"start": start}
@@ -39,24 +39,24 @@ class Hanoi(Game[str]):
             raise ValueError(f"pegs {task['start']!r:.40}")
         return str(task["start"])
 
-    def rules(self) -> str:
+    def render_rules(self) -> str:
         return (
             "Towers of Hanoi: bring all disks to peg c. Only the top disk of a peg can be moved, and never onto a smaller one. "
             "Answer with the peg to take from and the peg to put on, for example: ac"
         )
 
-    def show(self, state: str) -> str:
+    def render_characters(self, state: str) -> str:
         return state
 
-    def tell(self, state: str) -> str:
+    def render_words(self, state: str) -> str:
         towers = {peg: [str(disk) for disk, at in enumerate(state, start=1) if at == peg] for peg in PEGS}
         descriptions = (f"{peg}: {' '.join(reversed(disks)) or 'empty'}" for peg, disks in towers.items())
         return f"Disks from bottom to top, 1 is the smallest. {', '.join(descriptions)}."
 
-    def solved(self, state: str) -> bool:
+    def is_solved(self, state: str) -> bool:
         return state == GOAL * len(state)
 
-    def problem(self, state: str, move: str) -> str:
+    def explain_impossible_move(self, state: str, move: str) -> str:
         source, target = move[0], move[1]
         if source == target:
             return "A disk has to go to another peg."
@@ -66,11 +66,11 @@ class Hanoi(Game[str]):
             return f"The top disk of peg {target} is smaller."
         return ""
 
-    def after(self, state: str, move: str) -> str:
+    def apply_move(self, state: str, move: str) -> str:
         disk = state.index(move[0])
         return state[:disk] + move[1] + state[disk + 1 :]
 
-    def best(self, state: str) -> str:
+    def choose_best_move(self, state: str) -> str:
         """Return the next move. The largest disk that is not in place has to go to its goal. Before it can, all smaller disks have to go
         to the third peg, which is thus the goal of the next smaller disk, and so on. The move is that of the smallest disk that is not at
         its goal."""

@@ -84,7 +84,7 @@ class Lookup(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks(cls.name, (LookupOptions, options), _draw_questions, n, seed)
+        return draw_tasks(cls.name, LookupOptions, options, _draw_questions, n, seed)
 
     def called(self, call: ToolCall) -> str:
         """Look up a fact."""

@@ -24,11 +24,11 @@ class GuessTheNumber(Game[Range]):
 
     name = "number"
     Options = NumberOptions
-    pattern = r"(?<![\w.-])(\d{1,4})(?![\w-])"
-    moves = "a number"
+    move_pattern = r"(?<![\w.-])(\d{1,4})(?![\w-])"
+    move_examples = "a number"
 
     @classmethod
-    def draw(cls, rng: random.Random, options: NumberOptions) -> dict[str, Any]:
+    def draw_task(cls, rng: random.Random, options: NumberOptions) -> dict[str, Any]:
         low, high = sorted(rng.sample(range(options.highest + 1), 2))
         return {"low": low, "high": high, "secret": rng.randint(low, high)}
 
@@ -38,27 +38,27 @@ class GuessTheNumber(Game[Range]):
             raise ValueError(f"secret {task['secret']} outside of {low} to {high}")
         return low, high, False
 
-    def rules(self) -> str:
+    def render_rules(self) -> str:
         return "I think of a number. After each guess I tell you what is left. Answer with one number."
 
-    def show(self, state: Range) -> str:
+    def render_characters(self, state: Range) -> str:
         return f"{state[0]}:{state[1]}"
 
-    def tell(self, state: Range) -> str:
+    def render_words(self, state: Range) -> str:
         return f"My number is one of {state[0]} to {state[1]}."
 
-    def solved(self, state: Range) -> bool:
+    def is_solved(self, state: Range) -> bool:
         return state[2]
 
-    def problem(self, state: Range, move: str) -> str:
+    def explain_impossible_move(self, state: Range, move: str) -> str:
         return ""
 
-    def after(self, state: Range, move: str) -> Range:
+    def apply_move(self, state: Range, move: str) -> Range:
         low, high, _ = state
         guess, secret = int(move), int(self.task["secret"])
         if guess < secret:
             return max(low, guess + 1), high, False
         return low, high if guess == secret else min(high, guess - 1), guess == secret
 
-    def best(self, state: Range) -> str:
+    def choose_best_move(self, state: Range) -> str:
         return str((state[0] + state[1]) // 2)

@@ -63,15 +63,15 @@ class Retry(Asking):
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        chosen = validate_section(RetryOptions, options, "environment retry")
-        if chosen.family not in TASKS:
+        task_options = validate_section(RetryOptions, options, "environment retry")
+        if task_options.family not in TASKS:
             raise ConfigError.at(
                 "environment retry: family",
-                found=repr(chosen.family),
+                found=repr(task_options.family),
                 wanted=f"one of: {', '.join(sorted(TASKS))}",
                 fix="choose one of them: scoring functions of other families run code",
             )
-        return take_unique(_draw_entries(chosen, seed, n * DRAWS_PER_ROW), n, "environment retry")
+        return take_unique(_draw_entries(task_options, seed, n * DRAWS_PER_ROW), n, "environment retry")
 
 
 def _draw_entries(options: RetryOptions, seed: int, limit: int) -> Iterator[TaskRow]:

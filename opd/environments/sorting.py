@@ -22,11 +22,11 @@ class Sorting(Game[str]):
 
     name = "sorting"
     Options = SortingOptions
-    pattern = r"\b(\d)\b"
-    moves = "a place"
+    move_pattern = r"\b(\d)\b"
+    move_examples = "a place"
 
     @classmethod
-    def draw(cls, rng: random.Random, options: SortingOptions) -> dict[str, Any]:
+    def draw_task(cls, rng: random.Random, options: SortingOptions) -> dict[str, Any]:
         digits = sorted(rng.sample(string.digits, options.digits))
         start = digits.copy()
         while start == digits:
@@ -38,30 +38,30 @@ class Sorting(Game[str]):
             raise ValueError(f"digits {task['start']!r:.40}")
         return str(task["start"])
 
-    def rules(self) -> str:
+    def render_rules(self) -> str:
         last = len(self.task["start"]) - 1
         return (
             "Sort the digits, the smallest first. A move swaps two neighbours. "
             f"Answer with the place of the left one of them, a number from 1 to {last}."
         )
 
-    def show(self, state: str) -> str:
+    def render_characters(self, state: str) -> str:
         return state
 
-    def tell(self, state: str) -> str:
+    def render_words(self, state: str) -> str:
         return f"The digits are {' '.join(state)}."
 
-    def solved(self, state: str) -> bool:
+    def is_solved(self, state: str) -> bool:
         return list(state) == sorted(state)
 
-    def problem(self, state: str, move: str) -> str:
+    def explain_impossible_move(self, state: str, move: str) -> str:
         return "" if 1 <= int(move) < len(state) else f"There is no pair of neighbours at place {move}."
 
-    def after(self, state: str, move: str) -> str:
+    def apply_move(self, state: str, move: str) -> str:
         index = int(move) - 1
         return state[:index] + state[index + 1] + state[index] + state[index + 2 :]
 
-    def best(self, state: str) -> str:
+    def choose_best_move(self, state: str) -> str:
         """Return the place of the first pair in the wrong order: each such swap takes away one of the pairs that stand the
         wrong way round."""
         return next(str(i + 1) for i in range(len(state) - 1) if state[i] > state[i + 1])

@@ -47,12 +47,14 @@ def by_length(scored: Sequence[tuple[int | None, Sequence[float]]]) -> tuple[Len
     they are unknown: the task is then in no group) and the scores of its answers, 0..1."""
     groups = []
     for fewest, most in BUCKETS:
-        chosen = [s for moves, s in scored if moves is not None and fewest <= moves <= (inf if most is None else most)]
-        if chosen:
-            low, high = confidence_interval(chosen)
-            accuracy = fmean(map(fmean, chosen))
+        task_scores = [
+            s for moves, s in scored if moves is not None and fewest <= moves <= (inf if most is None else most)
+        ]
+        if task_scores:
+            low, high = confidence_interval(task_scores)
+            accuracy = fmean(map(fmean, task_scores))
             groups.append(
-                LengthScore(fewest=fewest, most=most, questions=len(chosen), accuracy=accuracy, low=low, high=high)
+                LengthScore(fewest=fewest, most=most, questions=len(task_scores), accuracy=accuracy, low=low, high=high)
             )
     return tuple(groups)
 

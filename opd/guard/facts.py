@@ -248,7 +248,7 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
     flags: list[str] = []
     operands: list[str] = []
     values: list[str] = []
-    valued = OPTIONS_WITH_VALUE.get(program, ())
+    options_with_value = OPTIONS_WITH_VALUE.get(program, ())
     arguments = iter(argv)
     for arg in arguments:
         if arg == "--":
@@ -257,12 +257,12 @@ def _parse_options(program: str, argv: list[str]) -> tuple[list[str], list[str],
             name, _, value = arg.partition("=")
             flags.append(name)
             values += [value] if value else []
-            values += [next(arguments, "")] if name in valued and not value else []
+            values += [next(arguments, "")] if name in options_with_value and not value else []
         elif arg.startswith("-") and len(arg) > 1:
             flags += _split_short_options(arg)
             # A path that is joined to its option: `-I/usr/include`.
             values += [arg[arg.index("/") :]] if "/" in arg else []
-            values += [next(arguments, "")] if arg in valued else []
+            values += [next(arguments, "")] if arg in options_with_value else []
         else:
             operands.append(arg)
     return flags, operands, values

@@ -9,9 +9,11 @@ from typing import Any
 
 FINISHED, STOPPED, PAUSED, FAILED = "finished", "stopped", "paused", "failed"
 ENDS = (FINISHED, STOPPED, PAUSED, FAILED)
-"""The ways in which a merge can end that it writes down itself. A merge that was killed writes nothing."""
-NOTES = 20
-"""How many of the last sentences are kept."""
+"""The ends that a merge writes into its state. A killed merge writes none."""
+MAX_NOTES = 20
+"""The most sentences that the state has; the newest stay."""
+TEXT_KEYS = ("host", "began", "doing", "ended", "why")
+"""Fields of `LiveState` that are texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +21,14 @@ class LiveState:
     """The live state of one `opd merge`, with its last sentences."""
 
     pid: int = 0
+    """Id of the merge's process on the machine `host`."""
     host: str = ""
     began: str = ""
     """Time of its start, ISO 8601."""
     doing: str = ""
     """What the merge does, such as `rollout`; empty if that is not known."""
     notes: tuple[str, ...] = ()
+    """The last sentences for the user, `MAX_NOTES` at most, the newest last."""
     ended: str = ""
     """One of `ENDS`; empty while the merge is at work, and for good if it was killed."""
     why: str = ""
@@ -32,7 +36,7 @@ class LiveState:
 
     def with_note(self, line: str) -> LiveState:
         """Return the state with one more sentence."""
-        return replace(self, notes=(*self.notes, line)[-NOTES:])
+        return replace(self, notes=(*self.notes, line)[-MAX_NOTES:])
 
     def write(self, path: Path, scratch: Path) -> None:
         """Write the file under the name `scratch` and rename it to `path`, so that no reader sees half of it. Raises: OSError.
@@ -43,19 +47,19 @@ class LiveState:
         scratch.replace(path)
 
 
-def read_now(path: Path) -> LiveState | None:
+def read_live_state(path: Path) -> LiveState | None:
     """Read the live state that a merge wrote; None if there is no such file, or if another release wrote it in another form."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return None
-    return _parse_now(data)
+    return _parse_live_state(data)
 
 
-def _parse_now(data: Any) -> LiveState | None:
+def _parse_live_state(data: Any) -> LiveState | None:
     if not isinstance(data, dict) or not isinstance(data.get("notes"), list):
         return None
-    texts = {key: data.get(key) for key in ("host", "began", "doing", "ended", "why")}
+    texts = {key: data.get(key) for key in TEXT_KEYS}
     pid = data.get("pid")
     if not isinstance(pid, int) or not all(isinstance(text, str) for text in (*texts.values(), *data["notes"])):
         return None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from opd.errors import RunDirError
 from opd.live.course import Course
-from opd.live.live_state import FINISHED, PAUSED, STOPPED, LiveState, read_now
+from opd.live.live_state import FINISHED, PAUSED, STOPPED, LiveState, read_live_state
 from opd.live.memory import measure_memory
 from opd.live.progress import describe_incidents
 from opd.live.view import KILLED, RUNNING, View, build_view
@@ -29,7 +29,7 @@ DEEPEST = 3
 def read_view(root: Path) -> View:
     """Build the view of a run directory. Raises: RunDirError if it is no run directory, or if a file is damaged."""
     run, paths = read_run(root), _under_way(RunPaths(root))
-    course, now = _read_course(run), read_now(paths.live)
+    course, now = _read_course(run), read_live_state(paths.live)
     state = _merge_state(run, now)
     checkpoints = list_checkpoint_steps(paths.checkpoints)
     view = replace(

@@ -156,7 +156,8 @@ class LossHead(nn.Module):
         a teacher, the divergence is 0. It is computed in float32, or in float64 if the student's hidden states are float64.
 
         `tokens`: if these are ids instead of `Tokens`, only their log-probs [N] are returned; if it is a number K, the ids [N, K] and the
-        log-probs [N, K] of the K likeliest tokens. `teachers`: blocks that cover the N tokens in order. `heads`: content hash -> output head that the blocks need, except for the student's own.
+        log-probs [N, K] of the K likeliest tokens. `teachers`: blocks that cover the N tokens in order. `heads`: content hash -> output
+        head that the blocks need, except for the student's own.
         `show_logits` is called with the place of C tokens among the N, and their logits [C, v] under the student.
         Raises: ValueError if hidden states and their head differ in width.
         """

@@ -85,11 +85,11 @@ def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: D
     shown_by = load_signal(alarm).shown_by
     if shown_by is None and alarm.action == "warn":
         return []
-    chosen = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
+    responses = [r for r in rollouts if alarm.domain in (WHOLE_STEP, r.domain)]
     if shown_by is not None:
-        chosen = sorted(chosen, key=shown_by, reverse=True)
+        responses = sorted(responses, key=shown_by, reverse=True)
     if alarm.domain == WHOLE_STEP:
-        chosen = _interleave_domains(chosen)
+        responses = _interleave_domains(responses)
     return [
         AlarmSample(
             signal=alarm.signal,
@@ -101,7 +101,7 @@ def select_samples(alarm: AlarmRecord, rollouts: Sequence[Rollout], tokenizer: D
             truncated=rollout.truncated,
             number=None if shown_by is None else shown_by(rollout),
         )
-        for rollout in chosen[: SAMPLES if alarm.domain else SAMPLES_OF_STEP]
+        for rollout in responses[: SAMPLES if alarm.domain else SAMPLES_OF_STEP]
     ]
 
 

@@ -49,14 +49,14 @@ class Signal:
 
 
 def share_of_responses(
-    steps: Sequence[StepRecord], counted: Callable[[StepRecord], Mapping[str, int]]
+    steps: Sequence[StepRecord], count: Callable[[StepRecord], Mapping[str, int]]
 ) -> dict[str, float]:
-    """Return domain -> share of its responses in these steps that `counted` counts, from 0 to 1."""
+    """Return domain -> share of its responses in these steps that `count` counts, from 0 to 1."""
     shares = {}
     for domain in _list_domains(steps):
         samples = sum(record.domains[domain].samples for record in steps if domain in record.domains)
         if samples:
-            shares[domain] = sum(counted(record).get(domain, 0) for record in steps) / samples
+            shares[domain] = sum(count(record).get(domain, 0) for record in steps) / samples
     return shares
 
 

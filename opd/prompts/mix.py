@@ -33,111 +33,123 @@ class MixedPrompts:
     """Takes prompts of every domain in every step; each domain has the same share in all steps."""
 
     def __init__(
-        self, by_domain: Mapping[str, Sequence[Prompt]], exact: Mapping[str, float], seed: int, n: int = 1
+        self,
+        prompts_by_domain: Mapping[str, Sequence[Prompt]],
+        mean_counts: Mapping[str, float],
+        seed: int,
+        copies: int = 1,
     ) -> None:
-        """`exact`: average number of prompts of each domain in a step; the sum is a whole number. Each prompt comes `n` times."""
-        assert set(by_domain) == set(exact)
-        self._domains = EndlessDomains(by_domain, seed, n)
-        self._exact = exact
-        self._total = round(sum(exact.values()))
+        """`mean_counts`: average number of prompts of each domain in a step; the sum is a whole number. `copies`: how often each prompt
+        comes, once for each response to it."""
+        assert set(prompts_by_domain) == set(mean_counts)
+        self._domains = EndlessDomains(prompts_by_domain, seed, copies)
+        self._mean_counts = mean_counts
+        self._total = round(sum(mean_counts.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
-        self._offsets = array("q", [0] * len(exact))
-        """How many prompts of each domain were taken before step 1, then the same before step 2, and so on; it grows on
-        demand."""
+        self._offsets = array("q", [0] * len(mean_counts))
+        """Row after row of a table, which grows on demand: for each step from 1 on, the prompts that were taken before it, by domain."""
 
     def take(self, step: int) -> list[Prompt]:
         """Return the prompts of a step (counted from 1), grouped by domain. They depend on the seed and the step alone."""
-        num = len(self._exact)
-        for earlier in range(len(self._offsets) // num, step):
-            counts = self._count_prompts(earlier).values()
-            self._offsets.extend(offset + count for offset, count in zip(self._offsets[-num:], counts, strict=True))
-        starts = self._offsets[(step - 1) * num : step * num]
-        return self._domains.read(dict(zip(self._exact, starts, strict=True)), self._count_prompts(step))
+        num_domains = len(self._mean_counts)
+        num_rows = len(self._offsets) // num_domains
+        for last_step in range(num_rows, step):  # the table ends with the row of this step
+            counts = self._count_prompts(last_step).values()
+            last_row = self._offsets[-num_domains:]
+            self._offsets.extend(offset + count for offset, count in zip(last_row, counts, strict=True))
+        starts = self._offsets[(step - 1) * num_domains : step * num_domains]
+        return self._domains.select(dict(zip(self._mean_counts, starts, strict=True)), self._count_prompts(step))
 
     def _count_prompts(self, step: int) -> dict[str, int]:
         """Return the number of prompts of each domain in a step. In each step other domains are rounded up."""
-        return round_counts(self._exact, self._total, (self._first_draw + step * GOLDEN) % 1)
+        return round_counts(self._mean_counts, self._total, (self._first_draw + step * GOLDEN) % 1)
 
 
 class BalancedPrompts:
     """Takes prompts of every domain in every step; the balance decides how many. Implements `PromptSource` and `Sink`.
 
-    What `take` returns depends only on the seed and the records of the steps before, which arrive by `step` as at every sink.
-    So a resume has no further state to restore: it passes the records from `metrics.jsonl`. If prompts are taken ahead of
-    their step, they depend on the records up to `ahead + 1` steps before it, whether later ones have arrived or not.
+    The result of `take` depends only on the seed and the records of the steps before, which arrive by `step` as at every sink.
+    So there is no state to save for a resume, which passes the records of `metrics.jsonl` to `__init__`. If the prompts of step s
+    are taken `ahead` steps early, they depend on the records up to step s - ahead - 1, even if later ones have arrived.
     """
 
     def __init__(
         self,
-        by_domain: Mapping[str, Sequence[Prompt]],
+        prompts_by_domain: Mapping[str, Sequence[Prompt]],
         balance: Balance,
         seed: int,
         records: Sequence[StepRecord] = (),
-        n: int = 1,
+        copies: int = 1,
         ahead: int = 0,
     ) -> None:
-        """`records`: the records of the steps, from 1, that an interrupted run has taken. `n`: how often each prompt comes.
-        `ahead`: how many steps before its training a step's prompts are taken."""
-        self._domains = EndlessDomains(by_domain, seed, n)
+        """`records`: the records of the steps, from 1, that an interrupted run has taken. `copies`: how often each prompt comes, once for
+        each response to it. `ahead`: number of steps before its training that a step's prompts are taken."""
+        self._domains = EndlessDomains(prompts_by_domain, seed, copies)
         self._balance = balance
-        self._n = n
+        self._copies = copies
+        self._last_recorded_step = 0
         self._offsets = Counter[str]()
-        self._last = 0
+        """Domain -> prompts that were taken up to the last recorded step."""
         self._ahead = ahead
         self._counts = {step: balance.count_samples(step) for step in range(1, ahead + 2)}
-        """Step -> number of prompts of each domain, for decided steps whose record has not come yet."""
+        """Step -> number of prompts of each domain, for the `ahead + 1` steps after the last recorded one."""
         for record in records:
             self.step(record)
 
     def step(self, record: StepRecord) -> None:
         """Take in the record of the next step, and decide the counts of the step `ahead + 1` steps later."""
-        assert record.step == self._last + 1, f"the record of step {record.step} after that of {self._last}"
-        self._last = record.step
-        self._offsets.update({name: number // self._n for name, number in record.prompts.items()})
+        last_step = self._last_recorded_step
+        assert record.step == last_step + 1, f"the record of step {record.step} after that of {last_step}"
+        self._last_recorded_step = record.step
+        self._offsets.update({name: number // self._copies for name, number in record.prompts.items()})
         del self._counts[record.step]
         self._balance.record_step(record)
-        decided = record.step + 1 + self._ahead
-        self._counts[decided] = self._balance.count_samples(decided)
+        new_step = record.step + 1 + self._ahead
+        self._counts[new_step] = self._balance.count_samples(new_step)
 
     def take(self, step: int) -> list[Prompt]:
         """Return the prompts of a step whose record has not come yet, grouped by domain."""
-        assert step in self._counts, f"prompts of step {step} with records up to {self._last}"
+        assert step in self._counts, f"prompts of step {step} with records up to {self._last_recorded_step}"
         starts = Counter(self._offsets)
-        for earlier in range(self._last + 1, step):
-            starts.update(self._counts[earlier])
-        return self._domains.read(starts, self._counts[step])
+        for unrecorded_step in range(self._last_recorded_step + 1, step):
+            starts.update(self._counts[unrecorded_step])
+        return self._domains.select(starts, self._counts[step])
 
 
 class EndlessDomains:
     """Each domain's prompts as an endless sequence: epoch after epoch, each in an order of its own that the seed decides."""
 
-    def __init__(self, by_domain: Mapping[str, Sequence[Prompt]], seed: int, n: int = 1) -> None:
-        """`n`: how often each prompt comes in a row, once for each response to it."""
-        self._by_domain = by_domain
+    def __init__(self, prompts_by_domain: Mapping[str, Sequence[Prompt]], seed: int, copies: int = 1) -> None:
+        """`copies`: how often each prompt comes in a row, once for each response to it."""
+        self._prompts_by_domain = prompts_by_domain
         self._seed = seed
-        self._n = n
+        self._copies = copies
         self._orders: dict[tuple[str, int], array[int]] = {}
-        self._read: tuple[tuple[dict[str, int], dict[str, int]], list[Prompt]] = ({}, {}), []
-        """The last request and its result, because a schedule that writes ahead takes the prompts of each step twice."""
+        """Domain and epoch, from 0 -> the order of the prompts in it."""
+        # The last selection is kept, because a schedule that writes ahead takes the prompts of each step twice.
+        self._last_request: tuple[dict[str, int], dict[str, int]] = {}, {}
+        self._last_selection: list[Prompt] = []
 
-    def read(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
+    def select(self, starts: Mapping[str, int], counts: Mapping[str, int]) -> list[Prompt]:
         """Return `counts[domain]` prompts of each domain from the position `starts[domain]` on, domain after domain."""
         request = dict(starts), dict(counts)
-        if request != self._read[0]:
-            windows = (self._take_window(name, starts[name], count) for name, count in counts.items())
-            self._read = request, [prompt for window in windows for prompt in window for _ in range(self._n)]
-        return list(self._read[1])
+        if request != self._last_request:
+            windows = (self._select_window(name, starts[name], count) for name, count in counts.items())
+            self._last_selection = [prompt for window in windows for prompt in window for _ in range(self._copies)]
+            self._last_request = request
+        return list(self._last_selection)
 
-    def _take_window(self, domain: str, start: int, count: int) -> list[Prompt]:
-        prompts = self._by_domain[domain]
-        return [
-            prompts[self._epoch_order(domain, i // len(prompts))[i % len(prompts)]] for i in range(start, start + count)
-        ]
+    def _select_window(self, domain: str, start: int, count: int) -> list[Prompt]:
+        """Return the prompts at `count` positions of a domain's endless sequence."""
+        prompts = self._prompts_by_domain[domain]
+        positions = (divmod(position, len(prompts)) for position in range(start, start + count))
+        return [prompts[self._order_epoch(domain, epoch)[index]] for epoch, index in positions]
 
-    def _epoch_order(self, domain: str, epoch: int) -> array[int]:
+    def _order_epoch(self, domain: str, epoch: int) -> array[int]:
+        """Return the order of a domain's prompts in an epoch."""
         key = (domain, epoch)
         if key not in self._orders:
-            order = shuffle_numbers(len(self._by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
+            order = shuffle_numbers(len(self._prompts_by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
             # A step can reach from one epoch into the next, so the order of the epoch before is kept, too.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

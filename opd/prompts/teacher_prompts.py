@@ -180,6 +180,18 @@ class TeacherPromptSpec:
         return None if self.config is None else TeacherPromptWriter(self.config)
 
 
+def render_teacher_prompt(spec: TeacherPromptSpec, rows: Rows, domain: str, place: int) -> str:
+    """Return the text of what a teacher reads for one row, `rows[place]`. Raises: PromptError."""
+    from jinja2 import TemplateError
+
+    line = rows[place]
+    try:
+        messages, _ = spec.write_prompt(line)
+        return render_prompt(spec.tokenizer, messages, spec.day, **spec.list_variables(line))
+    except (TemplateError, ValueError, TypeError) as error:
+        raise _make_error(spec, rows, domain, place, str(error)) from None
+
+
 def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> TeacherPromptTable:
     """Render and tokenise a teacher's prompts for all rows of a domain. `prompts`: the student's, of the same rows.
 

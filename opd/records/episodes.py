@@ -92,7 +92,7 @@ class EpisodeStats:
         return sum(num for reason, num in self.stop_reasons.items() if reason in BROKEN)
 
     @classmethod
-    def of(cls, results: Iterable[EpisodeResult]) -> Self:
+    def from_results(cls, results: Iterable[EpisodeResult]) -> Self:
         """Add up the results of these episodes; of errors the first is kept."""
         episode_results = list(results)
         return cls(
@@ -166,7 +166,7 @@ class EpisodesRecord:
     """Counts of the guard; None without a guard."""
 
     @classmethod
-    def of(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
+    def from_stats(cls, stats: EpisodeStats, turns: Mapping[int, TurnStats]) -> Self:
         """Make the record from a domain's counts. `turns`: number of a turn -> its sums; turns without trained tokens are missing."""
         audit = stats.audit
         return cls(
@@ -187,13 +187,13 @@ class EpisodesRecord:
             close_error=stats.close_error,
             sub_agents=dict(stats.sub_agents),
             by_turn=tuple(_make_turn_record(turns.get(turn)) for turn in range(max(turns, default=-1) + 1)),
-            guard=None if stats.guard is None else GuardRecord.of(stats.guard),
+            guard=None if stats.guard is None else GuardRecord.from_stats(stats.guard),
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return name -> value of the fields; those that few episodes have are left out if they are empty."""
-        seldom = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
-        return {name: value for name, value in asdict(self).items() if value or name not in seldom}
+        optional_fields = ("sub_agents", "guard", "teacher_turns", "not_closed", "close_error")
+        return {name: value for name, value in asdict(self).items() if value or name not in optional_fields}
 
 
 def _make_turn_record(stats: TurnStats | None) -> TurnRecord:

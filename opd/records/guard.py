@@ -140,7 +140,7 @@ class GuardRecord:
         return sum(rule.stages.get("judge_failed", 0) for rule in self.rules.values())
 
     @classmethod
-    def of(cls, stats: GuardStats) -> Self:
+    def from_stats(cls, stats: GuardStats) -> Self:
         """Make the record from the counts of a domain."""
         rules: dict[str, RuleRecord] = {}
         for event in stats.events:

@@ -18,6 +18,18 @@ from opd.records.types import DomainStats, PushReport, Rollout, RolloutBatch, Sa
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
     from opd.stream.targets import TargetStream
 
+OPTIONAL_FIELDS = (
+    "reward",
+    "looping_by_domain",
+    "episodes",
+    "restarted",
+    "accuracy",
+    "replayed",
+    "checkpoint",
+    "alarms",
+)
+"""Fields of a `StepRecord` that most steps do not have; a line of `metrics.jsonl` leaves them out if they are empty."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
@@ -46,7 +58,7 @@ class DomainRecord:
     """Responses with a trained token."""
 
     @classmethod
-    def of(cls, stats: DomainStats) -> Self:
+    def from_stats(cls, stats: DomainStats) -> Self:
         """Make the record from a domain's sums."""
         sums = {
             "loss": stats.kl_sum,
@@ -191,23 +203,13 @@ class StepRecord:
         return {role: busy / self.seconds for role, busy in self.busy_s.items()} if self.seconds else {}
 
     def to_json(self) -> dict[str, Any]:
-        """Return a line of `metrics.jsonl`, without the fields that this step does not have."""
+        """Return a line of `metrics.jsonl`."""
         data = asdict(self)
         data["domains"] = {name: record.to_json() for name, record in self.domains.items()}
         data["episodes"] = {name: record.to_json() for name, record in self.episodes.items()}
         if self.reward is not None:
             data["reward"] = self.reward.to_json()
-        seldom = (
-            "reward",
-            "looping_by_domain",
-            "episodes",
-            "restarted",
-            "accuracy",
-            "replayed",
-            "checkpoint",
-            "alarms",
-        )
-        return {key: value for key, value in data.items() if value or key not in seldom}
+        return {key: value for key, value in data.items() if value or key not in OPTIONAL_FIELDS}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -222,9 +224,9 @@ def select_domain(records: Sequence[StepRecord], domain: str) -> list[DomainReco
 
 def compute_token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str) -> float | None:
     """Return the mean of a field over the trained tokens; None where no record has it."""
-    valued = [s for s in stats if getattr(s, key) is not None]
-    tokens = sum(s.tokens for s in valued)
-    return sum(getattr(s, key) * s.tokens for s in valued) / tokens if tokens else None
+    with_field = [record for record in stats if getattr(record, key) is not None]
+    tokens = sum(record.tokens for record in with_field)
+    return sum(getattr(record, key) * record.tokens for record in with_field) / tokens if tokens else None
 
 
 def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | None:
@@ -242,69 +244,73 @@ def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | N
 
 
 def build_step_record(
-    batch: RolloutBatch, targets: TargetStream, trained: StepReport, pushed: PushReport
+    batch: RolloutBatch, targets: TargetStream, train_report: StepReport, push_report: PushReport
 ) -> StepRecord:
     """Make a step's record from the results of its phases. The loop adds the seconds, and what happens after the push."""
-    domain_of = {r.sample_id: r.domain for r in batch.rollouts}
-    left_out = Counter(q.domain for q in batch.quarantined) + Counter(domain_of[i] for i in targets.quarantined)
-    counted = _select_counted(batch, targets, trained)
+    domain_by_sample = {r.sample_id: r.domain for r in batch.rollouts}
+    quarantined_by_domain = Counter(q.domain for q in batch.quarantined)
+    quarantined_by_domain.update(domain_by_sample[sample_id] for sample_id in targets.quarantined)
+    trained_rollouts = _select_trained(batch, targets, train_report)
     return StepRecord(
-        step=trained.step,
-        loss=trained.loss,
-        domains={name: DomainRecord.of(stats) for name, stats in trained.domains.items()},
+        step=train_report.step,
+        loss=train_report.loss,
+        domains={name: DomainRecord.from_stats(stats) for name, stats in train_report.domains.items()},
         positions={
-            _format_positions(bits): PositionRecord(loss=stats.kl_sum / stats.tokens, tokens=stats.tokens)
-            for bits, stats in trained.positions.items()
+            _format_positions(num_bits): PositionRecord(loss=stats.kl_sum / stats.tokens, tokens=stats.tokens)
+            for num_bits, stats in train_report.positions.items()
         },
         response_tokens=sum(len(r.response_ids) for r in batch.rollouts),
         prompt_tokens=sum(len(r.prompt_ids) for r in batch.rollouts),
         truncated=sum(r.truncated for r in batch.rollouts),
         prompts=_count_prompts(batch),
-        truncated_by_domain=dict(Counter(r.domain for r in counted if r.truncated)),
-        looping_by_domain=dict(Counter(r.domain for r in counted if is_looping(r))),
-        quarantined=dict(left_out),
+        truncated_by_domain=dict(Counter(r.domain for r in trained_rollouts if r.truncated)),
+        looping_by_domain=dict(Counter(r.domain for r in trained_rollouts if is_looping(r))),
+        quarantined=dict(quarantined_by_domain),
         quarantined_reasons={**{q.prompt_id: q.reason for q in batch.quarantined}, **targets.quarantined},
-        episodes=_record_episodes(batch, trained),
-        skipped=trained.skipped,
+        episodes=_record_episodes(batch, train_report),
+        skipped=train_report.skipped,
         restarted=(*batch.restarted, *targets.restarted),
         stream=StreamRecord(
             parts=targets.num_parts,
             bytes=targets.nbytes,
-            peak_bytes=trained.peak_bytes,
-            early_micro_batches=trained.early_micro_batches,
+            peak_bytes=train_report.peak_bytes,
+            early_micro_batches=train_report.early_micro_batches,
         ),
-        grad_norm=trained.grad_norm,
-        lr=trained.lr,
-        logprob_gap=trained.logprob_gap,
-        drift=trained.drift,
-        token_ages={str(age): tokens for age, tokens in count_ages(counted, pushed.version - 1).items()},
-        policy_version=pushed.version,
-        probe_gap=pushed.gap,
+        grad_norm=train_report.grad_norm,
+        lr=train_report.lr,
+        logprob_gap=train_report.logprob_gap,
+        drift=train_report.drift,
+        token_ages={str(age): tokens for age, tokens in count_ages(trained_rollouts, push_report.version - 1).items()},
+        policy_version=push_report.version,
+        probe_gap=push_report.gap,
     )
 
 
 def measure_busy_seconds(
-    record: StepRecord, rollout_s: float, targets: TargetStream, trained: StepReport
+    record: StepRecord, rollout_s: float, targets: TargetStream, train_report: StepReport
 ) -> dict[str, float]:
     """Compute `StepRecord.busy_s` of a finished step. `rollout_s`: seconds in which engines wrote."""
     busy_s = {
         "rollout": rollout_s,
         "teachers": 0.0 if record.replayed else targets.busy_s,
-        "trainer": record.phase_s["train"] - trained.waited_s,
+        "trainer": record.phase_s["train"] - train_report.waited_s,
     }
     return {role: round(seconds, 4) for role, seconds in busy_s.items()}
 
 
-def _select_counted(batch: RolloutBatch, targets: TargetStream, trained: StepReport) -> list[Rollout]:
-    """Return the rollouts that `DomainRecord.samples` counts: trained ones. A step without an optimiser step has none."""
-    trainable = () if trained.skipped else batch.rollouts
-    return [r for r in trainable if r.num_trained and r.sample_id not in targets.quarantined]
+def _select_trained(batch: RolloutBatch, targets: TargetStream, report: StepReport) -> list[Rollout]:
+    """Return the rollouts with trained tokens, which `DomainRecord.samples` counts. A step without an optimiser step has none."""
+    if report.skipped:
+        return []
+    return [r for r in batch.rollouts if r.num_trained and r.sample_id not in targets.quarantined]
 
 
-def _record_episodes(batch: RolloutBatch, trained: StepReport) -> dict[str, EpisodesRecord]:
+def _record_episodes(batch: RolloutBatch, report: StepReport) -> dict[str, EpisodesRecord]:
     """Return domain -> record."""
     return {
-        domain: EpisodesRecord.of(stats, {turn: part for (d, turn), part in trained.turns.items() if d == domain})
+        domain: EpisodesRecord.from_stats(
+            stats, {turn: part for (d, turn), part in report.turns.items() if d == domain}
+        )
         for domain, stats in batch.episodes.items()
     }
 
@@ -320,6 +326,7 @@ def _count_prompts(batch: RolloutBatch) -> dict[str, int]:
     return dict(Counter(episodes.values()) + Counter(q.domain for q in batch.quarantined))
 
 
-def _format_positions(bits: int) -> str:
-    """Return the places that a key of `StepReport.positions` stands for: 0 -> `0`, 1 -> `1`, 3 -> `4-7`."""
-    return str(bits) if bits < 2 else f"{2 ** (bits - 1)}-{2**bits - 1}"
+def _format_positions(num_bits: int) -> str:
+    """Return the positions that a key of `StepReport.positions` stands for, which is their number of binary digits: 0 -> `0`, 1 -> `1`,
+    3 -> `4-7`."""
+    return str(num_bits) if num_bits < 2 else f"{2 ** (num_bits - 1)}-{2**num_bits - 1}"

@@ -134,17 +134,17 @@ def shown_episodes(run: RunFiles) -> tuple[list[dict[str, Any]], int]:
     oldest step, which was kept because it came first and not because of its result.
     """
     steps = sorted(run.traces)
-    chosen = [(step, trace) for step in steps[-1:] for trace in run.traces[step].episodes]
+    candidates = [(step, trace) for step in steps[-1:] for trace in run.traces[step].episodes]
     oldest = steps[:1] if len(steps) > 1 else []
-    chosen += [(step, trace) for step in oldest for trace in run.traces[step].episodes if "first" in trace.why]
-    chosen.sort(key=lambda pair: (pair[1].domain, -pair[0]))
+    candidates += [(step, trace) for step in oldest for trace in run.traces[step].episodes if "first" in trace.why]
+    candidates.sort(key=lambda pair: (pair[1].domain, -pair[0]))
     fitting, room = [], MOST_CHARACTERS
-    for step, trace in chosen:
+    for step, trace in candidates:
         cost = _trace_cost(trace)
         if cost <= room:
             room -= cost
             fitting.append(_show_episode(step, trace))
-    return fitting, len(chosen) - len(fitting)
+    return fitting, len(candidates) - len(fitting)
 
 
 def _trace_cost(trace: EpisodeTrace) -> int:

@@ -272,18 +272,18 @@ def draw_positions(step: Sequence[int], values: Mapping[str, Curve]) -> Plot:
     """Draw the loss against the place in the response, at the start, in the middle and at the end of the merge."""
     last = len(step) - 1
     # In a short merge two or three of these are the same step; then the entry that comes later here replaces the earlier one.
-    chosen = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
-    chosen = dict(sorted(chosen.items()))
+    moments = {last // 2: ("expert", "middle"), 0: ("before", "start"), last: ("merged", "end")}
+    moments = dict(sorted(moments.items()))
 
     def draw(axes: Axes) -> None:
-        for index, (colour, _) in chosen.items():
+        for index, (colour, _) in moments.items():
             losses = [curve[index] for curve in values.values()]
             _draw_curve(axes, range(len(values)), losses, color=COLOURS[colour], marker="o")
         axes.set_xticks(range(len(values)), list(values))
         _use_log_axis(axes)
         axes.set(xlabel="place of the token in the response, from 0", ylabel="nats a token")
 
-    legend = tuple((colour, f"{word} (step {step[i]})") for i, (colour, word) in chosen.items())
+    legend = tuple((colour, f"{word} (step {step[i]})") for i, (colour, word) in moments.items())
     return draw_plot("positions", "Loss by position in the response", draw, legend=legend)
 
 

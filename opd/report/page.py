@@ -386,10 +386,10 @@ def _sample_answers(run: RunFiles) -> list[dict[str, Any]]:
     for answer in models[1].values():
         ids.setdefault(answer.domain, []).append(answer)
     worst_first = [sorted(answers, key=lambda answer: answer.score)[:SAMPLES_PER_DOMAIN] for answers in ids.values()]
-    chosen = [answer for answers in worst_first for answer in answers][:MOST_SAMPLES]
+    worst_answers = [answer for answers in worst_first for answer in answers][:MOST_SAMPLES]
     return [
         {"domain": a.domain, "prompt": a.prompt, "answer": a.answer, "cells": [m.get(a.prompt_id) for m in models]}
-        for a in chosen
+        for a in worst_answers
     ]
 
 

@@ -142,7 +142,7 @@ class VLLMRolloutEngine(Engines):
         for rollout in rollouts:
             refuse_unknown(rollout.sample_id, rollout.response_ids, self._spec.engine.vocab_size)
         stats = {
-            domain: EpisodeStats.of(
+            domain: EpisodeStats.from_results(
                 result for request, result in zip(requests, results, strict=True) if request.prompt.domain == domain
             )
             for domain in dict.fromkeys(request.prompt.domain for request in requests)

@@ -301,7 +301,7 @@ def set_newer_aside(root: Path, step: int) -> list[str]:
     """
     newer = [step_name(s) for s in list_checkpoint_steps(root) if s > step]
     for name in newer:
-        aside = root / f"{SUPERSEDED_PREFIX}{name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        (root / name).rename(aside)
+        superseded = root / f"{SUPERSEDED_PREFIX}{name}"
+        shutil.rmtree(superseded, ignore_errors=True)
+        (root / name).rename(superseded)
     return newer

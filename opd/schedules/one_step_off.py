@@ -33,7 +33,8 @@ class OneStepOff:
         self._spec = spec
         self._writer = TimedWriter(spec.engine)
         self._writing: tuple[int, BackgroundCall[RolloutBatch]] | None = None
-        self._written: dict[int, RolloutBatch] = {}
+        self._batches_ahead: dict[int, RolloutBatch] = {}
+        """Step -> its rollouts, which were written before it began."""
 
     def rollouts(self, step: int, policy_version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
         """Return the rollouts that were written during the step before, by this process or by an earlier one of the run.
@@ -41,7 +42,7 @@ class OneStepOff:
         For a run's first step there are none, so they are written now.
         """
         # They were written with the version before this one, while the step before was trained.
-        batch = self._written.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
+        batch = self._batches_ahead.pop(step, None) or self._spec.log.written(step, policy_version - 1, prompts)
         return batch or self._writer.write(step, policy_version, prompts)
 
     def sleep_engines(self) -> None:
@@ -52,7 +53,7 @@ class OneStepOff:
         prompts = self._spec.prompts.take(step)
         logged = self._spec.log.written(step, policy_version, prompts)
         if logged is not None:
-            self._written[step] = logged
+            self._batches_ahead[step] = logged
             return
 
         def write() -> RolloutBatch:
@@ -70,7 +71,7 @@ class OneStepOff:
         if self._writing is not None:
             step, writing = self._writing
             # Only one step is written ahead, so an earlier one's rollouts were taken already, and may be replaced.
-            self._written = {step: writing.result(timeout_s=self._spec.timeout_s)}
+            self._batches_ahead = {step: writing.result(timeout_s=self._spec.timeout_s)}
             self._writing = None
 
     def carried(self, step: int) -> dict[str, bytes]:

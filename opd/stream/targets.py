@@ -254,15 +254,15 @@ class TargetStream:
     def _check_complete(self) -> None:
         """Check that the step is complete. Raises: StreamError if a worker's last part or a row is missing."""
         for worker, records in self._records.items():
-            counted = records[-1].teachers
-            if counted is None:
+            rows_by_teacher = records[-1].teachers
+            if rows_by_teacher is None:
                 raise StreamError(
                     f"{self.request.sender}: worker {worker} ends after {len(records)} parts without its end record"
                 )
             # Unary `+` drops zeros: the worker's counts also have teachers of which no row came.
-            if +Counter(counted) != +self._rows_by_teacher[worker]:
+            if +Counter(rows_by_teacher) != +self._rows_by_teacher[worker]:
                 raise StreamError(
-                    f"{self.request.sender}: worker {worker} counts {dict(counted)} rows, {dict(self._rows_by_teacher[worker])} came"
+                    f"{self.request.sender}: worker {worker} counts {dict(rows_by_teacher)} rows, {dict(self._rows_by_teacher[worker])} came"
                 )
         # A quarantined response lacks the row of at least one teacher.
         missing = sorted(sample_id for sample_id, _ in self._missing if sample_id not in self.quarantined)

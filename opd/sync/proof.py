@@ -146,22 +146,22 @@ def choose_probe_sequences(prompts: Iterable[Prompt], tokens: int, room: int) ->
     length = max(2, min(room - 1, tokens // PROBE_SEQUENCES + 1))
     compared = list(islice(prompts, COMPARED_PROMPTS))
     num_shared = _length_of_common_beginning([p.token_ids for p in compared if len(p.token_ids) > 1])
-    chosen: list[tuple[int, ...]] = []
+    sequences: list[tuple[int, ...]] = []
     short: list[int] = []
     for prompt in compared:
         ids = prompt.token_ids
         start = min(max(0, num_shared - 1), max(0, len(ids) - 2))
         part = ids[start : start + length]
-        if len(chosen) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in chosen) >= tokens:
+        if len(sequences) >= PROBE_SEQUENCES and sum(len(ids) - 1 for ids in sequences) >= tokens:
             break
-        if len(part) > 1 and part not in chosen:
-            chosen.append(part)
+        if len(part) > 1 and part not in sequences:
+            sequences.append(part)
         elif len(ids) == 1 and len(short) < length:
             short.extend(ids)
-    if not chosen:  # every prompt has a single token, of which none would be scored: join them to one sequence
-        chosen = [(*short, *short)[:length]]
+    if not sequences:  # every prompt has a single token, of which none would be scored: join them to one sequence
+        sequences = [(*short, *short)[:length]]
     # If there is only one sequence, the same tokens in reverse order are the second one.
-    return chosen if len(chosen) > 1 else [*chosen, chosen[0][::-1]]
+    return sequences if len(sequences) > 1 else [*sequences, sequences[0][::-1]]
 
 
 def _length_of_common_beginning(sequences: Sequence[Sequence[int]]) -> int:

@@ -167,7 +167,7 @@ class _Answers:
 
 
 def _compute_states(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
-    return student.hidden_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
+    return student.compute_hidden_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
 
 
 def _make_states(hidden_N_D: torch.Tensor, dtype: torch.dtype) -> Answer:
@@ -177,7 +177,7 @@ def _make_states(hidden_N_D: torch.Tensor, dtype: torch.dtype) -> Answer:
 def _compute_logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
     token_N = torch.tensor([token for r in rollouts for token in r.trained_ids], dtype=torch.long)
     predict_N = find_positions_before_trained(packed, rollouts)
-    return student.logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
+    return student.compute_logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
 
 
 def _make_logprobs(logprob_N: torch.Tensor, dtype: torch.dtype) -> Answer:
@@ -186,7 +186,7 @@ def _make_logprobs(logprob_N: torch.Tensor, dtype: torch.dtype) -> Answer:
 
 def _compute_top_tokens(student: Student, packed: Packed, rollouts: Sequence[Rollout], top_k: int) -> torch.Tensor:
     """Return [N, 2, K] the ids and the log-probs of the likeliest tokens, in float64, which holds both exactly."""
-    top = student.top_logprobs(packed, find_positions_before_trained(packed, rollouts), top_k)
+    top = student.compute_top_logprobs(packed, find_positions_before_trained(packed, rollouts), top_k)
     return torch.stack([part_N_K.double() for part_N_K in top], dim=1).cpu()
 
 

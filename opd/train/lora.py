@@ -196,8 +196,8 @@ def _is_convertible_alone(lm: Any, subset: Sequence[PlainWeight], every: Sequenc
         state = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {name: tensor.shape for name, tensor in to_files(lm, state).items()}
 
-    chosen = {weight.name for weight in subset}
-    subset_files, other_files = files(subset), files([weight for weight in every if weight.name not in chosen])
+    subset_names = {weight.name for weight in subset}
+    subset_files, other_files = files(subset), files([weight for weight in every if weight.name not in subset_names])
     return not subset_files.keys() & other_files.keys() and subset_files | other_files == files(every)
 
 

@@ -118,7 +118,7 @@ class SequenceGroup:
     def gather_states(self, module: Any, packed: Packed) -> Tensor:
         """Return [B*T, D] the last hidden states of padded rows, computed by all ranks of the group together. Without gradients."""
         height, width = packed.input_ids_B_T.shape
-        own_B_T_D = module.hidden_states(self.shard.select_columns(packed)).unflatten(0, (height, -1))
+        own_B_T_D = module.compute_hidden_states(self.shard.select_columns(packed)).unflatten(0, (height, -1))
         parts = [torch.empty_like(own_B_T_D) for _ in range(self.shard.count)]
         torch.distributed.all_gather(parts, own_B_T_D.contiguous(), group=self._group)
         return torch.cat(parts, dim=1)[:, :width].flatten(0, 1)

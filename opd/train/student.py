@@ -24,7 +24,8 @@ from opd.train.companions import StudentView
 
 
 class Student(nn.Module):
-    """A transformers causal language model `lm`. Only its body is called; `loss_head` multiplies with its output head."""
+    """A transformers causal language model `lm`. Only its body is called; `loss_head` multiplies with its output head, and returns a loss or
+    log-probs, by the type of its second argument. Both are its `forward`, around which DeepSpeed gathers the head."""
 
     def __init__(
         self,
@@ -49,29 +50,35 @@ class Student(nn.Module):
         columns: Mapping[str, Tensor] = MappingProxyType({}),
         view: StudentView | None = None,
     ) -> tuple[Tensor, TokenStats]:
-        """Return the micro-batch's addend of the loss, and numbers for each token.
+        """Return the micro-batch's part of the global batch's loss, a scalar, and numbers for each token.
 
         The loss is the sum of the components in `weights`: component -> [N] weights of the tokens; `DIVERGENCE` is always there.
         `columns`: name -> [N] other numbers that components need, such as `ADVANTAGE` with `POLICY`. `heads`: content hash ->
-        output head of a teacher. `view` shows companions what is computed.
+        output head of a teacher. `view` shows companions the layers' outputs and the logits.
         """
         with view.watch_layers(self.lm) if view else nullcontext():
-            hidden_N_D = self.hidden_states(batch.packed)[batch.predict_N]
-        policy = (columns[ADVANTAGE], weights[POLICY]) if POLICY in weights else ()
-        tokens = Tokens(batch.token_N, weights[DIVERGENCE], batch.behaviour_N, *policy)
-        value, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads, view and view.show_logits)
-        return value, stats
+            hidden_N_D = self.compute_hidden_states(batch.packed)[batch.predict_N]
+        tokens = Tokens(
+            token_N=batch.token_N,
+            weight_N=weights[DIVERGENCE],
+            behaviour_N=batch.behaviour_N,
+            advantage_N=columns[ADVANTAGE] if POLICY in weights else None,
+            policy_weight_N=weights.get(POLICY),
+        )
+        show_logits = view.show_logits if view else None
+        loss, stats = self.loss_head(hidden_N_D, tokens, batch.blocks, heads, show_logits)
+        return loss, stats
 
-    def hidden_states(self, packed: Packed) -> Tensor:
+    def compute_hidden_states(self, packed: Packed) -> Tensor:
         """Return [B*T, D] the last hidden states after the final norm."""
         return self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state.flatten(0, 1)
 
-    def logprobs(self, packed: Packed, predict_N: Tensor, token_N: Tensor) -> Tensor:
+    def compute_logprobs(self, packed: Packed, predict_N: Tensor, token_N: Tensor) -> Tensor:
         """Return [N] the log-prob of each token, from the hidden state at the position that predicts it."""
-        logprob_N: Tensor = self.loss_head(self.hidden_states(packed)[predict_N], token_N)
+        logprob_N: Tensor = self.loss_head(self.compute_hidden_states(packed)[predict_N], token_N)
         return logprob_N
 
-    def top_logprobs(self, packed: Packed, predict_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return [N, K] the `k` likeliest tokens at each of these positions, and [N, K] their log-probs."""
-        top: tuple[Tensor, Tensor] = self.loss_head(self.hidden_states(packed)[predict_N], k)
+    def compute_top_logprobs(self, packed: Packed, predict_N: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return [N, K] the `k` likeliest tokens after each of these positions, and [N, K] their log-probs."""
+        top: tuple[Tensor, Tensor] = self.loss_head(self.compute_hidden_states(packed)[predict_N], k)
         return top

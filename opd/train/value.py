@@ -47,17 +47,17 @@ class Critic(nn.Module):
         self._clip = clip
 
     def forward(self, batch: MicroBatch, weight_N: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the micro-batch's addend of the loss. `columns`: `RETURN` and `OLD_VALUE`, the critic's value as the step began."""
+        """Return the micro-batch's part of the global batch's loss. `columns`: `RETURN` and `OLD_VALUE`, the critic's value as the step began."""
         value_N = self.values(batch.packed, batch.predict_N)
         error_N = value_loss(value_N, columns[RETURN], columns[OLD_VALUE], self._clip)
         return (error_N * weight_N).sum()
 
     def values(self, packed: Packed, state_N: Tensor) -> Tensor:
         """Return [N] the value of each state; `state_N` are indices into the [B*T] positions of `packed`."""
-        value_N: Tensor = self.lm.get_output_embeddings()(self.hidden_states(packed)[state_N])
+        value_N: Tensor = self.lm.get_output_embeddings()(self.compute_hidden_states(packed)[state_N])
         return value_N
 
-    def hidden_states(self, packed: Packed) -> Tensor:
+    def compute_hidden_states(self, packed: Packed) -> Tensor:
         """Return [B*T, D] the last hidden states after the final norm."""
         states_B_T_D: Tensor = self.lm.base_model(**packed.inputs(self.lm.dtype)).last_hidden_state
         return states_B_T_D.flatten(0, 1)

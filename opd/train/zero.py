@@ -155,7 +155,7 @@ class ZeroEngine:
 
     def _compute_states(self, packed: Packed) -> Tensor:
         """Return [B*T, D] the last hidden states of a layout, as this engine trains with it."""
-        hidden_N_D: Tensor = self._engine.module.hidden_states(packed)
+        hidden_N_D: Tensor = self._engine.module.compute_hidden_states(packed)
         return hidden_N_D
 
     def use_layout(self, layout: str) -> None:
@@ -169,7 +169,7 @@ class ZeroEngine:
         predict_N = find_positions_before(packed, [(1, len(s)) for s in sequences])
         token_N = torch.tensor([t for s in sequences for t in s[1:]], device=self._device)
         with torch.no_grad():
-            logprob_N = self._engine.module.logprobs(to_device(packed, self._device), predict_N, token_N)
+            logprob_N = self._engine.module.compute_logprobs(to_device(packed, self._device), predict_N, token_N)
         self._trim_memory()
         return [part.tolist() for part in logprob_N.cpu().split([len(s) - 1 for s in sequences])]
 

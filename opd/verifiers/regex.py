@@ -22,8 +22,8 @@ class Regex:
             pass
         if match is None:
             return 0.0
-        chosen = match.group(1 if match.re.groups else 0)  # a group that took no part in the match is None
-        return float(chosen is not None and chosen.strip() == answer.strip())
+        matched_text = match.group(1 if match.re.groups else 0)  # a group that took no part in the match is None
+        return float(matched_text is not None and matched_text.strip() == answer.strip())
 
     def problem(self, answer: str, metadata: Mapping[str, Any]) -> str:
         return "" if answer.strip() else NO_ANSWER

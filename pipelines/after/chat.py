@@ -32,7 +32,7 @@ class ChatOptions:
     system: str | None = None
     """First message of every dialogue."""
     plain: bool = False
-    """Whether each line is continued as it is, even if the model has a chat template."""
+    """True if each line is continued as it is, even if the model has a chat template."""
 
 
 class Chat:

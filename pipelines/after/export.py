@@ -40,7 +40,7 @@ CONVERTERS = ("convert_hf_to_gguf.py", "llama-convert-hf-to-gguf")
 _GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 TIMEOUT_S = 12 * 3600.0
 """Limit of a conversion, which is as fast as the disk: one that takes longer hangs."""
-_SHOWN_LINES = 15
+_ERROR_LINES = 15
 """Last lines of the converter's output that an error shows."""
 
 
@@ -53,7 +53,7 @@ class ExportOptions:
     max_shard_bytes: int = 5 * 10**9
     """Size of a file of weights at most, unless one tensor alone is larger."""
     gguf: bool = False
-    """Whether a GGUF file is written beside the safetensors."""
+    """True if a GGUF file is written beside the safetensors."""
 
 
 def export_model(model: LocalModel, output: Path, options: ExportOptions) -> list[Path]:
@@ -85,21 +85,21 @@ def export_model(model: LocalModel, output: Path, options: ExportOptions) -> lis
     return sorted(output.iterdir())
 
 
-class _Cast:
-    """Cast of tensors into another dtype, except for those that the architecture needs in float32, such as the bias of a router."""
+class _TensorCaster:
+    """Casts tensors into another dtype, except for those that the architecture needs in float32, such as the bias of a router."""
 
     def __init__(self, source: Path, dtype: str | None) -> None:
         self._dtype = dtype
-        self._float32_pattern = _float32_name_pattern(source, dtype) if dtype else None
+        self._float32_pattern = _make_float32_pattern(source, dtype) if dtype else None
 
-    def __call__(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
+    def cast(self, name: str, tensor: Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return the tensor `name` in the dtype that it has in the copy; `tensor` is its entry in the file's header.
 
         Raises: ModelError for a number that would become infinite.
         """
         import torch
 
-        if not self._dtype or not self._is_cast(name, tensor):
+        if not self._dtype or not self._must_cast(name, tensor):
             return value
         result = value.to(getattr(torch, self._dtype))
         if not value.is_meta and bool((result.isinf() & ~value.isinf()).any()):
@@ -111,14 +111,14 @@ class _Cast:
             )
         return result
 
-    def _is_cast(self, name: str, tensor: Tensor) -> bool:
+    def _must_cast(self, name: str, tensor: Tensor) -> bool:
         return tensor.dtype in _FLOATS and not (self._float32_pattern and self._float32_pattern.search(name))
 
 
-def _float32_name_pattern(source: Path, dtype: str) -> re.Pattern[str] | None:
-    """Return a pattern that fits the names of tensors which transformers keeps in float32, whatever dtype a caller wants.
+def _make_float32_pattern(source: Path, dtype: str) -> re.Pattern[str] | None:
+    """Return a pattern that fits the names of tensors which transformers keeps in float32, whatever dtype a caller wants; None if
+    there are none.
 
-    None if there are none.
     Raises: ModelError for an architecture that transformers does not know.
     """
     import_lightly(TRANSFORMERS)
@@ -136,7 +136,7 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
     """Write every tensor, and the index if there are several files."""
     from safetensors import safe_open
 
-    cast = _Cast(source, options.dtype)
+    caster = _TensorCaster(source, options.dtype)
     with ExitStack() as stack:
         headers = {shard: read_header(shard) for shard in weight_shards(source)}
         opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in headers}
@@ -144,12 +144,13 @@ def _write_weights(source: Path, target: Path, options: ExportOptions) -> None:
             name: (opened[shard], tensor) for shard, header in headers.items() for name, tensor in header.items()
         }
         # Meta tensors have a shape and a dtype but no data: the files of the copy are divided up before any weight is cast.
-        planned = {
-            name: cast(name, tensor, file.get_tensor(name).to("meta")) for name, (file, tensor) in tensors.items()
+        meta_tensors = {
+            name: caster.cast(name, tensor, file.get_tensor(name).to("meta"))
+            for name, (file, tensor) in tensors.items()
         }
-        files = stack.enter_context(ModelFiles(target, planned, options.max_shard_bytes))
+        files = stack.enter_context(ModelFiles(target, meta_tensors, options.max_shard_bytes))
         for name, (file, tensor) in tensors.items():
-            files.write({name: cast(name, tensor, file.get_tensor(name))})
+            files.write({name: caster.cast(name, tensor, file.get_tensor(name))})
         files.finish()
 
 
@@ -202,5 +203,5 @@ def write_gguf(converter: Path, model_dir: Path, output: Path, dtype: str, name:
             f"{converter.name} took longer than {TIMEOUT_S / 3600:.0f} hours, and nothing was exported"
         ) from None
     if process.returncode or not output.is_file():
-        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_SHOWN_LINES:]))
+        last_lines = escape_control_characters("\n  ".join(process.stdout.splitlines()[-_ERROR_LINES:]))
         raise RunError(f"{converter.name} ended with {process.returncode}, and nothing was exported:\n  {last_lines}")

@@ -55,7 +55,7 @@ class SeedMean:
     by_seed: tuple[float, ...]
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> SeedMean:
+    def from_values(cls, values: Sequence[float]) -> SeedMean:
         """Make the mean with Student's t interval; for one value the interval is the value itself."""
         mean = fmean(values)
         half = t_quantile(len(values) - 1) * stdev(values) / sqrt(len(values)) if len(values) > 1 else 0.0
@@ -133,8 +133,8 @@ def run_comparison(
     seeded_methods = [m for m in methods if m not in WEIGHT_METHODS or WEIGHT_METHODS[m].random]
     by_seed = [_compute_seed(*run, methods if run is merges[0] else seeded_methods, shares, tell) for run in merges]
     rows = comparison_rows(by_seed)
-    student = SeedMean.of([fmean(run.before.accuracy.values()) for run in by_seed])
-    expert = SeedMean.of([fmean(run.expert.accuracy.values()) for run in by_seed])
+    student = SeedMean.from_values([fmean(run.before.accuracy.values()) for run in by_seed])
+    expert = SeedMean.from_values([fmean(run.expert.accuracy.values()) for run in by_seed])
     data = {
         "format": FORMAT,
         "name": config.name,
@@ -242,8 +242,8 @@ def _summarise_group(group: Group) -> ComparisonRow:
         label=" / ".join(dict.fromkeys(result.label for result in results)),
         share=results[0].token_share,
         tokens=mean_or_none(result.tokens for result in results),
-        accuracy=SeedMean.of([result.accuracy for result in results]),
-        headroom=SeedMean.of([gain for gain in gains if gain is not None]) if None not in gains else None,
+        accuracy=SeedMean.from_values([result.accuracy for result in results]),
+        headroom=SeedMean.from_values([gain for gain in gains if gain is not None]) if None not in gains else None,
     )
 
 

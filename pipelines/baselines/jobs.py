@@ -145,16 +145,16 @@ def plan_jobs(
     jobs = []
     for method in methods:
         for share in (shares or [1.0]) if method in trained_methods else [None]:
-            chosen, budget = config, None
+            job_config, budget = config, None
             if share is not None:
-                chosen = scale_steps(config, share)
-                budget = per_step and {name: tokens * chosen.trainer.steps for name, tokens in per_step.items()}
+                job_config = scale_steps(config, share)
+                budget = per_step and {name: tokens * job_config.trainer.steps for name, tokens in per_step.items()}
             parts = [method, "" if share is None else f"-{share:g}", "" if own_seed else f"-seed-{seed}"]
             jobs.append(
                 BaselineJob(
                     method=method,
                     share=share,
-                    config=chosen if seed is None else chosen.model_copy(update={"seed": seed}),
+                    config=job_config if seed is None else job_config.model_copy(update={"seed": seed}),
                     root=root,
                     name="".join(parts),
                     budget=budget,

@@ -153,6 +153,7 @@ def _merge_weights(
         experts = [
             adapters.enter_context(open_full_model(e.teacher, merged.with_name(f".tmp-expert-{name}")))
             for name, e in inputs.experts.items()
+            if e.adapter is not None or e.info.path != inputs.student.path  # the student itself adds nothing
         ]
         for start in range(0, len(candidates), at_a_time):
             batch = candidates[start : start + at_a_time]

@@ -181,7 +181,7 @@ class Comparer:
         parts = []
         for row in rows:
             packed = lay_out_single([*row.rollout.prompt_ids, *row.rollout.response_ids])
-            states_T_D = self._student.hidden_states(to_device(packed, self._device))
+            states_T_D = self._student.compute_hidden_states(to_device(packed, self._device))
             parts.append(states_T_D[find_positions_before_trained(packed, [row.rollout])].cpu())
         return torch.cat(parts)
 

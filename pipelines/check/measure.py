@@ -176,11 +176,11 @@ def measure_teachers(
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
     own_tokens = find_own_tokens(inputs)
     # After the student's prompts these are not what they are in the merge.
-    apart = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
-    apart -= own_tokens
-    if apart:
+    left_out = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
+    left_out -= own_tokens
+    if left_out:
         tell(
-            f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(apart))}"
+            f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(left_out))}"
         )
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())
@@ -190,7 +190,7 @@ def measure_teachers(
         (domain, weighted_teacher.teacher)
         for domain, assigned in inputs.routes.items()
         for weighted_teacher in assigned
-        if weighted_teacher.teacher.name not in apart | own_tokens
+        if weighted_teacher.teacher.name not in left_out | own_tokens
     ]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size

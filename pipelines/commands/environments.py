@@ -1,4 +1,4 @@
-"""`opd environments ...`."""
+"""The commands `opd environments ...`, which list environments, make tasks and episodes of them, and play them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SetOption = Annotated[
 
 
 @app.command("list", epilog=help_examples("opd environments list"))
-def list_all() -> None:
+def list_environments() -> None:
     """List the environments that come with opd."""
     from pipelines import environments
 

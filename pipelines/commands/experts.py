@@ -1,4 +1,5 @@
-"""`opd experts ...`."""
+"""The commands `opd experts ...`, which register, list, verify and train experts. Heavy imports are inside the functions, so that the help
+is quick."""
 
 from __future__ import annotations
 
@@ -48,22 +49,22 @@ def add(
     registry: RegistryOption = None,
 ) -> None:
     """Register an expert: check its files and write its manifest."""
-    store = _open_registry(registry)
-    manifest = store.add(name, model, domain, prompts, base)
+    expert_registry = _open_registry(registry)
+    manifest = expert_registry.add(name, model, domain, prompts, base)
     print_line(
         f"registered {name}: {manifest.architecture}, {manifest.parameters:,} parameters, domain {domain}", err=False
     )
-    for twin in store.list_duplicates(manifest):
-        print_line(f"warning: {twin} has the same weights")
+    for duplicate in expert_registry.list_duplicates(manifest):
+        print_line(f"warning: {duplicate} has the same weights")
 
 
 @app.command("list", epilog=help_examples("opd experts list", "opd experts list --json"))
-def list_all(
+def list_experts(
     registry: RegistryOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False,
 ) -> None:
     """List registered experts."""
-    manifests = _open_registry(registry).all()
+    manifests = _open_registry(registry).list_manifests()
     if as_json:
         typer.echo(json.dumps([m.model_dump(mode="json") for m in manifests]))
         return
@@ -85,11 +86,11 @@ def verify(
     registry: RegistryOption = None,
 ) -> None:
     """Check that experts' files are still the ones that were registered; exit code 1 if not."""
-    store = _open_registry(registry)
+    expert_registry = _open_registry(registry)
     failed = False
     hashes: dict[Path, dict[str, str]] = {}  # adapters share bases, and a base is long to read
-    for name in names or store.names():
-        problems = store.verify(name, hashes)
+    for name in names or expert_registry.names():
+        problems = expert_registry.verify(name, hashes)
         failed = failed or bool(problems)
         print_line(f"{name}: {'; '.join(problems) or 'ok'}", err=False)
     if failed:
@@ -129,8 +130,9 @@ def train(
     method_override = [] if method is None else [f"method={method}"]
     training = load_training(find_spec(spec), [*(overrides or ()), *method_override])
     avoid_spinning()
-    for path in _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training):
-        typer.echo(str(path))
+    model_dirs = _train_on_texts(training) if isinstance(training, ExpertsSpec) else _train_on_rewards(training)
+    for model_dir in model_dirs:
+        typer.echo(str(model_dir))
 
 
 def _train_on_texts(spec: ExpertsSpec) -> list[Path]:
@@ -142,13 +144,14 @@ def _train_on_texts(spec: ExpertsSpec) -> list[Path]:
 def _train_on_rewards(spec: ReinforceSpec) -> list[Path]:
     from pipelines.inputs.early_checks import refuse_wrong_training
 
-    refuse_wrong_training(spec)
+    refuse_wrong_training(spec)  # before the import below, which takes seconds: a refusal is quick
     from pipelines.reinforce import reinforce_experts
 
     try:
         return reinforce_experts(spec, print_line)
-    except Interrupted as stopped:
-        end_command("stopped, checkpoint written; go on with the same command", 128 + stopped.number)
+    except Interrupted as interrupted:
+        # The exit code of a process that a signal ends, as shells have it.
+        end_command("stopped, checkpoint written; go on with the same command", 128 + interrupted.number)
 
 
 def _open_registry(root: Path | None) -> Registry:

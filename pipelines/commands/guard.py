@@ -1,4 +1,4 @@
-"""`opd guard ...`."""
+"""The commands `opd guard ...`, which measure the guard, and ask it about a command."""
 
 from __future__ import annotations
 

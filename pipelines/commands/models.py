@@ -1,4 +1,4 @@
-"""`opd models ...`."""
+"""The commands `opd models ...`, which bring models into the Hugging Face layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`opd pipelines ...`."""
+"""The commands `opd pipelines ...`, which list and print pipelines, and print their JSON schema."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Look at pipeline definitions.")
 
 
 @app.command("list", epilog=help_examples("opd pipelines list"))
-def list_all() -> None:
+def list_shipped_pipelines() -> None:
     """List the shipped pipelines."""
     from opd.config import load_pipeline
     from pipelines.catalog import shipped_pipelines

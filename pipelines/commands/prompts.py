@@ -1,4 +1,4 @@
-"""`opd prompts ...`."""
+"""The commands `opd prompts ...`, which make prompts of the shipped suites, and show those of a pipeline."""
 
 from __future__ import annotations
 

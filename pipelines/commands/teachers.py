@@ -1,4 +1,4 @@
-"""`opd teachers ...`."""
+"""The commands `opd teachers ...`, which serve teachers to merges elsewhere."""
 
 from __future__ import annotations
 

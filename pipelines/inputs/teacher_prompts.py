@@ -27,6 +27,7 @@ from opd.prompts.teacher_prompts import (
 from opd.records.types import WeightedTeacher
 from opd.settings.suggestions import did_you_mean
 from opd.vocabularies.response_encoder import ResponseEncoder
+from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import Tell, find_unread_variable
 from pipelines.routes import RoutedExpert
 
@@ -119,6 +120,19 @@ def with_teacher_columns(
     return changed
 
 
+def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, student_tokenizer: Any) -> TeacherPromptSpec:
+    """Return all that decides what an expert with a prompt or tokens of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
+    return TeacherPromptSpec(
+        key=name_prompt(config, expert),
+        config=config.teacher_prompts.get(expert),
+        own_tokens=reads_own_tokens(config, expert),
+        tokenizer=tokenizer,
+        student_tokenizer=student_tokenizer,
+        day=config.student.template_date,
+        student_variables=config.student.chat_template_kwargs,
+    )
+
+
 def add_teacher_prompts(
     config: PipelineConfig,
     tokenizers: Mapping[str, Any],
@@ -134,26 +148,18 @@ def add_teacher_prompts(
     for teachers stands in the student's prompt. Raises: PromptError.
     """
 
-    def add(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
+    def add_prompts(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
         name = assigned.teacher.name
         if name not in tokenizers:
             return assigned
-        spec = TeacherPromptSpec(
-            key=name_prompt(config, name),
-            config=config.teacher_prompts.get(name),
-            own_tokens=name in encoders,
-            tokenizer=tokenizers[name],
-            student_tokenizer=student_tokenizer,
-            day=config.student.template_date,
-            student_variables=config.student.chat_template_kwargs,
-        )
+        spec = build_prompt_spec(config, name, tokenizers[name], student_tokenizer)
         table = load_teacher_prompts(spec, prompts[domain])
         if spec.config is not None:
             _refuse_too_long(config, spec.key, spec.config, prompts[domain], table)
             _refuse_leaks(spec.key, spec.config, prompts[domain], tell)
         return replace(assigned, prompts=table, encoder=encoders.get(name))
 
-    return {domain: tuple(add(domain, a) for a in assigned) for domain, assigned in scoring.items()}
+    return {domain: tuple(add_prompts(domain, a) for a in assigned) for domain, assigned in scoring.items()}
 
 
 def _refuse_too_long(
@@ -185,12 +191,12 @@ def _refuse_leaks(key: str, prompt: TeacherPromptConfig, prompts: PromptTable, t
         if not places:
             continue
         names = [f"{prompts.domain}/{prompts.rows.row_number(place)}" for place in places[:3]]
-        found = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
+        fault = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
         if 2 * len(places) > len(prompts.rows) and column not in OWN_COLUMNS:
             raise PromptError.at(
                 f"{key}, {prompts.rows.label}",
-                found=found,
+                found=fault,
                 wanted="a column that the student does not read: else the teacher knows nothing more",
                 fix=f"take it out of the prompts, or out of {key}",
             )
-        tell(f"{key}, {prompts.rows.label}: {found}")
+        tell(f"{key}, {prompts.rows.label}: {fault}")

@@ -162,6 +162,8 @@ def with_absolute_paths(config: PipelineConfig) -> dict[str, Any]:
     for name, domain in config.domains.items():
         _keep_hub_name(data["domains"][name], domain.prompts)
         _keep_hub_name(data["domains"][name]["eval"], domain.eval.prompts if domain.eval else None)
+    if config.keep is not None:
+        _keep_hub_name(data["keep"], config.keep.prompts)
     for section in (data, *data["domains"].values()):
         _make_rule_paths(section["guard"])
     plain_data: dict[str, Any] = _as_plain_data(data)

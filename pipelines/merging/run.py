@@ -242,7 +242,7 @@ def _make_resumed_run(
 ) -> MergeRun:
     """Return the run that goes on with `config`, compared with the manifest `recorded`. Raises: OpdError."""
     config = as_recorded(config, validate_section(PipelineConfig, recorded["config"], paths.manifest))
-    config, inputs, manifest, crowded = read_facts(config)
+    config, inputs, manifest, warnings = read_facts(config)
     refuse_changed_inputs(recorded, manifest, paths.manifest)
     changes = accept_changes(recorded["config"], manifest["config"], paths.manifest)
     refuse_columns_of_registered_prompts(recorded, config, inputs, paths.manifest)
@@ -256,7 +256,7 @@ def _make_resumed_run(
         inputs=inputs,
         paths=paths,
         identity=recorded["identity"],
-        notices=(*version_warnings(recorded["versions"], manifest["versions"]), *release_warnings, *changes, *crowded),
+        notices=(*version_warnings(recorded["versions"], manifest["versions"]), *release_warnings, *changes, *warnings),
         resume_from=resume_from,
         # Other versions of libraries change nothing here: the manifest keeps those that the run began with.
         new_manifest=renew_manifest(recorded, manifest) if changes or release_warnings else None,
@@ -276,9 +276,10 @@ def _choose_start(run: MergeRun, resume_from: str, notices: list[str]) -> Checkp
         refuse_foreign(checkpoint, run.identity)
         _refuse_fewer_steps(run.config, checkpoint.step)
         refuse_lost_records(run.config, paths, checkpoint.step)
-        aside = checkpoints.set_newer_aside(paths.checkpoints, checkpoint.step)
-        if aside:
-            notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {', '.join(aside)}")
+        newer_checkpoints = checkpoints.set_newer_aside(paths.checkpoints, checkpoint.step)
+        if newer_checkpoints:
+            names = ", ".join(newer_checkpoints)
+            notices.append(f"set aside, since the run goes on from step {checkpoint.step}: {names}")
     return checkpoint
 
 
@@ -299,14 +300,14 @@ def _run_session(
 
     Raises: WorkerDied, and what `_raise_if_unfinished` raises.
     """
-    began = time.monotonic()
+    session_start = time.monotonic()
     config, paths = run.config, run.paths
     start_step = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(start_step)
     withdraw_results(paths, start_step, config.trainer.steps)
     records, domains = metrics.read(), tuple(config.domains)
-    began -= sum(record.seconds for record in records)  # so that `wall_s` has the time of earlier starts too
+    earlier_s = sum(record.seconds for record in records)
     run_start = RunStart(config.name, paths.root, config.trainer.steps, domains, records)
     with (
         run.callbacks.display(run_start) as display,
@@ -323,8 +324,8 @@ def _run_session(
         with signals.handle_first_signal(display.say):
             if checkpoint:
                 _load_checkpoint(parts, checkpoint, config.trainer.ranks, display)
-            last = loop.run(parts, _plan_steps(config, checkpoint), signals.should_leave)
-        _raise_if_unfinished(parts, run, last, signals)
+            last_step = loop.run(parts, _plan_steps(config, checkpoint), signals.should_leave)
+        _raise_if_unfinished(parts, run, last_step, signals)
         display.doing("the merged model is written")
         _export_model(parts, run)
         display.doing("the exam of the merged model")
@@ -333,7 +334,7 @@ def _run_session(
         steps, tokens = read_progress(paths.metrics)
         after = add_model_digest(parts.evaluator.evaluate(model=MERGED), paths.model, steps, tokens)
         parts.reporter.evaluation("after", after)
-        wall_s = time.monotonic() - began
+        wall_s = earlier_s + time.monotonic() - session_start
     exams = {"before": before.accuracy, "expert": expert.accuracy, "after": after.accuracy}
     report = _write_report(run, exams, wall_s)
     # The harness comes last: the workers have freed their memory, and the report is safe.

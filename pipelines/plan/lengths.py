@@ -60,8 +60,8 @@ def draw_responses(config: PipelineConfig, models: Models, lengths: LengthsSpec,
     groups, domains = [], []
     for domain, samples in models.samples.items():
         for _ in range(samples // config.rollout.n):
-            drawn = (median * math.exp(sigma * rng.gauss(0, 1)) for _ in range(config.rollout.n))
-            groups.append(tuple(min(config.rollout.max_new_tokens, max(1, round(length))) for length in drawn))
+            draws = (median * math.exp(sigma * rng.gauss(0, 1)) for _ in range(config.rollout.n))
+            groups.append(tuple(min(config.rollout.max_new_tokens, max(1, round(length))) for length in draws))
             domains.append(domain)
     return StepLengths(prompt=prompt, groups=tuple(groups), domains=tuple(domains))
 

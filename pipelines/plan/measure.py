@@ -65,12 +65,12 @@ SMOLLM2 = MeasuredLayer(whose="SmolLM2", hidden=576, queries=576, keys=192, head
 """The layer that is measured if the student's own is not dense, or too large."""
 
 
-def layer_of(model_dir: Path) -> MeasuredLayer:
+def choose_layer(model_dir: Path) -> MeasuredLayer:
     """Return the student's own layer, or SmolLM2's if that is not dense or too large. Raises: as `read_config`."""
     config = read_config(model_dir)
     heads = config.num_attention_heads
     head = config.head_dim or config.hidden_size // heads
-    own = MeasuredLayer(
+    student_layer = MeasuredLayer(
         whose="the student",
         hidden=config.hidden_size,
         queries=heads * head,
@@ -79,7 +79,7 @@ def layer_of(model_dir: Path) -> MeasuredLayer:
         inside=config.intermediate_size,
     )
     dense = KINDS.get(config.model_type) == (grouped_attention, dense_layers)
-    return own if dense and own.parameters <= LARGEST else SMOLLM2
+    return student_layer if dense and student_layer.parameters <= LARGEST else SMOLLM2
 
 
 def measured_spec(base: ClusterSpec, layer: MeasuredLayer = SMOLLM2) -> ClusterSpec:
@@ -211,7 +211,7 @@ def measure_to(path: Path, model_dir: Path) -> ClusterSpec:
         )
     with raise_storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), layer_of(model_dir))
+    spec = measured_spec(load_spec(str(path) if path.is_file() else DEFAULT), choose_layer(model_dir))
     with raise_storage_errors(path):
         atomic_write_text(path, yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True), sort_keys=False))
     return spec

@@ -41,8 +41,8 @@ class SimulatedStep:
 
 def simulate_steps(costs: PhaseCosts, lengths: LengthsSpec, steps: int) -> list[SimulatedStep]:
     """Return the first steps of the merge. The same lengths, with their seed, give the same steps."""
-    drawn = [draw_responses(costs.config, costs.models, lengths, number) for number in range(steps + 1)]
-    return [_simulate_step(costs, now, after) for now, after in pairwise(drawn)]
+    step_lengths = [draw_responses(costs.config, costs.models, lengths, number) for number in range(steps + 1)]
+    return [_simulate_step(costs, now, after) for now, after in pairwise(step_lengths)]
 
 
 def _simulate_step(costs: PhaseCosts, now: StepLengths, after: StepLengths) -> SimulatedStep:

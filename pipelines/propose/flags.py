@@ -35,7 +35,7 @@ class Flags:
     keep: Path | None = None
     """General prompts, on which the student is to stay as it is."""
     chat: bool | None = None
-    """Whether texts are what a user says; None: it follows from the student's chat template."""
+    """True if texts are what a user says; None: it follows from the student's chat template."""
     lora: bool = False
     """Train adapters in place of all weights."""
     probe: bool = False

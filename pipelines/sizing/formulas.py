@@ -1,12 +1,13 @@
 """Formulas that make the shape of a model from its `config.json`, by kind of model.
 
 Attention has grouped queries (plain heads are groups of one) or latent keys and values, with or without an indexer. The feed-forward part
-is one gated block in every layer, or a mixture.
+is one gated block in every layer, or a mixture. Names of matrices are those of transformers. A number that no config has, such as the biases of
+Qwen 2, is read from transformers' code of that kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from pydantic import AliasChoices, Field, PositiveInt
@@ -43,6 +44,7 @@ class ShapeConfig(Lenient):
     index_n_heads: int = 0
     index_head_dim: int = 0
     index_topk: PositiveInt | None = None
+    # transformers has three names for the number of routed experts.
     experts: int = Field(1, ge=1, validation_alias=AliasChoices("n_routed_experts", "num_local_experts", "num_experts"))
     num_experts_per_tok: PositiveInt = 1
     n_shared_experts: int = 0
@@ -53,17 +55,24 @@ class ShapeConfig(Lenient):
 def grouped_attention(config: ShapeConfig) -> Attention:
     """Return the attention of query heads that share keys and values in groups."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    head = config.head_dim or width // heads
-    queries, keys = heads * head, (config.num_key_value_heads or heads) * head
-    ends = (("q_proj", width, queries), ("k_proj", width, keys), ("v_proj", width, keys), ("o_proj", queries, width))
-    biases = queries + 2 * keys if config.attention_bias or config.model_type in ("qwen2", "qwen2_moe") else 0
-    norms = 2 * head if config.model_type in ("qwen3", "qwen3_moe") else 0
+    kv_heads = config.num_key_value_heads or heads
+    head_dim = config.head_dim or width // heads
+    query_width, key_width = heads * head_dim, kv_heads * head_dim
+    sizes = (
+        ("q_proj", width, query_width),
+        ("k_proj", width, key_width),
+        ("v_proj", width, key_width),
+        ("o_proj", query_width, width),
+    )
+    # Qwen 2 has biases of queries, keys and values without a key for them; Qwen 3 has a norm of the queries' heads and one of the keys'.
+    biases = query_width + 2 * key_width if config.attention_bias or config.model_type in ("qwen2", "qwen2_moe") else 0
+    norms = 2 * head_dim if config.model_type in ("qwen3", "qwen3_moe") else 0
     return Attention(
-        parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
+        parts=_make_parts(sizes, layers),
         vectors=layers * (biases + norms),
-        pair=layers * 2 * queries,
-        kv_values=layers * 2 * keys,
-        kv_split=config.num_key_value_heads or heads,
+        pair=layers * 2 * query_width,  # each query head with one key, and one weight with one value
+        kv_values=layers * 2 * key_width,
+        kv_split=kv_heads,
         window=config.sliding_window if config.use_sliding_window or config.model_type in ALWAYS_WINDOWED else None,
     )
 
@@ -71,48 +80,49 @@ def grouped_attention(config: ShapeConfig) -> Attention:
 def fused_attention(config: ShapeConfig) -> Attention:
     """Return grouped attention with queries, keys and values in one matrix."""
     attention = grouped_attention(config)
-    queries, keys, values, out = attention.parts
-    outputs = queries.outputs + keys.outputs + values.outputs
-    return replace(attention, parts=(replace(queries, name="qkv_proj", outputs=outputs), out))
+    q_proj, k_proj, v_proj, o_proj = attention.parts
+    outputs = q_proj.outputs + k_proj.outputs + v_proj.outputs
+    return replace(attention, parts=(replace(q_proj, name="qkv_proj", outputs=outputs), o_proj))
 
 
 def latent_attention(config: ShapeConfig) -> Attention:
     """Return multi-head latent attention, which keeps one small vector of keys and values for all heads, and one rotary key. With an
     indexer, a token looks at the `index_topk` tokens that the indexer chooses for it."""
     layers, width, heads = config.num_hidden_layers, config.hidden_size, config.num_attention_heads
-    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    kv_rank = config.kv_lora_rank or 0
-    queries = heads * (nope + rope)
-    q_rank = config.q_lora_rank
-    ends = [("q_proj", width, queries)]
+    nope_dim, rope_dim, value_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    q_rank, kv_rank = config.q_lora_rank, config.kv_lora_rank or 0
+    query_width = heads * (nope_dim + rope_dim)
+    sizes = [("q_proj", width, query_width)]
     if q_rank:
-        ends = [("q_a_proj", width, q_rank), ("q_b_proj", q_rank, queries)]
-    ends += [
-        ("kv_a_proj_with_mqa", width, kv_rank + rope),
-        ("kv_b_proj", kv_rank, heads * (nope + value)),
-        ("o_proj", heads * value, width),
+        sizes = [("q_a_proj", width, q_rank), ("q_b_proj", q_rank, query_width)]
+    sizes += [
+        ("kv_a_proj_with_mqa", width, kv_rank + rope_dim),
+        ("kv_b_proj", kv_rank, heads * (nope_dim + value_dim)),
+        ("o_proj", heads * value_dim, width),
     ]
-    index_heads, index = config.index_n_heads, config.index_head_dim
+    index_heads = config.index_n_heads
+    index_dim = config.index_head_dim if index_heads else 0
     if index_heads:
-        ends += [
-            ("wq_b", q_rank or width, index_heads * index),
-            ("wk", width, index),
+        sizes += [
+            ("wq_b", q_rank or width, index_heads * index_dim),
+            ("wk", width, index_dim),
             ("weights_proj", width, index_heads),
         ]
     return Attention(
-        parts=tuple(ShapePart(name=name, inputs=i, outputs=o, layers=layers) for name, i, o in ends),
-        vectors=layers * ((q_rank or 0) + kv_rank + (2 * index if index_heads else 0)),
-        pair=layers * heads * (nope + rope + value),
-        kv_values=layers * (kv_rank + rope + (index if index_heads else 0)),
-        kv_split=1,
-        window=config.index_topk if index_heads else None,
-        index_pair=layers * index_heads * index,
+        parts=_make_parts(sizes, layers),
+        # Norms of the small vectors of queries and of keys and values; the norm of the indexer's keys has a bias as well.
+        vectors=layers * ((q_rank or 0) + kv_rank + 2 * index_dim),
+        pair=layers * heads * (nope_dim + rope_dim + value_dim),
+        kv_values=layers * (kv_rank + rope_dim + index_dim),
+        kv_split=1,  # all heads read the same small vector
+        window=config.index_topk if index_heads else None,  # the indexer chooses this many tokens, wherever they are
+        index_pair=layers * index_heads * index_dim,
     )
 
 
 def dense_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
     """Return the matrices gate, up and down in every layer."""
-    return _gated_parts("", config.hidden_size, config.intermediate_size, config.num_hidden_layers)
+    return _make_gated_parts("", config.hidden_size, config.intermediate_size, config.num_hidden_layers)
 
 
 def fused_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
@@ -126,21 +136,28 @@ def mixture_layers(config: ShapeConfig) -> tuple[ShapePart, ...]:
     width, num_dense = config.hidden_size, config.first_k_dense_replace
     layers, experts = config.num_hidden_layers - num_dense, config.experts
     inner = config.moe_intermediate_size or config.intermediate_size
-    parts = _gated_parts("experts.", width, inner, layers, stored=experts, used=config.num_experts_per_tok)
-    parts += (ShapePart(name="router", inputs=width, outputs=experts, layers=layers),)
-    if config.n_shared_experts:
-        parts += _gated_parts("shared_experts.", width, inner * config.n_shared_experts, layers)
-    return parts + (_gated_parts("", width, config.intermediate_size, num_dense) if num_dense else ())
+    parts = _make_gated_parts("experts.", width, inner, layers, stored=experts, used=config.num_experts_per_tok)
+    parts += _make_parts([("router", width, experts)], layers)
+    if config.n_shared_experts:  # transformers makes one wide block of them
+        parts += _make_gated_parts("shared_experts.", width, inner * config.n_shared_experts, layers)
+    return parts + (_make_gated_parts("", width, config.intermediate_size, num_dense) if num_dense else ())
 
 
-def _gated_parts(
+def _make_gated_parts(
     prefix: str, width: int, inner: int, layers: int, stored: int = 1, used: int = 1
 ) -> tuple[ShapePart, ...]:
     """Return gated blocks in `layers` layers, `stored` of them in each, of which a token passes `used`."""
-    ends = (("gate_proj", width, inner), ("up_proj", width, inner), ("down_proj", inner, width))
+    sizes = (("gate_proj", width, inner), ("up_proj", width, inner), ("down_proj", inner, width))
+    return _make_parts(((prefix + name, inputs, outputs) for name, inputs, outputs in sizes), layers, stored, used)
+
+
+def _make_parts(
+    sizes: Iterable[tuple[str, int, int]], layers: int, stored: int = 1, used: int = 1
+) -> tuple[ShapePart, ...]:
+    """Return a part for each (name, inputs, outputs) of `sizes`."""
     return tuple(
-        ShapePart(name=prefix + name, inputs=i, outputs=o, layers=layers, stored=stored, used=used)
-        for name, i, o in ends
+        ShapePart(name=name, inputs=inputs, outputs=outputs, layers=layers, stored=stored, used=used)
+        for name, inputs, outputs in sizes
     )
 
 
@@ -160,8 +177,8 @@ KINDS: dict[str, tuple[Callable[[ShapeConfig], Attention], Callable[[ShapeConfig
 """`model_type` -> the formulas of its attention and of its feed-forward part."""
 
 
-def shape_of(config: ShapeConfig, source: object) -> Shape:
-    """Return the shape that a config describes. Raises: ModelError for a kind without formulas."""
+def make_shape(config: ShapeConfig, source: object) -> Shape:
+    """Return the shape that a config describes; `source` is the config's file, for the error. Raises: ModelError for a kind without formulas."""
     if config.model_type not in KINDS:
         raise ModelError.at(
             f"{source}: model_type",

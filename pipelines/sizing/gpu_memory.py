@@ -172,8 +172,8 @@ def refuse_crowded_gpus(config: PipelineConfig, models: MergeModels, machine: Ma
     sizes = seen if machine is None else machine.gpus
     if machine is None and not sizes:
         reason = "this process sees no GPU" if config.cluster.address == LOCAL else "the GPUs are other machines'"
-        crowded = max(place_roles(roles), key=len)
-        text = max((phase.describe() for phase in memory_phases(crowded)), key=len)
+        roles_of_fullest_gpu = max(place_roles(roles), key=len)
+        text = max((phase.describe() for phase in memory_phases(roles_of_fullest_gpu)), key=len)
         return [f"{reason}: whether a GPU has room for what it is given is not checked; on one there will be {text}"]
     placed = place_roles(roles)
     if len(placed) > len(sizes):

@@ -17,7 +17,7 @@ from opd.prompts import PromptTable
 from opd.records.types import Teacher, WeightedTeacher
 from pipelines.catalog import PLANS
 from pipelines.routes import START, RoutedExpert
-from pipelines.sizing.formulas import ShapeConfig, shape_of
+from pipelines.sizing.formulas import ShapeConfig, make_shape
 from pipelines.sizing.shape import Body, Shape
 from pipelines.teacher_groups import TeacherGroup, divide_by_engine
 
@@ -132,7 +132,7 @@ def read_shape(model_dir: Path) -> Shape:
     Raises: as `read_config`; ModelError for a kind without formulas, or if these give another number of parameters than the files have.
     """
     file = locate_file(model_dir)
-    shape = shape_of(read_config(model_dir), file)
+    shape = make_shape(read_config(model_dir), file)
     if has_weights(model_dir):
         stored = sum(tensor.numel for tensor in weight_tensors(model_dir).values())
         if abs(stored - shape.parameters) > TOLERANCE * stored:

@@ -112,7 +112,7 @@ class Attention:
     kv_split: int
     """Number of parts into which the devices of a machine can cut the cache; if there are more devices, several hold the same part."""
     window: int | None = None
-    """Most tokens at which a token looks; None: all before it."""
+    """Most tokens at which a token looks: the last ones of a sliding window, or those that an indexer chooses; None: all before it."""
     index_pair: int = 0
     """Multiplications of an indexer that compares one token with one other, in all layers; `window` does not limit it."""
 

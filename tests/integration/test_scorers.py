@@ -218,6 +218,20 @@ def test_vllm_restarts_for_another_shape(three: Three) -> None:
     assert mean_gap(rows, heads, {name: reference(three.models[name]) for name in ("left", "right")}) <= 0.01
 
 
+def test_vllm_reads_a_prompt_of_the_teachers_own(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(rollout: Rollout) -> tuple[int, ...]:
+        return (*range(10, 30), *rollout.prompt_ids[:1])
+
+    (right,) = three.pool._routes["right"]
+    monkeypatch.setitem(three.pool._routes, "right", (dataclasses.replace(right, prompts=read),))
+    given = [rollout for rollout in rollouts() if rollout.domain == "right"]
+    rows, heads = scored(three.pool, given)
+    assert {row.rollout.sample_id: row.rollout for row in rows} == {r.sample_id: r for r in given}
+    told = [dataclasses.replace(row, rollout=row.rollout.as_read_by(read(row.rollout))) for row in rows]
+    models = {"right": reference(three.models["right"])}
+    assert mean_gap(told, heads, models) <= 0.01 and mean_gap(rows, heads, models) > 0.1
+
+
 def test_a_response_that_breaks_its_teacher_leaves_its_neighbours_alone(three: Three) -> None:
     """Also those of a teacher of the same shape, whose weights come into the same engine."""
     given = [dataclasses.replace(r, domain={"left": "odd", "right": "right"}[r.domain]) for r in rollouts(24, below=75)]
@@ -286,6 +300,9 @@ def test_a_server_scores_like_a_plain_forward(
     gap = mean_gap(rows, {}, {"left": reference(model)})
     print(f"openai {payload} float32: mean |delta| {gap:.2g} nats")
     assert gap <= 0.01
+    own = [rollout.as_read_by((*range(10, 30), *rollout.prompt_ids)) for rollout in given]
+    rows = [row for batch in asking(url, payload).score(teacher, own, broken) for row in batch]
+    assert mean_gap(rows, {}, {"left": reference(model)}) <= 0.01
 
 
 def test_a_server_refuses_what_it_does_not_know(

@@ -84,7 +84,7 @@ class Played:
     @property
     def record(self) -> EpisodesRecord:
         """What `metrics.jsonl` has of them."""
-        return EpisodesRecord.of(self.batch.episodes["d"], {})
+        return EpisodesRecord.from_stats(self.batch.episodes["d"], {})
 
 
 def played(b: Any, options: Any, tasks: Sequence[Any], policy: Policy = counts, text: Any = "count:") -> Played:

@@ -152,7 +152,7 @@ class Sandbox:
     @classmethod
     def tasks(cls, n: int, seed: int, **options: Any) -> list[TaskRow]:
         """Return `n` rows with different prompts, the same for the same arguments. Raises: ConfigError."""
-        return draw_tasks("sandbox", (SandboxOptions, options), _draw_rows, n, seed)
+        return draw_tasks("sandbox", SandboxOptions, options, _draw_rows, n, seed)
 
     def _run_call(self, call: ToolCall) -> str:
         if self._seconds_left() <= 0:

@@ -90,11 +90,11 @@ def distinct_states(states: Iterable[GuardSession]) -> list[GuardSession]:
     """Return one state for each group of similar ones (`GuardSession.is_similar`), at most `MAX_STATES`."""
     distinct: list[GuardSession] = []
     for state in states:
-        twin = next((kept for kept in distinct if kept.is_similar(state)), None)
-        if twin is None:
+        similar = next((other for other in distinct if other.is_similar(state)), None)
+        if similar is None:
             distinct.append(state)
         else:
-            twin.take_files(state)
+            similar.take_files(state)
         if len(distinct) > 2 * MAX_STATES:  # now and then, since each new one is compared with all of them
             distinct = _choose_most_different(distinct)
     return distinct if len(distinct) <= MAX_STATES else _choose_most_different(distinct)

@@ -72,8 +72,10 @@ def _output_printf(args: list[str], stdin: str | None, session: GuardSession) ->
     lines = []
     for index in range(rounds):
         round_values = values[index * count : (index + 1) * count]
-        chosen = [unescape(value) if kind == "b" else value for kind, value in zip(kinds, round_values, strict=True)]
-        lines.append("".join(p + v for p, v in zip(pieces, [*chosen, ""], strict=True)))
+        plain_values = [
+            unescape(value) if kind == "b" else value for kind, value in zip(kinds, round_values, strict=True)
+        ]
+        lines.append("".join(p + v for p, v in zip(pieces, [*plain_values, ""], strict=True)))
     return "".join(lines).replace("\0", "%")
 
 

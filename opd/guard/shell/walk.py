@@ -100,7 +100,7 @@ class Walker:
         self.descriptor_texts: dict[str, str | None] = {}
         """Number or name of a file descriptor, the standard ones apart -> the text that is read from it; None if it is not known."""
         self._success: bool | None = None
-        """Whether the last command succeeds; None if nobody knows."""
+        """True if the last command succeeds; None if nobody knows."""
         self._may_stop = False
         """True if the present list has an `exit`, `return`, `break` or `continue`, so that the rest of its script may not run."""
         self._active_names: list[str] = []

@@ -169,7 +169,7 @@ class EndpointSession:
         self.invalid_calls = 0
         """Number of turns with a call that could not be read; the agent gets the text of such a turn as it is."""
         self.too_long = False
-        """Whether a request was refused because it left no room in the context."""
+        """True once a request was refused because it left no room in the context."""
         self._trace, self._engine, self._dialogue, self._limits = trace, engine, dialogue, limits
         self._watch = watch
         self._handover = handover or asyncio.Lock()

@@ -37,7 +37,7 @@ class PlainDialogue:
         self._special = special_texts(tokenizer)
 
     def encode_opening(self, prompt: str | Messages, observation: str | Messages, note: str = "") -> list[int]:
-        """Return the token ids of the prompt, the first observation and last a note of ours, up to the place where the policy writes.
+        """Return the token ids of the prompt, the first observation and last `note`, up to the place where the policy writes.
         Raises: BadObservation, and what a chat template raises."""
         assert isinstance(prompt, str)
         if not isinstance(observation, str):
@@ -55,14 +55,14 @@ class PlainDialogue:
     def encode_following(
         self, observation: Observation, *, calls: int, ended: bool, note: str = "", turn: str = ""
     ) -> list[int]:
-        """Return the token ids that follow a turn with so many calls: the observation, and last a note of ours. `ended` and `turn` are
+        """Return the token ids that follow a turn with so many calls: the observation, and last `note`. `ended` and `turn` are
         explained at `ChatAppender.encode_following`. Raises: as `encode_opening`."""
         texts = (*((observation,) if isinstance(observation, str) else observation), note)
         return encode_text(self._tokenizer, self._join_safely(*texts)) if any(texts) else []
 
     def drops_thoughts(self, *, calls: int, noted: bool = False) -> bool:
         """Return True if, once a turn with so many calls is answered, the policy reads all earlier turns without their thoughts. `noted`
-        says that a note of ours comes with the answer."""
+        says that a note comes with the answer, as before a summary."""
         return False
 
     def without_thoughts(self, turn: Sequence[int]) -> list[int]:

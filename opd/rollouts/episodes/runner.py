@@ -231,7 +231,7 @@ class _EpisodeRun:
     async def _play_turns(self) -> None:
         """Play the turns. Raises always: EpisodeEnd, or one of the other errors that end an episode (see `_run_until_end`)."""
         opening = await self._begin_episode()
-        segment = self._trace.begin_segment(await run_in_reader(opening.ids), self._origin)
+        segment = self._trace.begin_segment(await run_in_reader(opening.encode), self._origin)
         self._history = History(list(segment.ids))
         self._dialogue_lines += [f"environment: {text}" for text in opening.texts if text]
         limit = self._request.cut_after or self._options.max_turns
@@ -290,7 +290,7 @@ class _EpisodeRun:
         environment answered, one without earlier thoughts, or a compacted one. Raises: EpisodeEnd, BadObservation, and what a chat
         template raises."""
         dialogue = opening.dialogue
-        ids = await run_in_reader(answer.ids, dialogue)
+        ids = await run_in_reader(answer.encode, dialogue)
         self._note_observation(answer)
         self._history.turns.append((list(sampled.token_ids), ids))
         if dialogue.drops_thoughts(calls=answer.calls):
@@ -306,7 +306,7 @@ class _EpisodeRun:
         """Have the policy write a summary, and return the segment that begins with it. Raises: as `_continue_history`."""
         dialogue = opening.dialogue
         # The same history, but the last observation is followed by the request for a summary.
-        summary_history = self._history.with_last(await run_in_reader(answer.ids, dialogue, compaction.prompt))
+        summary_history = self._history.replace_end(await run_in_reader(answer.encode, dialogue, compaction.prompt))
         if dialogue.drops_thoughts(calls=answer.calls, noted=True):
             summary_history = await run_in_reader(summary_history.without_thoughts, dialogue)
         segment = self._trace.continue_segment(segment, summary_history.ids)
@@ -314,7 +314,7 @@ class _EpisodeRun:
         summary_turn = await self._sample_policy(segment, compaction.max_tokens, "summary", number)
         summary = strip_control_characters(without_thoughts(await run_in_reader(dialogue.text, summary_turn.token_ids)))
         self._dialogue_lines.append(f"summary: {summary}")
-        head = await run_in_reader(opening.ids, compaction.resume.replace(PLACEHOLDER, summary))
+        head = await run_in_reader(opening.encode, compaction.resume.replace(PLACEHOLDER, summary))
         self._history = self._compactor.cut_history(self._history, compaction.keep_last, head)
         return self._trace.begin_segment(self._history.ids, "summary", segment)
 

@@ -41,4 +41,4 @@ def test_states_of_training_episodes_are_counted_and_those_of_exams_are_not(tmp_
 def test_a_right_way_ends_before_the_end(tmp_path: Path) -> None:
     (way,) = right_ways("hanoi", write(tmp_path / "tasks.jsonl", "aa"))
     assert way == ["aa", "ba", "bc"]
-    assert Hanoi().after(way[-1], "bc") == "cc"
+    assert Hanoi().apply_move(way[-1], "bc") == "cc"

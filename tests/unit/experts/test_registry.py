@@ -67,7 +67,7 @@ def test_names_and_all_are_sorted_and_skip_what_is_no_entry(registry: Registry, 
     (tmp_path / "registry" / "empty").mkdir()
     shutil.copytree(tmp_path / "registry" / "a", tmp_path / "registry" / ".c.1.tmp")
     assert registry.names() == ["a", "b"]
-    assert [m.name for m in registry.all()] == ["a", "b"]
+    assert [m.name for m in registry.list_manifests()] == ["a", "b"]
 
 
 def test_relative_paths_are_stored_absolute(registry: Registry, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ class Listening:
         end = self.now + seconds
         while self.now < end:
             self.now += LOOK_S
-            self.watch.end_silent("generate")
+            self.watch.kill_silent_workers("generate")
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_a_worker_that_falls_silent_is_killed_in_time(listening: Listening) -> N
     speak(listening, SILENT_S - 2, b"one")
     assert listening.killed == []
     speak(listening, 6, b"one")
-    assert set(listening.killed) == {"two"} and listening.one.pulse.ended == ""
-    assert listening.two.pulse.ended == "no sign of life for 40 s (`generate` was waited for); killed"
+    assert set(listening.killed) == {"two"} and listening.one.pulse.kill_reason == ""
+    assert listening.two.pulse.kill_reason == "no sign of life for 40 s (`generate` was waited for); killed"
     assert SILENT_S + 6 < 60
 
 
@@ -155,7 +155,7 @@ def test_one_that_is_never_heard_is_given_up_after_its_deadline_and_its_place_sa
     speak(listening, 88, b"one")
     assert listening.killed == []
     speak(listening, 8, b"one")
-    assert set(listening.killed) == {"two"} and listening.one.pulse.ended == ""
-    assert listening.two.pulse.ended == (
+    assert set(listening.killed) == {"two"} and listening.one.pulse.kill_reason == ""
+    assert listening.two.pulse.kill_reason == (
         "not started after 90 s (cluster.start_timeout_s): no node has room for it: two asks for 1 CPU; nodes: 10.0.0.1 (0 CPU)"
     )

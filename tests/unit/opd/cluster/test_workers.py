@@ -144,7 +144,7 @@ def test_a_worker_that_was_to_get_a_dead_ones_answer_is_not_dead_itself(watch: W
 
 def test_the_death_of_a_worker_that_was_silent_is_told_by_its_reason(watch: WorkerWatch) -> None:
     worker, _ = start(watch, "counter 7", dies)
-    worker.pulse.ended = "no sign of life for 40 s (`add` was waited for); killed"
+    worker.pulse.kill_reason = "no sign of life for 40 s (`add` was waited for); killed"
     with pytest.raises(WorkerDied, match=r"^counter 7: no sign of life for 40 s \(`add` was waited for\); killed$"):
         worker.submit(Counter.fail).wait_for_result(timeout_s=1)
 

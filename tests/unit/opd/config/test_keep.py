@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from opd.config import PipelineConfig, split_rounds
+from pipelines.merging.manifest import with_absolute_paths
 
 DATA: dict[str, Any] = {
     "name": "n",
@@ -83,3 +84,11 @@ def test_with_lora_what_is_kept_is_scored_by_the_ranks_whatever_the_experts_have
             teachers=served,
             objective={"kind": "sampled", "baseline": "leave_one_out"},
         )
+
+
+def test_a_recorded_pipeline_is_one_again_whatever_keep_names() -> None:
+    for prompts in ("general.jsonl", {"path": "owner/general", "chat": True}):
+        config = make(keep={"prompts": prompts})
+        recorded = with_absolute_paths(config)
+        assert recorded["keep"]["prompts"] == recorded["domains"]["kept"]["prompts"]
+        assert PipelineConfig.model_validate(recorded).keep is not None

@@ -12,7 +12,7 @@ import pytest
 from experts.suites.letters import CHARACTERS
 from opd.environments.game import Game
 from opd.environments.hanoi import Hanoi
-from opd.environments.maze import Maze, carve_maze, cell_name, distances_to_goal, parse_cell
+from opd.environments.maze import Maze, carve_maze, compute_distances, format_cell, parse_cell
 from opd.environments.number import GuessTheNumber
 from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, PromptError
@@ -49,7 +49,7 @@ def test_the_solver_wins_from_wherever_a_clumsy_player_got_to(kind: type[Game[An
         for _ in range(rng.randint(1, 25)):
             if game.step(Action(text=rng.choice(GUESSES[kind.name]))).done:
                 game = started(kind, row)
-        needed = len(game.solution())
+        needed = len(game.find_solution())
         for turn in range(1, needed + 1):
             outcome = game.step(game.solve())
             assert outcome.info["invalid"] <= outcome.info["steps"]
@@ -62,11 +62,11 @@ def test_each_best_move_is_one_nearer(kind: type[Game[Any]], options: dict[str, 
     """Else a player who slips once in a while might never arrive."""
     row = kind.tasks(1, 5, **options)[0]
     game = started(kind, row)
-    assert len(game.solution()) == row["metadata"]["moves"] and " ".join(game.solution()) == row["answer"]
-    while not game.solved(game.state):
-        before = len(game.solution())
-        game.state = game.after(game.state, game.best(game.state))
-        assert len(game.solution()) == before - 1
+    assert len(game.find_solution()) == row["metadata"]["moves"] and " ".join(game.find_solution()) == row["answer"]
+    while not game.is_solved(game.state):
+        before = len(game.find_solution())
+        game.state = game.apply_move(game.state, game.choose_best_move(game.state))
+        assert len(game.find_solution()) == before - 1
 
 
 @each_game
@@ -77,9 +77,11 @@ def test_text_that_is_no_move_tells_the_rules_again(kind: type[Game[Any]], optio
         outcome = game.step(Action(text="I do not know!"))
         assert not outcome.done and outcome.reward is None and outcome.info == {"steps": 1, "invalid": 1}
         assert game.state == state
-        told = game.moves if form == "characters" else game.rules()
+        told = game.move_examples if form == "characters" else game.render_rules()
         assert told in outcome.observation
-        assert (game.show(state) if form == "characters" else game.tell(state)) in outcome.observation
+        assert (
+            game.render_characters(state) if form == "characters" else game.render_words(state)
+        ) in outcome.observation
 
 
 @each_game
@@ -90,8 +92,8 @@ def test_characters_are_those_of_the_tiny_tokenizer(kind: type[Game[Any]], optio
         for _ in range(8):
             seen = game.step(Action(text=rng.choice([*GUESSES[kind.name], "what"]))).observation
             assert isinstance(seen, str)
-            texts += [seen, game.solve().text] if not game.solved(game.state) else []
-            if game.solved(game.state):
+            texts += [seen, game.solve().text] if not game.is_solved(game.state) else []
+            if game.is_solved(game.state):
                 break
         assert set("".join(texts)) <= set(CHARACTERS)
         assert all(text.endswith("=") and len(text) <= 60 for text in texts[2::2])
@@ -149,14 +151,14 @@ def test_metadata_of_another_kind_is_refused_by_name(metadata: dict[str, Any]) -
     ],
 )
 def test_moves_are_found_in_words(kind: type[Game[Any]], text: str, move: str | None) -> None:
-    assert kind().read(text) == move
+    assert kind().parse_move(text) == move
 
 
 def test_a_maze_has_a_way_between_all_its_cells() -> None:
     for seed, size in product(range(5), (3, 5, 8)):
         free = carve_maze(random.Random(seed), size)
-        assert len(distances_to_goal(min(free), free)) == len(free) >= size
-    assert all(parse_cell(cell_name(cell)) == cell for cell in carve_maze(random.Random(0), 8))
+        assert len(compute_distances(min(free), free)) == len(free) >= size
+    assert all(parse_cell(format_cell(cell)) == cell for cell in carve_maze(random.Random(0), 8))
 
 
 def test_mazes_that_are_learned_are_the_same_under_every_seed_and_not_shown() -> None:
@@ -171,7 +173,7 @@ def test_mazes_that_are_learned_are_the_same_under_every_seed_and_not_shown() ->
 
 def test_hanoi_keeps_its_law_and_is_solved_in_the_fewest_moves() -> None:
     game = started(Hanoi, {"metadata": {"game": "hanoi", "form": "chat", "start": "aaa"}})
-    assert len(game.solution()) == 7
+    assert len(game.find_solution()) == 7
     for move, why in (("ba", "no disk on peg b"), ("aa", "another peg")):
         assert why in str(game.step(Action(text=move)).observation)
     game.step(Action(text="ac"))

@@ -141,7 +141,7 @@ def test_a_judge_that_is_not_there(on_failure: Any, blocked: bool) -> None:
     found = watch(FakeJudge(fails=True), answers=True, on_failure=on_failure)
     assert look(found, "curl -s https://example.org/x").blocked == blocked
     assert look(found, text="4").blocked == blocked
-    record = GuardRecord.of(found.stats)
+    record = GuardRecord.from_stats(found.stats)
     assert record.unanswered == 2 and record.rules["answer"].stages == {"judge_failed": 1}
 
 
@@ -203,7 +203,7 @@ def test_numbers_survive_the_step_log_and_the_metrics() -> None:
     look(found, "cat /tests/a", "curl -s https://a.org/x", "curl -s https://x.org/x", "cat 'a")
     stats = EpisodeStats(episodes=1, guard=found.stats)
     assert EpisodeStats.from_json(asdict(stats)) == stats
-    record = GuardRecord.of(found.stats + found.stats)
+    record = GuardRecord.from_stats(found.stats + found.stats)
     assert make_record(GuardRecord, asdict(record)) == record
     network = record.rules["network"]
     assert (network.hits, network.blocked, network.stages) == (4, 2, {"judge": 4})

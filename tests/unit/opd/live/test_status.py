@@ -16,7 +16,7 @@ import yaml
 from filelock import FileLock
 
 from opd.errors import RunDirError
-from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
+from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_live_state
 from opd.live.status import is_held, list_runs, read_view
 from opd.live.view import KILLED, RUNNING
 from opd.records.scores import DomainScore, Evaluation
@@ -153,9 +153,9 @@ def test_a_file_of_another_form_is_no_word(tmp_path: Path) -> None:
     file = tmp_path / ".live.json"
     for text in ("", "[]", '{"notes": 3}', '{"pid": "1", "notes": []}', '{"notes": [1]}'):
         file.write_text(text)
-        assert read_now(file) is None
+        assert read_live_state(file) is None
     NOW.write(file, tmp_path / ".tmp")
-    assert read_now(file) == NOW
+    assert read_live_state(file) == NOW
 
 
 def test_all_runs_of_a_directory(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def event(rule: str = "hidden-tests", text: str = "cat /tests/a", **verdict: Any
 
 def episodes(*events: GuardEvent, blocked: int = 0) -> dict[str, Any]:
     stats = GuardStats(checked=10, blocked_turns=blocked, events=events)
-    return EpisodesRecord(episodes=4, guard=GuardRecord.of(stats)).to_json()
+    return EpisodesRecord(episodes=4, guard=GuardRecord.from_stats(stats)).to_json()
 
 
 def rewrite(root: Path, by_step: list[dict[str, Any]]) -> None:
@@ -69,6 +69,6 @@ def test_nothing_where_no_guard_looks_on(run_dir: Path) -> None:
 
 def test_a_record_comes_back_from_its_line() -> None:
     stats = GuardStats(checked=3, blocked_turns=1, events=(event(), event("network", allowed=True)))
-    one = StepRecord(step=1, episodes={"d": EpisodesRecord(episodes=2, guard=GuardRecord.of(stats))})
+    one = StepRecord(step=1, episodes={"d": EpisodesRecord(episodes=2, guard=GuardRecord.from_stats(stats))})
     assert StepRecord.from_json(json.loads(json.dumps(one.to_json()))) == one
     assert asdict(one)["episodes"]["d"]["guard"]["rules"]["network"]["hits"] == 1

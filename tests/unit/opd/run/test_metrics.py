@@ -31,8 +31,8 @@ def test_a_step_without_an_optimiser_step_trains_no_token() -> None:
 
 def test_an_episode_without_a_reward_counts_as_zero_as_in_an_exam() -> None:
     """Games pay those that win and nobody else: the mean over the winners is 1 whatever the others did."""
-    assert EpisodesRecord.of(EpisodeStats(episodes=4, rewarded=1, reward_sum=1.0), {}).reward == 0.25
-    assert EpisodesRecord.of(EpisodeStats(episodes=4), {}).reward is None
+    assert EpisodesRecord.from_stats(EpisodeStats(episodes=4, rewarded=1, reward_sum=1.0), {}).reward == 0.25
+    assert EpisodesRecord.from_stats(EpisodeStats(episodes=4), {}).reward is None
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -80,9 +80,9 @@ def test_what_a_newer_release_adds_is_ignored_wherever_it_stands() -> None:
 
 def test_means_over_no_token_are_not_known() -> None:
     zeros = {field.name: 0.0 for field in fields(DomainStats)} | {"tokens": 0, "samples": 0}
-    assert DomainRecord.of(DomainStats(**zeros)) == DomainRecord()
+    assert DomainRecord.from_stats(DomainStats(**zeros)) == DomainRecord()
     one = DomainStats(**zeros | {"tokens": 1, "samples": 1, "teacher_entropy_sum": math.nan})
-    assert (DomainRecord.of(one).loss, DomainRecord.of(one).teacher_entropy) == (0.0, None)
+    assert (DomainRecord.from_stats(one).loss, DomainRecord.from_stats(one).teacher_entropy) == (0.0, None)
 
 
 @pytest.mark.parametrize("part", ["domains", "positions", "episodes", "checkpoint", "reward"])

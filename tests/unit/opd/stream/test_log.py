@@ -131,7 +131,7 @@ def test_what_the_guard_and_its_judge_said_comes_back_with_the_step(log: ArrowTa
     record(log, 12, 11, PROMPTS, batch, parts)
     replayed = log.replay(12, 11, PROMPTS)
     assert replayed is not None and replayed[0] == batch
-    assert EpisodesRecord.of(replayed[0].episodes["a"], {}) == EpisodesRecord.of(stats, {})
+    assert EpisodesRecord.from_stats(replayed[0].episodes["a"], {}) == EpisodesRecord.from_stats(stats, {})
 
 
 def test_parts_are_stored_as_they_are(log: ArrowTargetLog, tmp_path: Path) -> None:

@@ -352,7 +352,7 @@ def test_compiled_layers_compute_with_the_adapter_too(adapters: dict[str, Path],
         layer.forward = torch.compile(layer.forward, backend="eager", dynamic=True)
     answers = []
     for student, is_compiled in ((plain, False), (compiled, True)):
-        student.hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
+        student.compute_hidden_states(LAYOUTS["packed"]([[5, 6, 7]]))
         assert options.base_scoring
         scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=is_compiled)
         for name in ("start student", "beyond", "plain"):
@@ -465,7 +465,7 @@ def test_a_layout_of_nothing_is_a_padding_token(models: dict[str, Path]) -> None
         return torch.zeros(packed.input_ids_B_T.numel(), 64)
 
     assert options.base_scoring is not None
-    student: Any = SimpleNamespace(lm=Engine(options).module.lm, hidden_states=hidden)
+    student: Any = SimpleNamespace(lm=Engine(options).module.lm, compute_hidden_states=hidden)
     plain = [r for r in ROLLOUTS if r.domain == "plain"]
     scorer = BaseScorer(options.base_scoring, student, torch.device("cpu"), compiled=False)
     for layout in LAYOUTS:

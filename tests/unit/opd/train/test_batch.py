@@ -87,7 +87,7 @@ def test_a_packed_forward_equals_separate_ones(lm: Any) -> None:
     packed = LAYOUTS["packed"](MIXED)
     assert packed.input_ids_B_T.shape[0] < len(MIXED), "nothing is packed, the test shows nothing"
     with torch.no_grad():
-        hidden = student(lm).hidden_states(packed)
+        hidden = student(lm).compute_hidden_states(packed)
         logp = (hidden @ lm.get_output_embeddings().weight.T).log_softmax(-1)
     for ids, offset in zip(MIXED, packed.offsets, strict=True):
         torch.testing.assert_close(logp[offset : offset + len(ids)], alone(lm, ids), rtol=0, atol=1e-5)
@@ -100,7 +100,7 @@ def test_the_log_prob_of_token_t_lives_at_t_minus_1(lm: Any) -> None:
     packed = LAYOUTS["packed"](chosen)
     tokens = torch.tensor([t for ids, (a, b) in zip(chosen, spans, strict=True) for t in ids[a:b]])
     with torch.no_grad():
-        hidden = student(lm).hidden_states(packed)[find_positions_before(packed, spans)]
+        hidden = student(lm).compute_hidden_states(packed)[find_positions_before(packed, spans)]
         found = token_logprobs(hidden, lm.get_output_embeddings().weight, tokens, IDENTITY, chunk=7)
     want = torch.cat(
         [alone(lm, ids)[range(a - 1, b - 1), ids[a:b]] for ids, (a, b) in zip(chosen, spans, strict=True) if b > a]

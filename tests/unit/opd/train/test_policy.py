@@ -198,9 +198,8 @@ class Rank(rank.TrainerRank):
     """A rank without DeepSpeed."""
 
     def __init__(self, student: Student) -> None:
-        self._options: Any = dataclasses.make_dataclass("Options", ["world_size", "vocab_size", "turn_weights"])(
-            1, 76, {}
-        )
+        names = ["world_size", "vocab_size", "turn_weights", "domain_objectives"]
+        self._options: Any = dataclasses.make_dataclass("Options", names)(1, 76, {}, {})
         self._device = torch.device("cpu")
         self._layout = "packed"
         self._companions = {}

@@ -25,14 +25,14 @@ def scores(**accuracy: float) -> dict[str, DomainScore]:
 
 
 def test_an_interval_is_students_t() -> None:
-    found = SeedMean.of([0.90, 0.92, 0.97])
+    found = SeedMean.from_values([0.90, 0.92, 0.97])
     # By hand: mean 0.93, standard deviation sqrt(0.0013), t(2) 4.303.
     assert found.mean == pytest.approx(0.93)
     assert found.high - found.mean == pytest.approx(4.303 * 0.0013**0.5 / 3**0.5, rel=1e-3)
     assert found.mean - found.low == pytest.approx(found.high - found.mean)
     assert str(found) == "0.930 ± 0.090"
-    assert str(SeedMean.of([0.25])) == f"{SeedMean.of([0.25])}" == "0.250"
-    assert f"{SeedMean.of([900, 1100]):,.0f}" == "1,000 ± 1,271"
+    assert str(SeedMean.from_values([0.25])) == f"{SeedMean.from_values([0.25])}" == "0.250"
+    assert f"{SeedMean.from_values([900, 1100]):,.0f}" == "1,000 ± 1,271"
 
 
 def test_the_mean_headroom_is_over_domains_with_a_better_expert() -> None:

@@ -15,6 +15,7 @@ from opd.prompts.encode import load_tokenizer
 from opd.prompts.turn_ends import find_turn_end
 from pipelines.inputs.early_checks import refuse_at_once
 from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.inputs.show_prompts import show_prompts
 from pipelines.serve import serve_teachers
 from teachers.flight.access import ListenAddress
 from tests.tokenizers import train_byte_level, train_sentencepiece
@@ -89,6 +90,11 @@ def test_what_does_not_go_with_tokens_of_its_own_is_refused(
         foreign.data["trainer"]["ranks"] = 2
     with pytest.raises(OpdError, match=where):
         read(foreign)
+
+
+def test_prompts_are_shown_as_the_expert_reads_them(foreign: Any) -> None:
+    lines = list(show_prompts(load_pipeline(foreign.write()), "reverse", 1))
+    assert any("experts.rev.prompt: " in line for line in lines)
 
 
 def test_without_the_payload_the_refusal_names_the_way_out(foreign: Any) -> None:

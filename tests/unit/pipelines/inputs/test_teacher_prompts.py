@@ -13,6 +13,7 @@ from opd.errors import ConfigError, OpdError, PromptError
 from opd.records.types import Rollout
 from opd.train.deepspeed import read_teacher_prompts
 from pipelines.inputs.read import Inputs, read_inputs
+from pipelines.inputs.show_prompts import show_prompts
 from pipelines.merging.manifest import make_manifest
 from pipelines.specs import base_scoring, trainer_spec
 from pipelines.teacher_groups import divide_by_engine
@@ -180,6 +181,15 @@ def test_what_a_prompt_of_an_experts_own_does_not_go_with(told: Any) -> None:
     for name in ("base", "rev", "up"):
         (told.root / name / "chat_template.jinja").unlink()
     assert "a student without a chat template" in refuse(told, ConfigError)
+
+
+def test_a_prompt_is_shown_as_its_teacher_reads_it(told: Any) -> None:
+    lines = list(show_prompts(load_pipeline(told.write()), "reverse", 2))
+    assert f"  experts.rev.prompt: '{SECRET}bbbb rev bbb='" in lines
+    assert "  text: 'rev bbb='" in lines and not any("not read: solution" in line for line in lines)
+    told.data["experts"]["rev"]["prompt"]["system"] = "{{ row.hint }}"
+    with pytest.raises(PromptError, match="no column `hint`"):
+        list(show_prompts(load_pipeline(told.write()), "reverse", 2))
 
 
 def test_the_manifest_has_the_templates_hash(told: Any) -> None:

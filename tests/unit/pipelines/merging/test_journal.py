@@ -12,14 +12,14 @@ import pytest
 from opd.errors import Paused, RunError
 from opd.live.displays import RunStart
 from opd.live.interfaces import Display
-from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_now
+from opd.live.live_state import FAILED, FINISHED, PAUSED, STOPPED, LiveState, read_live_state
 from opd.run.paths import RunPaths
 from pipelines.interrupts import Interrupted, Stopped
 from pipelines.merging.journal import Journal
 
 
 def last_word(paths: RunPaths) -> tuple[str, str]:
-    found = read_now(paths.live)
+    found = read_live_state(paths.live)
     assert found is not None
     return found.ended, found.why
 
@@ -59,7 +59,7 @@ def test_what_the_display_is_told_is_written_down(tmp_path: Path) -> None:
         for number in range(30):
             shown.say(f"line {number}")
         shown.doing("train")
-        found = read_now(paths.live)
+        found = read_live_state(paths.live)
         assert found is not None and (found.doing, found.notes) == ("train", tuple(f"line {n}" for n in range(10, 30)))
     assert len(told) == 30 and last_word(paths) == (FINISHED, "")
     assert [path.name for path in tmp_path.iterdir()] == [".live.json"]

@@ -442,14 +442,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_measuring(
 
 @pytest.mark.parametrize("name", ["models/quickstart/base", "models/smollm2"])
 def test_the_layer_that_is_measured_is_the_students(name: str) -> None:
-    layer, shape = measure.layer_of(Path(name)), read_shape(Path(name))
+    layer, shape = measure.choose_layer(Path(name)), read_shape(Path(name))
     assert layer.whose == "the student" and layer.parameters * shape.layers == shape.active
     assert layer.products == {part.name: (part.inputs, part.outputs) for part in shape.parts}
 
 
 @pytest.mark.parametrize("name", ["models/moe-744b", "models/llama-3-70b"])
 def test_a_mixture_and_a_large_layer_are_not_measured(name: str) -> None:
-    assert measure.layer_of(Path(name)) == measure.SMOLLM2
+    assert measure.choose_layer(Path(name)) == measure.SMOLLM2
 
 
 def test_numbers_are_short() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from experts.weight_files import weight_tensors
 from opd.errors import ModelError
-from pipelines.sizing.formulas import KINDS, ShapeConfig, shape_of
+from pipelines.sizing.formulas import KINDS, ShapeConfig, make_shape
 from pipelines.sizing.models import read_body, read_shape
 from pipelines.sizing.shape import Body
 
@@ -46,7 +46,7 @@ DEEPSEEK: dict[str, Any] = {
 
 
 def shape(config: dict[str, Any]) -> Any:
-    return shape_of(ShapeConfig.model_validate(config), "config.json")
+    return make_shape(ShapeConfig.model_validate(config), "config.json")
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def test_a_template_that_refuses_the_request_breaks_the_episode_and_is_counted()
     results, _ = play(*asked, tokenizer=chat_tokenizer(picky))
     assert [r.stop_reason for r in results] == ["template", "template"] and results[0].error == "s0: no"
     with pytest.raises(RunError, match="2 of 2 episodes broke"):
-        refuse_many_broken("d", EpisodeStats.of(results), 0.1)
+        refuse_many_broken("d", EpisodeStats.from_results(results), 0.1)
 
 
 def test_a_template_that_takes_no_request_after_results_is_refused_at_the_start() -> None:

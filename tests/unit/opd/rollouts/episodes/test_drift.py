@@ -60,7 +60,7 @@ def test_an_episode_that_the_curriculum_ends_has_a_reason_of_its_own() -> None:
     cut, whole = request(0, options={"goal": 99}, max_turns=3), request(1, options={"goal": 99}, max_turns=3)
     results, _, _ = play(replace(cut, cut_after=2), replace(whole, cut_after=3))
     assert [(r.stop_reason, r.audit.turns, r.error) for r in results] == [("curriculum", 2, ""), ("turns", 3, "")]
-    assert EpisodeStats.of(results).stop_reasons == {"curriculum": 1, "turns": 1}
+    assert EpisodeStats.from_results(results).stop_reasons == {"curriculum": 1, "turns": 1}
     (rollout,) = results[0].rollouts
     assert TOKENIZER.decode(rollout.trained_ids) == "p<|im_end|>" * 2, "its tokens train as ever"
     assert read_file(write_file([rollout]), len(TOKENIZER)) == [rollout]

@@ -200,7 +200,7 @@ def test_a_bad_environment_ends_its_own_episode_and_no_other(options: dict[str, 
     assert told in results[1].error and results[1].error.startswith("s1: ")
     assert all(not r.error for r in (results[0], results[2]))
     assert all(environment.calls[-1] == ("close",) for environment in Counting.made)
-    stats = EpisodeStats.of(results)
+    stats = EpisodeStats.from_results(results)
     assert (stats.broken, stats.stop_reasons, stats.error) == (1, {"done": 2, reason: 1}, results[1].error)
     for rollout in results[1].rollouts:
         assert rollout.stop_reason == reason and rollout.response_ids[-1] == EOS, "what was sampled before is kept"
@@ -221,7 +221,7 @@ def test_an_environment_that_cannot_be_closed_leaves_its_episode_as_it_ended(
     assert found.stop_reason == reason and error in found.error and bool(error) == bool(found.error)
     assert found.reward == (usual.reward if reason == "done" else None)
     assert found.close_error.startswith("s0: ") and told in found.close_error
-    stats = EpisodeStats.of([found, usual])
+    stats = EpisodeStats.from_results([found, usual])
     assert (stats.broken, stats.not_closed, stats.close_error) == (int(reason == "raised"), 1, found.close_error)
     assert EpisodeStats.from_json(asdict(stats)) == stats
 
@@ -366,11 +366,11 @@ def test_an_engine_that_fails_ends_the_run_and_environments_are_closed() -> None
 
 def test_too_many_broken_episodes_stop_the_run_by_name() -> None:
     results, _ = play(*(request(i, options={"step": KeyError("x")} if i < 3 else {}) for i in range(8)))
-    stats = EpisodeStats.of(results)
+    stats = EpisodeStats.from_results(results)
     refuse_many_broken("maze", stats, 0.4)
     with pytest.raises(RunError, match=r"domain maze: 3 of 8 episodes broke \(3 raised\), first: s0: step: KeyError"):
         refuse_many_broken("maze", stats, 0.3)
-    refuse_many_broken("maze", EpisodeStats.of(results[:1]), 0.0)  # one always may
+    refuse_many_broken("maze", EpisodeStats.from_results(results[:1]), 0.0)  # one always may
 
 
 assert __name__ in sys.modules, "the runner imports the environments of this file by its name"

@@ -230,7 +230,7 @@ def test_calls_beyond_the_number_of_an_episode_are_refused() -> None:
     (found,), _ = run(asking(at_most=3), says=policy(ask("1+1") + ask("2+2"), ask("3+3") + ask("4+4"), ask("5+5")))
     assert results_in(found.rollouts[0]) == ["2", "4", "6", NO_MORE, NO_MORE]
     assert found.sub_agents == {"done": 3, "refused": 2} and len(found.rollouts) == 4
-    assert EpisodeStats.of([found, found]).sub_agents == {"done": 6, "refused": 4}
+    assert EpisodeStats.from_results([found, found]).sub_agents == {"done": 6, "refused": 4}
 
 
 def test_a_sub_agent_of_the_last_level_has_no_such_tool() -> None:
@@ -297,8 +297,8 @@ def test_a_sub_agent_that_fails_is_counted_and_its_caller_goes_on(
     assert other.stop_reason == "done" and other.sub_agents == {"done": 1}
     for rollout in found.rollouts[1:]:
         assert rollout.num_trained > 0, "what it wrote before is trained"
-    stats = EpisodeStats.of([found, found])
-    refuse_many_broken("d", EpisodeStats.of([found]), 0.0)  # one always may
+    stats = EpisodeStats.from_results([found, found])
+    refuse_many_broken("d", EpisodeStats.from_results([found]), 0.0)  # one always may
     if told:
         with pytest.raises(RunError, match=r"domain d: 2 of 2 sub-agents broke \(2 raised\), first: s0/ask-1"):
             refuse_many_broken("d", stats, 0.5)
