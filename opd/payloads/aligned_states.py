@@ -257,7 +257,7 @@ class AlignedChunk(TeacherChunk):
     length_C: Tensor
     """The student's tokens of the chunk."""
     logq_C: Tensor
-    """As `AlignedColumns.logq_N`."""
+    """The numbers of `AlignedColumns.logq_N`."""
     shared_logprob_C: Tensor
     """Log of the teacher's probability of the shared tokens."""
 
