@@ -37,7 +37,8 @@ from pipelines.check.judge import (
     judge_teachers,
     predicts_texts,
 )
-from pipelines.check.own_tokens import MeasuredTokens, find_own_tokens, judge_tokens, measure_own_tokens
+from pipelines.check.own_tokens import MeasuredTokens, judge_tokens, measure_own_tokens
+from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
@@ -174,7 +175,7 @@ def measure_teachers(
     """
     student_accuracy = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
-    own_tokens = find_own_tokens(inputs)
+    own_tokens = find_own_tokens(inputs.scoring)
     # After the student's prompts these are not what they are in the merge.
     left_out = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
     left_out -= own_tokens
@@ -317,7 +318,7 @@ def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFindi
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:
     """Yield a warning for each expert whose chat template differs from the student's, unless it reads its own. Other end tokens were
     refused before."""
-    student_hash, own_tokens = inputs.student.chat_template_hash, find_own_tokens(inputs)
+    student_hash, own_tokens = inputs.student.chat_template_hash, find_own_tokens(inputs.scoring)
     for domain, assigned in inputs.routes.items():
         for name in (weighted_teacher.teacher.name for weighted_teacher in assigned):
             info = inputs.experts[name].info

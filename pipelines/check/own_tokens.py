@@ -43,11 +43,6 @@ class MeasuredTokens:
         )
 
 
-def find_own_tokens(inputs: Inputs) -> set[str]:
-    """Return the names of the experts that read tokens of their own."""
-    return {a.teacher.name for assigned in inputs.scoring.values() for a in assigned if a.encoder is not None}
-
-
 def measure_own_tokens(inputs: Inputs, engine: RolloutEngine, compare: CompareTokens) -> list[MeasuredTokens]:
     """Compare the student, which the engine holds, with every expert that reads tokens of its own."""
     assigned = {domain: own[0] for domain, own in inputs.scoring.items() if own[0].encoder is not None}

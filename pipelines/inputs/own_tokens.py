@@ -61,6 +61,11 @@ def refuse_unfit_tokens(config: PipelineConfig, scoring: Mapping[str, tuple[Weig
                 )
 
 
+def find_own_tokens(scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[str]:
+    """Return the names of the teachers that read tokens of their own. `scoring`: `Inputs.scoring`."""
+    return {a.teacher.name for assigned in scoring.values() for a in assigned if a.encoder is not None}
+
+
 def build_encoders(
     student: ModelInfo, student_tokenizer: Any, tokenizers: Mapping[str, Any], scorers: Mapping[str, RoutedExpert]
 ) -> dict[str, ResponseEncoder]:

@@ -16,7 +16,7 @@ from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
-from pipelines.inputs.own_tokens import reads_own_tokens
+from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.read import Inputs, as_teacher
 
 
@@ -56,17 +56,16 @@ class StartingExams:
 
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
             evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
+            if not evaluations:
+                return Evaluation(model=EXPERT, scores={})
             evaluation = combine_evaluations(evaluations, EXPERT)
             if len(evaluation.cached) < len(domains):  # then the engine has held an expert
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
         # The engine reads and writes the student's tokens, which say nothing to an expert with tokens of its own.
-        digests = {
-            domain: teacher.digest
-            for domain, teacher in inputs.teachers.items()
-            if not reads_own_tokens(self.config, teacher.name)
-        }
+        strangers = find_own_tokens(inputs.scoring)
+        digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
         for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
             self.display.say(
                 f"expert {inputs.teachers[domain].name} reads tokens of its own: it takes no exam on {domain}"

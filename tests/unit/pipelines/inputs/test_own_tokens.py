@@ -13,9 +13,12 @@ from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError
 from opd.prompts.encode import load_tokenizer
 from opd.prompts.turn_ends import find_turn_end
+from pipelines.baselines.run import check_methods
+from pipelines.evaluation.matrix import _domains_by_expert
 from pipelines.inputs.early_checks import refuse_at_once
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.show_prompts import show_prompts
+from pipelines.merging.manifest import make_manifest
 from pipelines.serve import serve_teachers
 from teachers.flight.access import ListenAddress
 from tests.tokenizers import train_byte_level, train_sentencepiece
@@ -122,6 +125,21 @@ def test_a_server_of_teachers_has_no_tokens_of_their_own(foreign: Any) -> None:
     config, door = load_pipeline(foreign.write()), cast(ListenAddress, None)  # nothing listens yet
     with pytest.raises(ConfigError, match="the student's tokens"):
         serve_teachers(config, door, print, print)
+
+
+def test_the_manifest_knows_the_experts_tokenizer(foreign: Any) -> None:
+    config = load_pipeline(foreign.write())
+    facts = make_manifest(config, read_inputs(config))["experts"]
+    assert "tokenizer.json" in facts["rev"]["config"]
+    assert list(facts["up"]["config"]) == ["config.json"]
+
+
+def test_baselines_and_the_matrix_have_no_expert_with_tokens_of_its_own(foreign: Any) -> None:
+    config = load_pipeline(foreign.write())
+    inputs = read_inputs(config)
+    with pytest.raises(ConfigError, match="tokens of its own"):
+        check_methods(config, inputs, ["opd"])
+    assert [teacher.name for teacher in _domains_by_expert([inputs])] == ["up"]
 
 
 def test_the_end_of_a_turn_is_what_the_template_writes() -> None:
