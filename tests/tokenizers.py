@@ -31,12 +31,14 @@ def train_byte_level(size: int, sentences: Sequence[str] = SENTENCES, *, prefix:
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
-def train_sentencepiece(size: int, sentences: Sequence[str] = SENTENCES, *, fallback: bool = True) -> Any:
+def train_sentencepiece(
+    size: int, sentences: Sequence[str] = SENTENCES, *, fallback: bool = True, more_specials: Sequence[str] = ()
+) -> Any:
     """Return a tokenizer like Llama 2's, which puts a blank in front of a text. `fallback`: it has a token for each byte."""
     backend = Tokenizer(models.BPE(byte_fallback=fallback, unk_token="<unk>", fuse_unk=True))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    specials = ["<unk>", "<s>", "<end>"]
+    specials = ["<unk>", "<s>", "<end>", *more_specials]
     byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)] if fallback else []
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*specials, *byte_tokens], show_progress=False)
     backend.train_from_iterator(sentences, trainer)
