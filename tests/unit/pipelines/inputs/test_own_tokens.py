@@ -11,16 +11,20 @@ import pytest
 
 from opd.config import load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError
+from opd.live.interfaces import Display
 from opd.prompts.encode import load_tokenizer
 from opd.prompts.turn_ends import find_turn_end
+from opd.run.paths import RunPaths
 from pipelines.baselines.run import check_methods
 from pipelines.evaluation.matrix import _domains_by_expert
 from pipelines.inputs.early_checks import refuse_at_once
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.show_prompts import show_prompts
+from pipelines.merging.exams import StartingExams
 from pipelines.merging.manifest import make_manifest
 from pipelines.serve import serve_teachers
 from teachers.flight.access import ListenAddress
+from tests.exams import Measuring
 from tests.tokenizers import train_byte_level, train_sentencepiece
 from tests.unit.pipelines.inputs.test_teacher_prompts import sample
 
@@ -140,6 +144,17 @@ def test_baselines_and_the_matrix_have_no_expert_with_tokens_of_its_own(foreign:
     with pytest.raises(ConfigError, match="tokens of its own"):
         check_methods(config, inputs, ["opd"])
     assert [teacher.name for teacher in _domains_by_expert([inputs])] == ["up"]
+
+
+def test_the_expert_takes_no_exam(foreign: Any) -> None:
+    config, paths, said = load_pipeline(foreign.write()), RunPaths(foreign.root / "run"), list[str]()
+    paths.root.mkdir()
+    shown: Any = type("Shown", (Display,), {"say": lambda _, line: said.append(line)})()
+    parts: Any = Measuring(paths, shown)
+    before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
+    assert set(before.scores) == {"reverse", "upper"} and set(expert.scores) == {"upper"}
+    assert "expert up" in parts.asked and "expert rev" not in parts.asked
+    assert "expert rev reads tokens of its own: it takes no exam on reverse" in said
 
 
 def test_the_end_of_a_turn_is_what_the_template_writes() -> None:
