@@ -135,7 +135,8 @@ def _build_block(head: str, rows: Sequence[ScoredRow], dtype: torch.dtype) -> Al
     """Build the block of rows of one teacher."""
     import torch
 
-    states, columns = [], []
+    states: list[Tensor] = []
+    columns: list[tuple[Tensor, ...]] = []
     for row in rows:
         answer: AlignedStates = row.answer
         behaviours = [row.rollout.behaviour_logprobs[position] for position in row.rollout.trained_positions]

@@ -172,7 +172,12 @@ class TeacherPromptSpec:
         return {**self.student_variables, **line.variables, **own}
 
     def write_prompt(self, line: PromptLine) -> tuple[str | Messages, list[str]]:
-        """Return the prompt for a row, and the contents of messages that are not the row's. Raises: as `TeacherPromptWriter`."""
+        """Return the prompt for a row, and the contents of messages that are not the row's; nothing for a row without text.
+
+        Raises: what `TeacherPromptWriter.write_messages` raises.
+        """
+        if not _asks(line):
+            return "", []
         return (line.prompt, []) if self._writer is None else self._writer.write_messages(line)
 
     @cached_property
@@ -220,7 +225,7 @@ def _encode_rows(spec: TeacherPromptSpec, rows: Rows, domain: str) -> Iterator[t
         required: list[list[str]] = []
         for place, line in enumerate(lines, start=start):
             try:
-                messages, own = spec.write_prompt(line) if _asks(line) else ("", [])
+                messages, own = spec.write_prompt(line)
             except (TemplateError, ValueError) as error:
                 raise _make_error(spec, rows, domain, place, str(error)) from None
             prompts.append(messages)

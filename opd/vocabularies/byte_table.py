@@ -60,7 +60,8 @@ def read_byte_table(tokenizer: Any) -> ByteTable:
         raise ValueError(f"a tokenizer whose decoder ({shown}) does not tell the bytes of a token")
     letters = {letter: byte for byte, letter in _byte_letters().items()}
     names = {i: name for name, i in tokenizer.get_vocab().items()}
-    written, fallback = [], set()
+    written: list[bytes] = []
+    fallback: set[int] = set()
     for i in range(max(names) + 1):
         name = names.get(i, "")
         as_byte = _BYTE.fullmatch(name) if is_sentencepiece else None

@@ -56,7 +56,8 @@ class ResponseEncoder:
         """Return a response, [N] ids of the student's, in the teacher's tokens. Raises: UnreadableResponseError."""
         ids: list[int] = []
         # A special token counts as one byte on both sides, so that it is a chunk of its own.
-        student_lengths, teacher_lengths = [], []
+        student_lengths: list[int] = []
+        teacher_lengths: list[int] = []
         for special, part in groupby(token_ids, lambda i: i if i in self._student.special else None):
             own = list(part)
             if special is None:

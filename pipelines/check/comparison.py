@@ -133,7 +133,8 @@ class Comparer:
     ) -> TokensComparison:
         """Measure a teacher with another tokenizer against the student, on the student's responses in the teacher's tokens."""
         options = replace(self._options, payload=OWN_TOKENS, shared_tokens={teacher.name: shared})
-        scorer, broken = make_scorer("transformers", options), {}
+        scorer = make_scorer("transformers", options)
+        broken: dict[str, str] = {}
         loss_head = LossHead(self._loss_head.weight, replace(self._loss, objective=AlignedKL()))
         try:
             head = Head(scorer.head(teacher), scorer.head_rule(teacher))

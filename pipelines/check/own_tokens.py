@@ -60,7 +60,8 @@ def _measure_expert(
     expert: WeightedTeacher, domain: str, rollouts: Sequence[Rollout], compare: CompareTokens
 ) -> MeasuredTokens:
     assert expert.encoder is not None and expert.prompts is not None
-    encoded, unreadable = [], []
+    encoded: list[EncodedRollout] = []
+    unreadable: list[str] = []
     for rollout in rollouts:
         try:
             encoded.append(expert.encoder.encode_rollout(rollout, expert.prompts(rollout)))
