@@ -78,6 +78,8 @@ class ResponseEncoder:
 
     def encode_rollout(self, rollout: Rollout, prompt_ids: tuple[int, ...]) -> EncodedRollout:
         """Return a rollout as the teacher reads it, behind its own prompt [P]. Raises: UnreadableResponseError."""
+        if rollout.num_trained < len(rollout.response_ids):
+            raise UnreadableResponseError("tokens without loss, which a piece of text cannot leave out")
         encoded = self.encode_response(rollout.response_ids)
         length = len(prompt_ids) + len(encoded.token_ids)
         if self._context is not None and length > self._context:

@@ -134,6 +134,10 @@ def test_a_response_that_the_teacher_cannot_read_is_left_out_by_its_id(
     readable = [i for i in range(len(own)) if i not in own.all_special_ids]
     good = Rollout.from_tokens("000001/reverse/0", tuple(readable[:3]), tuple(readable[:5]), "reverse")
     bad = Rollout.from_tokens("000001/reverse/1", tuple(readable[:3]), (5, own.pad_token_id), "reverse")
-    targets = foreign_pool(model_dir)[0].score([good, bad])
-    assert [row.rollout.sample_id for row in read_rows(targets)] == [good.sample_id]
+    empty = Rollout.from_tokens("000001/reverse/2", tuple(readable[:3]), (), "reverse")
+    made, _ = foreign_pool(model_dir)
+    targets = made.score([good, bad, empty])
+    rows = {row.rollout.sample_id: row for row in read_rows(targets)}
+    assert sorted(rows) == [good.sample_id, empty.sample_id]
+    assert len(gradient(list(rows.values()), made, AlignedKL())) == len(good.response_ids)
     assert targets.quarantined == {bad.sample_id: "teacher foreign: the special token '<pad>', which the teacher lacks"}

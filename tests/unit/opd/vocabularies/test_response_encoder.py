@@ -134,6 +134,10 @@ def test_a_rollout_comes_back_as_it_was() -> None:
     short = ResponseEncoder(own, other, {own.eos_token_id: other.eos_token_id}, context=4)
     with pytest.raises(UnreadableResponseError, match="context of 4"):
         short.encode_rollout(rollout, (5, 6, 7))
+    mask = [False, *[True] * (len(ids) - 1)]
+    part = make_rollout(sample_id="a", step=3, domain="d", prompt_ids=(1,), response_ids=ids, loss_mask=mask)
+    with pytest.raises(UnreadableResponseError, match="without loss"):
+        encoder.encode_rollout(part, (5,))
 
 
 def test_a_tokenizer_whose_tokens_have_no_bytes_is_refused() -> None:
