@@ -90,7 +90,9 @@ class AlignedStates(Answer):
 
         logq_M_V = states.logprobs()
         token_M = torch.tensor(states.token_ids, dtype=torch.long)
-        shared_M_V = logq_M_V if states.shared_ids is None else logq_M_V[:, torch.as_tensor(states.shared_ids)]
+        ids_V = slice(None) if states.shared_ids is None else torch.as_tensor(states.shared_ids)
+        # A few rows at a time, because the columns are copied.
+        shared_M = torch.cat([part_V[:, ids_V].logsumexp(-1) for part_V in logq_M_V.split(64)])
         single = (1,) * len(token_M)
         return cls(
             head=states.head,
@@ -99,7 +101,7 @@ class AlignedStates(Answer):
             student_counts=single,
             teacher_counts=single,
             chunk_logprobs=logq_M_V.gather(1, token_M[:, None])[:, 0].tolist(),
-            shared_logprobs=shared_M_V.logsumexp(-1).tolist(),
+            shared_logprobs=shared_M.tolist(),
         )
 
     def join_chunks(self, alignment: Alignment) -> AlignedStates:

@@ -38,15 +38,18 @@ class ResponseEncoder:
     """Encodes a student's responses with a teacher's tokenizer."""
 
     def __init__(self, student: Any, teacher: Any, ends: Mapping[int, int], context: int | None = None) -> None:
-        """`student`, `teacher`: their tokenizers. `ends`: id of each end token of the student -> the teacher's end of a turn.
-        `context`: the most tokens that the teacher reads.
+        """`student`, `teacher`: their tokenizers. `ends`: id of each end token of the student -> the teacher's end of a turn; the
+        first is the student's end of a turn, the others have a token of the same name if there is one. `context`: the most tokens
+        that the teacher reads.
 
         Raises: ValueError if the bytes of a tokenizer's tokens cannot be told.
         """
         self._student, self._teacher = read_byte_table(student), read_byte_table(teacher)
         names = {name: i for i, name in self._teacher.special.items()}
         same = {i: names[name] for i, name in self._student.special.items() if name in names}
-        self._special = {**ends, **{i: own for i, own in same.items() if i not in ends}}
+        turn_end = next(iter(ends), None)
+        self._special = {i: end if i == turn_end else same.get(i, end) for i, end in ends.items()}
+        self._special |= {i: own for i, own in same.items() if i not in ends}
         self._byte_tokens = self._teacher.find_byte_tokens()
         self._backend = build_text_encoder(teacher)
         self._context = context

@@ -95,6 +95,17 @@ def test_what_a_teacher_cannot_read_is_refused() -> None:
         make_encoder(other, own).encode_response([other.unk_token_id])
 
 
+def test_other_ends_than_that_of_a_turn_keep_their_name_if_there_is_one() -> None:
+    own = train_byte_level(300)
+    own.add_special_tokens({"additional_special_tokens": ["<turn>", "<stop>"]})
+    other = train_sentencepiece(340, more_specials=["</s>"])
+    ids = own.convert_tokens_to_ids(["<turn>", "</s>", "<stop>"])
+    encoder = ResponseEncoder(own, other, dict.fromkeys(ids, other.eos_token_id))
+    encoded = encoder.encode_response(ids)
+    assert other.convert_ids_to_tokens(list(encoded.token_ids)) == ["<end>", "</s>", "<end>"]
+    assert encoder.shared.teacher_ids[ids].tolist() == [*encoded.token_ids[:2], -1]
+
+
 def test_shared_tokens_have_the_same_bytes_and_one_counterpart() -> None:
     own, other = train_sentencepiece(340), train_byte_level(400)
     shared = make_encoder(own, other).shared
