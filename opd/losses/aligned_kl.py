@@ -48,11 +48,10 @@ class AlignedKL:
         ratio_C_V = (logp_C_V - mass_C[:, None] - teacher.logq_C_V).masked_fill(~teacher.shared_V, 0.0)
         kl_C = (pi_C_V * ratio_C_V).sum(-1)
         k1_C = student.logp_C - teacher.logq_C
-        advantage_C = (kl_C + mass_C - teacher.shared_logprob_C).where(teacher.first_in_chunk_C, 0.0) - k1_C
-        clipped_C = advantage_C.new_zeros(len(advantage_C), dtype=bool)
-        if self.advantage_clip is not None:
-            clipped_C = (advantage_C.abs() > self.advantage_clip) & ~teacher.single_C
-            advantage_C = advantage_C.clamp(-self.advantage_clip, self.advantage_clip)
+        free_C = (kl_C + mass_C - teacher.shared_logprob_C).where(teacher.first_in_chunk_C, 0.0) - k1_C
+        bound = self.advantage_clip
+        advantage_C = free_C if bound is None else free_C.clamp(-bound, bound)
+        clipped_C = (advantage_C != free_C) & ~teacher.single_C
         w_C = (student.logp_C - student.behaviour_C).exp()
         sampled_C = (-w_C * advantage_C).masked_fill(teacher.single_C, 0.0)
         p_slope_C_V = (pi_C_V * (ratio_C_V - kl_C[:, None])).masked_fill(~teacher.single_C[:, None], 0.0)
