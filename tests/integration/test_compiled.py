@@ -89,9 +89,8 @@ def test_the_loss_that_is_compiled_for_a_gpu_takes_chunks_of_any_length(
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize(
-    "kind", ["packed", pytest.param("trees", marks=pytest.mark.slow), pytest.param("lora", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["packed", "trees", "lora"])
 def test_steps_of_a_compiled_trainer_are_those_of_an_eager_one(
     kind: str, ray: None, tmp_path: Path, make_model_dir: Callable[..., Path]
 ) -> None:

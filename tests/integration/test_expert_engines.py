@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -52,6 +53,7 @@ def with_three_engines(root: Path, pipeline: dict[str, Any], served_model: tuple
     return pipeline
 
 
+@pytest.mark.slow
 def test_three_engines_in_one_merge_that_is_killed_and_resumed(
     tmp_path: Path, pipeline: dict[str, Any], served_model: tuple[Path, str]
 ) -> None:

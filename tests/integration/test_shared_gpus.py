@@ -148,7 +148,8 @@ def test_a_trainer_is_on_one_machine_wherever_one_has_room() -> None:
             assert said is not None and "the trainer's 6 ranks are on several nodes" in said
 
 
-@pytest.mark.parametrize("gpus", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [2, 8])
 def test_a_merge_on_gpus_that_all_roles_share(
     gpus: int, tmp_path: Path, make_model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
