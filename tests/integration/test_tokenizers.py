@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -48,6 +49,7 @@ def with_other_tokens(root: Path, pipeline: dict[str, Any], make_model_dir: Call
     return pipeline
 
 
+@pytest.mark.slow
 def test_an_expert_with_another_tokenizer_in_a_merge_that_is_killed_and_resumed(
     tmp_path: Path, pipeline: dict[str, Any], make_model_dir: Callable[..., Path]
 ) -> None:
