@@ -25,9 +25,9 @@ TOKENIZER_FILES = (
 """Files that decide how text becomes tokens, and which tokens end a response. A merged model gets its student's."""
 
 STUDENT_FILES = (*CONFIG_FILES, *TOKENIZER_FILES)
-"""The files of a student that matter. Of an expert only `CONFIG_FILES` matter, because it scores, and answers its exam, with
-the student's tokenizer, chat template and end tokens. Its own vocabulary and end tokens are compared with the student's at
-every start.
+"""The files of a student that matter, and of an expert that reads tokens of its own. Of other experts only `CONFIG_FILES` matter,
+because they score, and answer their exams, with the student's tokenizer, chat template and end tokens. Their own vocabulary and end tokens
+are compared with the student's at every start.
 """
 
 

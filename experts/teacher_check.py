@@ -8,15 +8,22 @@ from pathlib import Path
 from experts.model_dir import ModelInfo, token_map
 from opd.errors import ModelError
 
-_TRAIN_AGAIN = "fine-tune the expert from the student's family, with the student's tokenizer"
+_OTHER_TOKENS = (
+    "fine-tune the expert from the student's family, with the student's tokenizer, or let it read its own tokens: give it "
+    "`engine: {kind: transformers, payload: aligned_states}` and its domain `objective: {kind: aligned_kl}`"
+)
 _MAX_LISTED = 5
 
 
-def check_fits(student: ModelInfo, expert: ModelInfo, expert_name: str) -> list[str]:
+def check_fits(student: ModelInfo, expert: ModelInfo, expert_name: str, *, own_tokens: bool = False) -> list[str]:
     """Check that the expert can score the student's token ids. Returns warnings, one sentence each.
+
+    With `own_tokens` it reads tokens and a chat template of its own, and nothing has to be equal.
 
     Raises: ModelError if a token id means another token in the two vocabularies, or if the end tokens differ.
     """
+    if own_tokens:
+        return []
     _check_vocabulary(student, expert, expert_name)
     _check_eos(student, expert, expert_name)
     return _collect_warnings(student, expert, expert_name)
@@ -35,7 +42,7 @@ def _check_vocabulary(student: ModelInfo, expert: ModelInfo, name: str) -> None:
         f"expert `{name}`: {Path(expert.path) / 'tokenizer.json'}",
         found=difference,
         wanted=f"the id of every token as in {Path(student.path) / 'tokenizer.json'}",
-        fix=_TRAIN_AGAIN,
+        fix=_OTHER_TOKENS,
     )
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
+from opd.config.payloads import OWN_TOKENS
 from opd.config.teachers import FlightTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.machine.signals import raise_interrupt
@@ -48,6 +49,13 @@ def serve_teachers(
             fix="serve the experts of each engine from a pipeline of their own",
         )
     refuse_without_experts(config, "`opd teachers serve`")
+    if engine.payload == OWN_TOKENS:
+        raise ConfigError.at(
+            "teachers.payload",
+            found=OWN_TOKENS,
+            wanted="experts that read the student's tokens: a server has neither its tokenizer nor the rows",
+            fix="start the engine in the merge",
+        )
     for name in config.teacher_prompts:
         raise ConfigError.at(
             name_prompt(config, name),

@@ -20,6 +20,7 @@ from opd.rollouts.processes import engine_env
 from opd.stream.part_files import PartsDirectory
 from opd.stream.part_summaries import parse_summary
 from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherRequest
+from opd.vocabularies.response_encoder import UnreadableResponseError
 from teachers.scorers import ScorerOptions, batch_tokens
 from teachers.scorers.rows import split_batches
 from teachers.shares import TeacherRows, assign_rows
@@ -82,7 +83,8 @@ class Pool:
             self._env |= engine_env(processes_per_worker) | {"VLLM_CPU_KVCACHE_SPACE": str(spec.kv_cache_gib)}
         self._engine = spec.engine
         self._first_worker = spec.first_worker
-        self._options = spec.scorer
+        encoders = {a.teacher.name: a.encoder for part in routes.values() for a in part if a.encoder is not None}
+        self._options = replace(spec.scorer, shared_tokens={name: own.shared for name, own in encoders.items()})
         self._workers = [self._spawn_worker(index) for index in range(spec.workers)]
         self._stopped = False
         self._teacher_heads: dict[str, tuple[Teacher, HeadSource]] = {}
@@ -121,10 +123,13 @@ class Pool:
 
         Raises: RunError for a domain without a teacher.
         """
-        shares = assign_rows(list(self._group_by_teacher(rollouts)), self._num_workers, self._cut_batches)
+        groups, broken = self._group_by_teacher(rollouts)
+        shares = assign_rows(groups, self._num_workers, self._cut_batches)
         restarted: list[str] = []
-        pending = [self._begin_share(index, share, directory) for index, share in enumerate(shares)]
-        source = self._iterate_parts(shares, pending, directory, restarted)
+        # The first worker reports the responses that none can score.
+        reported = [broken, *({} for _ in shares[1:])]
+        pending = [self._begin_share(i, share, directory, reported[i]) for i, share in enumerate(shares)]
+        source = self._iterate_parts(shares, pending, directory, reported, restarted)
         return self._build_stream(rollouts, source, restarted)
 
     def _build_stream(
@@ -193,9 +198,10 @@ class Pool:
         shares: Sequence[Sequence[TeacherRows]],
         pending: list[PendingParts],
         directory: PartsDirectory | None,
+        broken: Sequence[Mapping[str, str]],
         restarted: list[str],
     ) -> Iterator[StreamPart]:
-        """Yield the parts of all workers as they arrive. `pending`: for each worker, the parts under way.
+        """Yield the parts of all workers as they arrive. `pending`: for each worker, the parts under way; `broken`: what it reports.
 
         A worker that dies is restarted once and scores its whole share again. As many of its parts as had arrived before
         its death are then skipped.
@@ -212,7 +218,7 @@ class Pool:
                 text = pending[index][0][0].wait_for_result(timeout_s=self._timeout_s)
             except cluster.WorkerDied as error:
                 index = self.restart_worker(error, restarted)
-                pending[index] = self._begin_share(index, shares[index], directory, num_parts[index])
+                pending[index] = self._begin_share(index, shares[index], directory, broken[index], num_parts[index])
                 num_parts[index], num_skipped[index] = 0, num_parts[index]
                 continue
             _, handle = pending[index].popleft()
@@ -225,12 +231,17 @@ class Pool:
                 yield StreamPart(handle=handle, summary=parse_summary(text), driver_bytes=len(text))
 
     def _begin_share(
-        self, index: int, share: Sequence[TeacherRows], directory: PartsDirectory | None, written: int = 0
+        self,
+        index: int,
+        share: Sequence[TeacherRows],
+        directory: PartsDirectory | None,
+        broken: Mapping[str, str],
+        written: int = 0,
     ) -> PendingParts:
         """Let worker `index` score these groups, and ask it for its first parts. `written`: parts that came in the step already."""
         number = self._first_worker + index
         # Not waited for: a worker does its calls in order, so the parts come after this.
-        self._workers[index].submit(TeacherWorker.begin_rows, share, number, directory, written)
+        self._workers[index].submit(TeacherWorker.begin_rows, share, number, directory, written, broken)
         return deque(self._next_part(index) for _ in range(PARTS_AHEAD))
 
     def _next_part(self, index: int) -> tuple[Pending[bytes | None], Any]:
@@ -273,8 +284,8 @@ class Pool:
         teacher, _, rows = group
         return list(split_batches(rows, batch_tokens(self._engine), share=weight_key(teacher) in self._share_prompts))
 
-    def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> Iterator[TeacherRows]:
-        """Yield one group of rows for each pair of a domain and one of its teachers.
+    def _group_by_teacher(self, rollouts: Sequence[Rollout]) -> tuple[list[TeacherRows], dict[str, str]]:
+        """Return a group of rows for each pair of a domain and one of its teachers, and sample id -> why the teacher cannot read it.
 
         Raises: RunError for a domain without a teacher.
         """
@@ -282,11 +293,26 @@ class Pool:
         by_domain: dict[str, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             by_domain[rollout.domain].append(rollout)
+        groups: list[TeacherRows] = []
+        broken: dict[str, str] = {}
         for domain, rows in sorted(by_domain.items()):
             for assigned in self._routes[domain]:
-                prompts = assigned.prompts
-                own_rows = rows if prompts is None else [rollout.as_read_by(prompts(rollout)) for rollout in rows]
-                yield assigned.teacher, assigned.weight, tuple(own_rows)
+                groups.append((assigned.teacher, assigned.weight, tuple(_convert_rows(assigned, rows, broken))))
+        return groups, broken
+
+
+def _convert_rows(assigned: WeightedTeacher, rows: Sequence[Rollout], broken: dict[str, str]) -> Iterator[Rollout]:
+    """Yield the rows as a teacher reads them, without those that it cannot read: these get an entry in `broken`, id -> reason."""
+    for rollout in rows:
+        if assigned.prompts is None:
+            yield rollout
+        elif assigned.encoder is None:
+            yield rollout.as_read_by(assigned.prompts(rollout))
+        else:
+            try:
+                yield assigned.encoder.encode_rollout(rollout, assigned.prompts(rollout))
+            except UnreadableResponseError as error:
+                broken[rollout.sample_id] = f"teacher {assigned.teacher.name}: {error}"
 
 
 def worker_name(number: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 
 import numpy as np
 
@@ -55,23 +56,34 @@ class TeacherWorker:
         return head_array(self._scorer.head(teacher))
 
     def begin_rows(
-        self, groups: Sequence[TeacherRows], worker: int, directory: PartsDirectory | None = None, written: int = 0
+        self,
+        groups: Sequence[TeacherRows],
+        worker: int,
+        directory: PartsDirectory | None = None,
+        written: int = 0,
+        broken: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Prepare to score these groups, the share of the next step; `next_part` then scores them.
+
+        `broken`: sample id -> reason, for responses that no teacher can read; the first part says so.
 
         `worker` is the number that marks this worker's parts in the stream. Those from number `written` on are written into
         `directory` if this process reaches it; a worker before this one wrote the others.
         """
-        self._parts = self._make_parts(groups, worker, directory, written)
+        self._parts = self._make_parts(groups, worker, directory, written, dict(broken))
 
     def next_part(self) -> EncodedPart | tuple[None, None]:
         """Return the next part, scored now; None twice after the last one."""
         return next(self._parts, (None, None))
 
     def _make_parts(
-        self, groups: Sequence[TeacherRows], worker: int, directory: PartsDirectory | None, written: int
+        self,
+        groups: Sequence[TeacherRows],
+        worker: int,
+        directory: PartsDirectory | None,
+        written: int,
+        broken: dict[str, str],
     ) -> Iterator[EncodedPart]:
-        broken: dict[str, str] = {}
         names = [teacher.name for teacher, _, _ in groups]
         encoding: deque[Future[EncodedPart]] = deque()
         for rows, record in cut_parts(self._score_rows(groups, broken), worker=worker, broken=broken, teachers=names):

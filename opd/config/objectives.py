@@ -27,6 +27,7 @@ OBJECTIVES = {
     "skew": "opd.losses.skew:SkewConfig",
     "sampled": "opd.losses.sampled:SampledConfig",
     "top_k": "opd.losses.top_k:TopKConfig",
+    "aligned_kl": "opd.losses.aligned_kl:AlignedKLConfig",
     "none": "opd.losses.none:NoDivergenceConfig",
 }
 """`objective.kind` -> the class of its section. Only the class of the kind in use is imported, when it is used."""

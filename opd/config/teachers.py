@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from opd.config.payloads import PayloadName
+from opd.config.payloads import OWN_TOKENS, PayloadName
 from opd.machine.address import LOOPBACK, parse_url, strip_secret
 from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Name, Strict, UserPath
@@ -80,7 +80,8 @@ class Teachers(Strict):
     engine: str
     payload: PayloadName = "hidden_states"
     """Sent per trained token: the last hidden state (for all objectives but `top_k`), the sampled token's log-prob, or
-    those of the `objective.k` likeliest tokens."""
+    those of the `objective.k` likeliest tokens; `aligned_states` (for `aligned_kl`): of an expert with another tokenizer, see
+    docs/tokenizers.md."""
     dtype: DType = "float32"
     """Compute type of teachers and type of what they send; servers compute in their own."""
     queue: Annotated[ByteSize, Field(gt=0), OrAuto(256 << 20)] = Field(AUTO, validate_default=True)
@@ -95,6 +96,12 @@ class Teachers(Strict):
     def _check_payload(self) -> Teachers:
         if self.payload == "none" and self.engine != "none":
             raise _teachers_error("payload", f"none, with teachers.engine {self.engine}", "what teachers are to send")
+        if self.payload == OWN_TOKENS and self.engine != "transformers":
+            raise _teachers_error(
+                "payload",
+                f"{OWN_TOKENS}, with teachers.engine {self.engine}",
+                "another payload, or teachers.engine transformers",
+            )
         return self
 
     @property

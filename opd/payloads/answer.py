@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opd.interfaces import ScoredRow
     from opd.losses.blocks import Block
     from opd.models.heads import Head
+    from opd.vocabularies.alignment import Alignment
 
 Columns = tuple[tuple[str, pa.DataType], ...]
 """Name and Arrow type of each column; every name is also a field of the answer."""
@@ -42,6 +43,8 @@ class TeacherStates:
     """Function that computes [N, V] the log-probs, float32 on the CPU."""
     top_k: int
     """The pipeline's `objective.k`: how many of the likeliest tokens an answer may need."""
+    shared_ids: Sequence[int] | None = None
+    """The teacher's ids of the tokens that the student's vocabulary has, too; None: all."""
 
 
 class Answer(ABC):
@@ -75,6 +78,10 @@ class Answer(ABC):
     def select_tokens(self, part: slice, num: int) -> Answer:
         """Return the answer about these consecutive ones of the `num` trained tokens."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided among ranks that share a row")
+
+    def join_chunks(self, alignment: Alignment) -> Answer:
+        """Return the answer about the student's tokens, if this is about the tokens of a teacher with another tokenizer."""
+        raise NotImplementedError(f"{type(self).__name__} is about the student's own tokens")
 
     def width(self, num: int) -> int | None:
         """Return the number of values per token if that must be equal in all rows of a stream, such as K; else None.

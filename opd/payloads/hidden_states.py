@@ -80,7 +80,7 @@ class HiddenStates(Answer):
     def states(self, dtype: torch.dtype) -> Tensor:
         """Return [N, D] the states as a tensor."""
         # A copy: the stream's buffer is read-only shared memory, which torch does not accept silently.
-        return _bytes_to_states(bytearray(self.hidden), self.hidden_size, dtype)
+        return bytes_to_states(bytearray(self.hidden), self.hidden_size, dtype)
 
     def logprobs(self, token_ids: Sequence[int], dtype: torch.dtype, head: Head) -> Tensor:
         """Return [N] the teacher's log-prob of each trained token; `head` is cut to the vocabulary."""
@@ -125,10 +125,10 @@ class HiddenStates(Answer):
 
 def _join_states(answers: Sequence[HiddenStates], dtype: torch.dtype) -> Tensor:
     """Return [N, D] the states of several responses, in one copy."""
-    return _bytes_to_states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
+    return bytes_to_states(bytearray().join(answer.hidden for answer in answers), answers[0].hidden_size, dtype)
 
 
-def _bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
+def bytes_to_states(raw: bytearray, width: int, dtype: torch.dtype) -> Tensor:
     """Return [N, D] the bytes as a tensor, which shares their memory."""
     import torch
 

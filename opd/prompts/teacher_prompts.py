@@ -148,13 +148,14 @@ class TeacherPromptTable:
         return {int(number): index for index, number in enumerate(self.rows.row_numbers())}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherPromptSpec:
     """All that decides what a teacher reads in a domain."""
 
     key: str
     """The prompt's place in the pipeline, for errors."""
-    config: TeacherPromptConfig
+    config: TeacherPromptConfig | None
+    """None: the row's own messages, or its text, in the tokens and by the template of `tokenizer`."""
     tokenizer: Any
     """The tokenizer with the teacher's chat template: `load_teacher_tokenizer`."""
     student_tokenizer: Any
@@ -162,10 +163,26 @@ class TeacherPromptSpec:
     """See `encode_prompt`."""
     student_variables: Mapping[str, Any]
     """Variables of the student's chat template."""
+    own_tokens: bool = False
+    """True if the tokenizer is another one than the student's."""
 
     def list_variables(self, line: PromptLine) -> dict[str, Any]:
         """Return the variables of the teacher's chat template for a row."""
-        return {**self.student_variables, **line.variables, **self.config.template_kwargs}
+        own = {} if self.config is None else self.config.template_kwargs
+        return {**self.student_variables, **line.variables, **own}
+
+    def write_prompt(self, line: PromptLine) -> tuple[str | Messages, list[str]]:
+        """Return the prompt for a row, and the contents of messages that are not the row's; nothing for a row without text.
+
+        Raises: what `TeacherPromptWriter.write_messages` raises.
+        """
+        if is_blank(line.prompt):
+            return "", []
+        return (line.prompt, []) if self._writer is None else self._writer.write_messages(line)
+
+    @cached_property
+    def _writer(self) -> TeacherPromptWriter | None:
+        return None if self.config is None else TeacherPromptWriter(self.config)
 
 
 def render_teacher_prompt(spec: TeacherPromptSpec, rows: Rows, domain: str, place: int) -> str:
@@ -174,7 +191,7 @@ def render_teacher_prompt(spec: TeacherPromptSpec, rows: Rows, domain: str, plac
 
     line = rows[place]
     try:
-        messages, _ = TeacherPromptWriter(spec.config).write_messages(line)
+        messages, _ = spec.write_prompt(line)
         return render_prompt(spec.tokenizer, messages, spec.day, **spec.list_variables(line))
     except (TemplateError, ValueError, TypeError) as error:
         raise _make_error(spec, rows, domain, place, str(error)) from None
@@ -187,7 +204,7 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
     """
     rows = prompts.rows
     cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer")
-    settings = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json")}
+    settings = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json") if spec.config else None}
     tokens = open_batches(
         f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings)}" if cached else "",
         SCHEMA,
@@ -202,14 +219,13 @@ def _encode_rows(spec: TeacherPromptSpec, rows: Rows, domain: str) -> Iterator[t
     """Yield a row of `SCHEMA` for each prompt. Raises: PromptError."""
     from jinja2 import TemplateError
 
-    writer = TeacherPromptWriter(spec.config)
     for start in range(0, len(rows), ENCODED_AT_ONCE):
         lines = rows.read_lines(start, start + ENCODED_AT_ONCE)
-        prompts: list[Messages] = []
+        prompts: list[str | Messages] = []
         required: list[list[str]] = []
         for place, line in enumerate(lines, start=start):
             try:
-                messages, own = ([], []) if is_blank(line.prompt) else writer.write_messages(line)
+                messages, own = spec.write_prompt(line)
             except (TemplateError, ValueError) as error:
                 raise _make_error(spec, rows, domain, place, str(error)) from None
             prompts.append(messages)
@@ -223,7 +239,7 @@ def _encode_rows(spec: TeacherPromptSpec, rows: Rows, domain: str) -> Iterator[t
 
 def _encode_batch(
     spec: TeacherPromptSpec,
-    prompts: Sequence[Messages],
+    prompts: Sequence[str | Messages],
     variables: Sequence[Mapping[str, Any]],
     required: Sequence[Sequence[str]],
     rows: Rows,
@@ -251,19 +267,26 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
     """
     from jinja2 import TemplateError
 
-    writer = TeacherPromptWriter(spec.config)
     for place in range(min(PROVEN, len(prompts.rows))):
         line = prompts.rows[place]
-        if is_blank(line.prompt) or (spec.config.template is None and not isinstance(line.prompt, str)):
+        if is_blank(line.prompt) or not _may_differ(spec, line):
             continue
         try:
-            messages, _ = writer.write_messages(line)
+            messages, _ = spec.write_prompt(line)
+            assert not isinstance(messages, str)
             gap = _find_gap(spec.tokenizer, messages, spec.day, spec.list_variables(line))
         except (TemplateError, ValueError, TypeError) as error:
             raise _make_error(spec, prompts.rows, prompts.domain, place, str(error)) from None
         if gap != _find_student_gap(spec, line):
             fault = f"a chat template that writes {gap!r:.60} between its prompt and an answer; the student's response has no such text"
             raise _make_error(spec, prompts.rows, prompts.domain, place, fault)
+
+
+def _may_differ(spec: TeacherPromptSpec, line: PromptLine) -> bool:
+    """Return True if the teacher's template may treat a response otherwise than the student's does."""
+    if isinstance(line.prompt, str):
+        return spec.config is not None
+    return spec.own_tokens or (spec.config is not None and spec.config.template is not None)
 
 
 def _find_student_gap(spec: TeacherPromptSpec, line: PromptLine) -> str:

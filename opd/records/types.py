@@ -16,6 +16,8 @@ from opd.records.sums import Sums
 if TYPE_CHECKING:
     from opd.records.episodes import EpisodeResult, EpisodeStats
     from opd.records.rewards import PolicyReport
+    from opd.vocabularies.alignment import Alignment
+    from opd.vocabularies.response_encoder import ResponseEncoder
 
 Origin = Literal["policy", "masked", "environment", "blocked", "teacher", "taught"]
 """Why a response token is there, and whether it is trained: see `Span`."""
@@ -152,8 +154,21 @@ class Rollout:
         values = {column.name: getattr(self, column.name) for column in fields(Rollout)}
         return TeacherRollout(**values | {"prompt_ids": prompt_ids}, student_prompt_ids=self.prompt_ids)
 
+    def as_encoded(
+        self, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...], alignment: Alignment
+    ) -> EncodedRollout:
+        """Return the rollout in the tokens of a teacher with another tokenizer: its own prompt [P] and the response [M]."""
+        values = {own.name: getattr(self, own.name) for own in fields(Rollout)}
+        values |= {
+            "prompt_ids": prompt_ids,
+            "response_ids": response_ids,
+            "behaviour_logprobs": (0.0,) * len(response_ids),
+            "spans": (Span(length=len(response_ids), origin="policy", policy_version=self.policy_version),),
+        }
+        return EncodedRollout(**values, sampled=self, alignment=alignment)
+
     def as_sampled(self) -> Rollout:
-        """Return the rollout as the student wrote it: the inverse of `as_read_by`."""
+        """Return the rollout as the student wrote it: the inverse of `as_read_by` and `as_encoded`."""
         return self
 
     @property
@@ -214,6 +229,19 @@ class TeacherRollout(Rollout):
     def as_sampled(self) -> Rollout:
         values = {column.name: getattr(self, column.name) for column in fields(Rollout)}
         return Rollout(**values | {"prompt_ids": self.student_prompt_ids})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedRollout(Rollout):
+    """A rollout on its way to a teacher with another tokenizer. Prompt and response are in the teacher's tokens, all of them trained."""
+
+    sampled: Rollout
+    """The rollout as the student wrote it."""
+    alignment: Alignment
+    """Which tokens of the two responses are the same text."""
+
+    def as_sampled(self) -> Rollout:
+        return self.sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,6 +334,8 @@ class WeightedTeacher:
     is negative if the domain's target lies beyond its experts."""
     prompts: TeacherPrompts | None = None
     """What the teacher reads in place of the domain's prompts; None: what the student reads."""
+    encoder: ResponseEncoder | None = None
+    """What puts responses into the teacher's tokens, if these are not the student's; it needs `prompts`. It stays in the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -253,7 +253,8 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
         after = read_accuracy("after", run.after)
     else:
         after = next((point["accuracy"] for point in reversed(_evaluation_curve(run)) if point["step"]), {})
-    compared = before if run.without_teachers else expert
+    # Of a finished merge, an expert without an exam is one that reads tokens of its own.
+    compared = before if run.without_teachers or run.finished else expert
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
 
 
@@ -270,7 +271,7 @@ def _add_intervals(report: dict[str, Any], before: Evaluation, expert: Evaluatio
     shares = []
     for domain, values in report["domains"].items():
         b, a = (make_estimate(x.scores[domain]) for x in (before, after))
-        e = make_estimate(expert.scores[domain]) if expert else None
+        e = make_estimate(expert.scores[domain]) if expert and domain in expert.scores else None
         share = headroom_interval(b, a, e) if e else None
         values |= {
             "before_interval": _accuracy_pair(b),

@@ -8,25 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from opd.config.payloads import OWN_TOKENS
 from opd.errors import RunError
+from opd.losses.aligned_kl import AlignedKL
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.losses.reverse_kl import ReverseKLConfig
 from opd.machine.devices import to_device
 from opd.models.heads import Head, logit_rule
 from opd.models.layouts import find_positions_before_trained, lay_out_single
 from opd.models.weights import load_causal_lm
+from opd.payloads.aligned_states import AlignedRun
 from opd.payloads.hidden_states import HiddenStates
-from opd.records.types import Rollout, Teacher
+from opd.records.types import EncodedRollout, Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.train.batch import build_micro_batch
 from opd.train.student import Student
+from opd.vocabularies.shared_tokens import SharedTokens
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 from teachers.scorers.division import measure_free_memory
@@ -66,6 +70,24 @@ class TeacherComparison:
         return min(measured_nlls) / math.log(vocab_size) if measured_nlls else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensComparison:
+    """Means for one teacher with another tokenizer; None where there was nothing to measure."""
+
+    broken: str = ""
+    """Reason why the teacher cannot be used at all; then there are no figures. Empty if it can."""
+    single: float | None = None
+    """Share of the chunks that are one token on both sides."""
+    student_mass: float | None = None
+    """The student's probability of the tokens that both vocabularies have."""
+    teacher_mass: float | None = None
+    """The teacher's, before each chunk."""
+    gap: float | None = None
+    """The objective's value, nats a token of the student's."""
+    overlap: float | None = None
+    """Share of the chunks of one shared token before which both rank the same shared token first."""
+
+
 class Comparer:
     """Holds the student, and one teacher at a time."""
 
@@ -78,6 +100,7 @@ class Comparer:
         student = Student(lm, objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size)
         self._student = student.to(self._device).eval()
         loss = Loss(objective=objective, chunk=OBJECTIVE.chunk, vocab_size=vocab_size, rule=logit_rule(lm.config))
+        self._loss = loss
         self._loss_head = LossHead(lm.get_output_embeddings().weight.detach().cpu(), loss)
         self._options = ScorerOptions(
             dtype=DTYPE,
@@ -104,6 +127,39 @@ class Comparer:
         except RunError as error:  # about this teacher alone; others can be compared
             return TeacherComparison(broken=str(error))
         return TeacherComparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
+
+    def compare_own_tokens(
+        self, teacher: Teacher, shared: SharedTokens, rollouts: Sequence[EncodedRollout]
+    ) -> TokensComparison:
+        """Measure a teacher with another tokenizer against the student, on the student's responses in the teacher's tokens."""
+        options = replace(self._options, payload=OWN_TOKENS, shared_tokens={teacher.name: shared})
+        scorer = make_scorer("transformers", options)
+        broken: dict[str, str] = {}
+        loss_head = LossHead(self._loss_head.weight, replace(self._loss, objective=AlignedKL()))
+        try:
+            head = Head(scorer.head(teacher), scorer.head_rule(teacher))
+            heads = {scorer.head_key(teacher): head}
+            rows = [row.as_sampled() for batch in scorer.score(teacher, rollouts, broken) for row in batch]
+            if broken:
+                raise RunError(next(iter(broken.values())))
+        except RunError as error:  # about this teacher alone; others can be compared
+            return TokensComparison(broken=str(error))
+        if not rows:
+            return TokensComparison()
+        batch = build_micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
+        tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
+        _, stats = loss_head(self._student_hidden(rows), tokens, [block.with_heads(heads) for block in batch.blocks])
+        blocks = [block for block in batch.blocks if isinstance(block, AlignedRun)]
+        first_N = torch.cat([block.columns.first_N for block in blocks])
+        single_N = torch.cat([block.columns.single_N for block in blocks])
+        one_shared_N = single_N & ~head.weight_V_D[batch.token_N, 0].isnan()
+        return TokensComparison(
+            single=_mean_or_none(single_N[first_N].float().tolist()),
+            student_mass=_mean_or_none(stats.student_mass_N[first_N].tolist()),
+            teacher_mass=_mean_or_none(stats.teacher_mass_N[first_N].tolist()),
+            gap=_mean_or_none(stats.kl_N.tolist()),
+            overlap=_mean_or_none(stats.agree_N[one_shared_N].tolist()),
+        )
 
     def _measure_distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:
         """Return the mean |KL| in nats, and the share of tokens on which both rank the same token first; None without a token."""

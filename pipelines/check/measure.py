@@ -22,10 +22,11 @@ from opd.config.domains import STUDENT, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
-from opd.records.types import Prompt, Rollout, Teacher
+from opd.records.types import EncodedRollout, Prompt, Rollout, Teacher
 from opd.text import Tell, format_or_dash
+from opd.vocabularies.shared_tokens import SharedTokens
 from pipelines.build import start_rollouts
-from pipelines.check.comparison import Comparer, TeacherComparison
+from pipelines.check.comparison import Comparer, TeacherComparison, TokensComparison
 from pipelines.check.judge import (
     CheckFinding,
     MeasuredTeacher,
@@ -36,6 +37,8 @@ from pipelines.check.judge import (
     judge_teachers,
     predicts_texts,
 )
+from pipelines.check.own_tokens import MeasuredTokens, judge_tokens, measure_own_tokens
+from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
@@ -72,6 +75,8 @@ class CheckReport:
     """Disk that the target log takes, in words."""
     numbers: str
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
+    own_tokens: tuple[MeasuredTokens, ...] = ()
+    """Experts with another tokenizer, which are not among `measured`."""
 
     @property
     def failed(self) -> bool:
@@ -110,7 +115,14 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             call = comparer.submit(Comparer.compare_teacher, teacher, responses, texts)
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
+        def compare_tokens(
+            teacher: Teacher, shared: SharedTokens, rollouts: Sequence[EncodedRollout]
+        ) -> TokensComparison:
+            call = comparer.submit(Comparer.compare_own_tokens, teacher, shared, rollouts)
+            return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
+
         engine.wait_ready()
+        own_tokens = measure_own_tokens(inputs, engine, compare_tokens)
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
         self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
@@ -120,10 +132,12 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         *judge_student(self_comparison),
         *template_findings(inputs),
         *judge_teachers(measured, student.vocab_size),
+        *judge_tokens(own_tokens, config.teachers.max_quarantined),
     )
     return CheckReport(
         vocab_size=student.vocab_size,
         measured=tuple(measured),
+        own_tokens=tuple(own_tokens),
         findings=findings,
         memory=tuple(needs),
         numbers=describe_numbers(written, config),
@@ -161,8 +175,10 @@ def measure_teachers(
     """
     student_accuracy = evaluator.evaluate(model=BEFORE).accuracy
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
+    own_tokens = find_own_tokens(inputs.scoring)
     # After the student's prompts these are not what they are in the merge.
     left_out = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
+    left_out -= own_tokens
     if left_out:
         tell(
             f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(left_out))}"
@@ -175,7 +191,7 @@ def measure_teachers(
         (domain, weighted_teacher.teacher)
         for domain, assigned in inputs.routes.items()
         for weighted_teacher in assigned
-        if weighted_teacher.teacher.name not in left_out
+        if weighted_teacher.teacher.name not in left_out | own_tokens
     ]
     teachers = [teacher for _, teacher in routed]
     vocab_size = inputs.student.vocab_size
@@ -300,11 +316,14 @@ def disk_findings(config: PipelineConfig, inputs: Inputs) -> Iterator[CheckFindi
 
 
 def template_findings(inputs: Inputs) -> Iterator[CheckFinding]:
-    """Yield a warning for each expert whose chat template differs from the student's. Other end tokens were refused before."""
-    student_hash = inputs.student.chat_template_hash
+    """Yield a warning for each expert whose chat template differs from the student's, unless it reads its own. Other end tokens were
+    refused before."""
+    student_hash, own_tokens = inputs.student.chat_template_hash, find_own_tokens(inputs.scoring)
     for domain, assigned in inputs.routes.items():
         for name in (weighted_teacher.teacher.name for weighted_teacher in assigned):
             info = inputs.experts[name].info
+            if name in own_tokens:
+                continue
             if None in (student_hash, info.chat_template_hash) or student_hash == info.chat_template_hash:
                 continue
             expert_template = str(load_tokenizer(Path(info.path)).chat_template)

@@ -58,6 +58,8 @@ def check(
 
     checked = measure.check_pipeline(config, samples, print_line)
     print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
+    for expert in checked.own_tokens:
+        print_line(expert.describe(), err=False)
     print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
     print_line(checked.log, err=False)
     if checked.numbers:

@@ -22,6 +22,7 @@ from pipelines.evaluation.models import (
     refuse_other_vocabulary,
     with_all_domains,
 )
+from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.read import Inputs, as_teacher, read_rounds
 
 
@@ -59,11 +60,15 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 
 def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
-    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
+    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round.
+
+    Experts that read tokens of their own are left out: the exams are in the student's.
+    """
     experts: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, round_inputs in enumerate(rounds, start=1):
+        strangers = find_own_tokens(round_inputs.scoring)
         for domain, assigned in round_inputs.routes.items():
-            for teacher in (a.teacher for a in assigned):
+            for teacher in (a.teacher for a in assigned if a.teacher.name not in strangers):
                 key = teacher.name, teacher.digest
                 if key not in experts:
                     is_taken = any(name == teacher.name for name, _ in experts)

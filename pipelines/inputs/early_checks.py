@@ -23,6 +23,7 @@ from opd.run.paths import RunPaths
 from opd.settings.user_objects import is_import_name
 from opd.verifiers import build_verifier
 from pipelines.inputs.base_experts import refuse_other_bases
+from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import find_prompts, registered_prompts
 from pipelines.inputs.read import inspect_student, names_in_use, refuse_what_is_not_here
 from pipelines.routes import find_expert_dir, route_domains
@@ -62,7 +63,7 @@ def refuse_wrong_models(config: PipelineConfig) -> None:
     student = inspect_student(config, hash_weights=False)
     experts = {}
     for name, (info, adapter, domain) in _named_experts(config).items():
-        check_fits(student, info, name)
+        check_fits(student, info, name, own_tokens=reads_own_tokens(config, name))
         experts[name] = unhashed_expert(name, domain, info, adapter)
     refuse_other_bases(config, experts)
     if not isinstance(config.teachers, NoTeachers):

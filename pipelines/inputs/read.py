@@ -43,6 +43,7 @@ from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
 from pipelines.inputs.lora import size_of_lora
+from pipelines.inputs.own_tokens import build_encoders, reads_own_tokens, refuse_unfit_tokens
 from pipelines.inputs.prompts import (
     example_ids,
     find_prompts,
@@ -107,7 +108,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     _refuse_broken_weights(student, by_name, config)
     warnings = _warn_of_twins(by_name, config)
     for name, expert in by_name.items():
-        warnings += check_fits(student, expert.info, name)
+        warnings += check_fits(student, expert.info, name, own_tokens=reads_own_tokens(config, name))
     taught = not isinstance(config.teachers, NoTeachers)
     routes, notices = route_domains(config, by_name) if taught else ({}, [])
     start = RoutedExpert(teacher=as_teacher(START, student, None), domain="", info=student, prompts=None)
@@ -117,6 +118,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     scorers = {a.teacher.name: everyone[a.teacher.name] for assigned in scoring.values() for a in assigned}
     import_lightly(TRANSFORMERS)  # not earlier, so that the refusals above come without the seconds of this import
     refuse_unfit_prompts(config, scorers, scoring)
+    refuse_unfit_tokens(config, scoring)
     teaching = Teaching(
         student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices)
     )
@@ -157,10 +159,19 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_untrainable(config, teaching.student)
     refuse_small_cache(config, teaching)
     lora = size_of_lora(config, teaching.student)
-    refuse_unmeasurable(config, {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()})
+    leading = {domain: by_name[assigned[0].teacher.name] for domain, assigned in routes.items()}
+    refuse_unmeasurable(
+        config, {d: own for d, own in leading.items() if not reads_own_tokens(config, own.teacher.name)}
+    )
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
-    teacher_tokenizers = load_teacher_tokenizers(config, tokenizer)
+    own_tokenizers = {
+        name: load_tokenizer(Path(expert.info.path))
+        for name, expert in by_name.items()
+        if reads_own_tokens(config, name)
+    }
+    encoders = build_encoders(teaching.student, tokenizer, own_tokenizers, by_name)
+    teacher_tokenizers = load_teacher_tokenizers(config, tokenizer, own_tokenizers)
     config = set_template_date(config, tokenizer, *teacher_tokenizers.values())
     sources = {d: find_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     sources = with_teacher_columns(config, routes, sources)
@@ -180,7 +191,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         student=teaching.student,
         scorers=by_name,
         routes=routes,
-        scoring=add_teacher_prompts(config, teacher_tokenizers, tokenizer, prompts, teaching.scoring, notices.append),
+        scoring=add_teacher_prompts(
+            config, teacher_tokenizers, encoders, tokenizer, prompts, teaching.scoring, notices.append
+        ),
         prompts=prompts,
         exams=exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),

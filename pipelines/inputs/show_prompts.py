@@ -5,7 +5,7 @@ This needs the student's tokenizer and the prompts, but no weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from experts.adapter import inspect_expert
 from opd.config import PipelineConfig
 from opd.config.prompts import PromptsConfig, as_prompts_config
 from opd.errors import ConfigError
@@ -20,6 +21,7 @@ from opd.prompts import PromptTable, render_prompt
 from opd.prompts.teacher_prompts import TeacherPromptSpec, render_teacher_prompt
 from opd.settings.suggestions import did_you_mean
 from pipelines.inputs.early_checks import refuse_wrong_prompts
+from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import (
     example_ids,
     find_prompts,
@@ -30,6 +32,7 @@ from pipelines.inputs.prompts import (
 from pipelines.inputs.read import load_tokenizer
 from pipelines.inputs.teacher_prompts import build_prompt_spec, load_teacher_tokenizers
 from pipelines.inputs.template_date import set_template_date
+from pipelines.routes import find_expert_dir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,30 +62,37 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
     refuse_wrong_prompts(config, domain)
     tokenizer = load_tokenizer(config.student.model, config.student.puts_in_front)
     refuse_unread_variables(config, tokenizer)
-    teacher_tokenizers = load_teacher_tokenizers(config, tokenizer)
+    own_tokenizers = {
+        name: load_tokenizer(
+            Path(inspect_expert(find_expert_dir(config, expert), expert.base, hash_files=False)[0].path)
+        )
+        for name, expert in config.inline_experts.items()
+        if reads_own_tokens(config, name)
+    }
+    teacher_tokenizers = load_teacher_tokenizers(config, tokenizer, own_tokenizers)
     config = set_template_date(config, tokenizer, *teacher_tokenizers.values())
     for name in [domain] if domain else config.domains:
         settings = config.domains[name]
         training = find_prompts(name, settings, None if settings.prompts else registered_prompts(config, name))
         teachers = tuple(
             build_prompt_spec(config, expert, teacher_tokenizers[expert], tokenizer)
-            for expert in _find_prompted_experts(config, name)
+            for expert in _find_prompted_experts(config, name, teacher_tokenizers)
         )
-        columns = [column for spec in teachers for column in spec.config.more_columns]
+        columns = [column for spec in teachers if spec.config for column in spec.config.more_columns]
         training = as_prompts_config(training).with_more_columns(columns) if columns else training
         yield from _shown_source(config, tokenizer, name, training, count, teachers)
         if settings.eval is not None and settings.eval.prompts is not None:
             yield from _shown_source(config, tokenizer, name, settings.eval.prompts, count, exam=True)
 
 
-def _find_prompted_experts(config: PipelineConfig, domain: str) -> list[str]:
-    """Return the experts with a prompt of their own that teach a domain, as far as the pipeline itself says which they are."""
+def _find_prompted_experts(config: PipelineConfig, domain: str, prompted: Collection[str]) -> list[str]:
+    """Return those of the `prompted` experts that teach a domain, as far as the pipeline itself says which they are."""
     teachers = config.domains[domain].teachers
     if teachers is not None:
         names = [teachers] if isinstance(teachers, str) else list(teachers)
     else:
         names = [name for name, expert in config.inline_experts.items() if expert.domain == domain]
-    return [name for name in names if name in config.teacher_prompts]
+    return [name for name in names if name in prompted]
 
 
 def _shown_source(

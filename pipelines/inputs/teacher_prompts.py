@@ -26,6 +26,8 @@ from opd.prompts.teacher_prompts import (
 )
 from opd.records.types import WeightedTeacher
 from opd.settings.suggestions import did_you_mean
+from opd.vocabularies.response_encoder import ResponseEncoder
+from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import Tell, find_unread_variable
 from pipelines.routes import RoutedExpert
 
@@ -81,12 +83,15 @@ def _find_limit(config: PipelineConfig, prompt: TeacherPromptConfig) -> int:
     return prompt.max_model_len or config.rollout.max_model_len
 
 
-def load_teacher_tokenizers(config: PipelineConfig, tokenizer: Any) -> dict[str, Any]:
-    """Return expert -> the tokenizer with the chat template of its own prompt, checked. Raises: ConfigError, ModelError."""
-    tokenizers = {}
+def load_teacher_tokenizers(
+    config: PipelineConfig, tokenizer: Any, own_tokenizers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return expert -> the tokenizer with the chat template of its own prompt, checked; `own_tokenizers` has those of experts with
+    tokens of their own. Raises: ConfigError, ModelError."""
+    tokenizers = dict(own_tokenizers)
     for name, prompt in config.teacher_prompts.items():
         key = name_prompt(config, name)
-        tokenizers[name] = load_teacher_tokenizer(tokenizer, prompt, key)
+        tokenizers[name] = load_teacher_tokenizer(own_tokenizers.get(name, tokenizer), prompt, key)
         if prompt.template is not None:
             refuse_runaway_template(tokenizers[name], prompt.template)
         unread = find_unread_variable(prompt.template_kwargs, tokenizers[name])
@@ -116,10 +121,11 @@ def with_teacher_columns(
 
 
 def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, student_tokenizer: Any) -> TeacherPromptSpec:
-    """Return all that decides what an expert with a prompt of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
+    """Return all that decides what an expert with a prompt or tokens of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
     return TeacherPromptSpec(
         key=name_prompt(config, expert),
-        config=config.teacher_prompts[expert],
+        config=config.teacher_prompts.get(expert),
+        own_tokens=reads_own_tokens(config, expert),
         tokenizer=tokenizer,
         student_tokenizer=student_tokenizer,
         day=config.student.template_date,
@@ -130,6 +136,7 @@ def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, stude
 def add_teacher_prompts(
     config: PipelineConfig,
     tokenizers: Mapping[str, Any],
+    encoders: Mapping[str, ResponseEncoder],
     student_tokenizer: Any,
     prompts: Mapping[str, PromptTable],
     scoring: Scoring,
@@ -137,7 +144,7 @@ def add_teacher_prompts(
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     """Return the teachers of each domain, each with its own prompts if it has some.
 
-    `tokenizers`: `load_teacher_tokenizers`. `prompts`: the student's, by domain. `tell` gets a sentence about rows in which a column
+    `tokenizers`: `load_teacher_tokenizers`. `encoders`: of experts with tokens of their own. `prompts`: the student's, by domain. `tell` gets a sentence about rows in which a column
     for teachers stands in the student's prompt. Raises: PromptError.
     """
 
@@ -147,50 +154,49 @@ def add_teacher_prompts(
             return assigned
         spec = build_prompt_spec(config, name, tokenizers[name], student_tokenizer)
         table = load_teacher_prompts(spec, prompts[domain])
-        _refuse_too_long(config, spec, prompts[domain], table)
-        _refuse_leaks(spec, prompts[domain], tell)
-        return replace(assigned, prompts=table)
+        if spec.config is not None:
+            _refuse_too_long(config, spec.key, spec.config, prompts[domain], table)
+            _refuse_leaks(spec.key, spec.config, prompts[domain], tell)
+        return replace(assigned, prompts=table, encoder=encoders.get(name))
 
     return {domain: tuple(add_prompts(domain, a) for a in assigned) for domain, assigned in scoring.items()}
 
 
 def _refuse_too_long(
-    config: PipelineConfig, spec: TeacherPromptSpec, prompts: PromptTable, table: TeacherPromptTable
+    config: PipelineConfig, key: str, prompt: TeacherPromptConfig, prompts: PromptTable, table: TeacherPromptTable
 ) -> None:
     """Refuse a teacher's prompt after which the longest response that the student may write does not fit. Raises: PromptError."""
-    rollout, limit = config.rollout, _find_limit(config, spec.config)
+    rollout, limit = config.rollout, _find_limit(config, prompt)
     responses = np.minimum(rollout.max_new_tokens, rollout.max_model_len - prompts.lengths)
     # A prompt that leaves the student no room for a response is quarantined when it comes.
     needed = np.where(responses > 0, table.lengths[prompts.indices] + responses, 0)
     longest = int(np.argmax(needed))
     if needed[longest] > limit:
         raise PromptError.at(
-            f"{spec.key}, {prompts.rows.label}: prompt {prompts[longest].id}",
+            f"{key}, {prompts.rows.label}: prompt {prompts[longest].id}",
             found=f"{needed[longest]} tokens: {needed[longest] - responses[longest]} of the teacher's prompt, and a response of up "
             f"to {responses[longest]}; so long are {int(np.count_nonzero(needed > limit))} of {len(prompts)}",
             wanted=f"at most {limit}"
-            + (
-                "" if spec.config.max_model_len else ", which is rollout.max_model_len, because the prompt has no other"
-            ),
-            fix=f"set {spec.key}.max_model_len to {needed[longest]} or more, or shorten the prompt",
+            + ("" if prompt.max_model_len else ", which is rollout.max_model_len, because the prompt has no other"),
+            fix=f"set {key}.max_model_len to {needed[longest]} or more, or shorten the prompt",
         )
 
 
-def _refuse_leaks(spec: TeacherPromptSpec, prompts: PromptTable, tell: Tell) -> None:
+def _refuse_leaks(key: str, prompt: TeacherPromptConfig, prompts: PromptTable, tell: Tell) -> None:
     """Refuse a column for teachers that most prompts of the student have in them. Raises: PromptError.
 
     An answer is only reported: that of a question about a passage stands there by nature.
     """
-    for column, places in find_leaks(spec.config, prompts.rows).items():
+    for column, places in find_leaks(prompt, prompts.rows).items():
         if not places:
             continue
         names = [f"{prompts.domain}/{prompts.rows.row_number(place)}" for place in places[:3]]
         fault = f"column `{column}` stands in the student's own prompt in {len(places)} of {len(prompts.rows)} rows, such as {', '.join(names)}"
         if 2 * len(places) > len(prompts.rows) and column not in OWN_COLUMNS:
             raise PromptError.at(
-                f"{spec.key}, {prompts.rows.label}",
+                f"{key}, {prompts.rows.label}",
                 found=fault,
                 wanted="a column that the student does not read: else the teacher knows nothing more",
-                fix=f"take it out of the prompts, or out of {spec.key}",
+                fix=f"take it out of the prompts, or out of {key}",
             )
-        tell(f"{spec.key}, {prompts.rows.label}: {fault}")
+        tell(f"{key}, {prompts.rows.label}: {fault}")

@@ -16,6 +16,7 @@ from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
+from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.read import Inputs, as_teacher
 
 
@@ -55,22 +56,31 @@ class StartingExams:
 
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
             evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
+            if not evaluations:
+                return Evaluation(model=EXPERT, scores={})
             evaluation = combine_evaluations(evaluations, EXPERT)
             if len(evaluation.cached) < len(domains):  # then the engine has held an expert
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        digests = {domain: teacher.digest for domain, teacher in inputs.teachers.items()}
+        # The engine reads and writes the student's tokens, which say nothing to an expert with tokens of its own.
+        strangers = find_own_tokens(inputs.scoring)
+        digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
+        for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
+            self.display.say(
+                f"expert {inputs.teachers[domain].name} reads tokens of its own: it takes no exam on {domain}"
+            )
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(
         self, name: str, weights: Mapping[str, str], measure: Callable[[Sequence[str]], Evaluation]
     ) -> Evaluation:
         """Return the exam in the run directory, after measuring the domains that it lacks. `weights`: domain -> digest of the
-        model that answers."""
+        model that answers, for those in which one does."""
         file = self.paths.evaluation_file(name)
         stored = Evaluation.load(file) if file.exists() else None
-        missing = [d for d in self.inputs.exams if not (stored and stored.covers(d, weights[d]))]
+        asked = [d for d in self.inputs.exams if d in weights]
+        missing = [d for d in asked if not (stored and stored.covers(d, weights[d]))]
         if stored and not missing:
             return stored
         evaluation = measure(missing)

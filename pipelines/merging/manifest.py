@@ -28,6 +28,7 @@ from opd.guard.rules import SHIPPED
 from opd.machine.packages import installed_version
 from opd.prompts import find_source, is_hub_name
 from opd.run.paths import RunPaths
+from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import find_prompts
 from pipelines.inputs.read import Inputs
 
@@ -133,7 +134,8 @@ def _expert_hashes(config: PipelineConfig, name: str, info: ModelInfo) -> dict[s
     inline = config.inline_experts.get(name)
     if inline is not None and inline.model == STUDENT:
         return {"weights": {}, "config": {}}
-    return {"weights": info.weight_files, "config": file_hashes(Path(info.path), CONFIG_FILES)}
+    files = STUDENT_FILES if reads_own_tokens(config, name) else CONFIG_FILES
+    return {"weights": info.weight_files, "config": file_hashes(Path(info.path), files)}
 
 
 def _model_size(info: ModelInfo) -> dict[str, Any]:

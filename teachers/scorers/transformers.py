@@ -50,6 +50,7 @@ class TransformersScorer:
         self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
+        self._shared_tokens = options.shared_tokens
         self._share = options.share_prompts
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read_state, self._measure_state)
@@ -81,9 +82,20 @@ class TransformersScorer:
                 self._device_cache.copy_ahead(base_key(teacher), *reading)
 
     def head(self, teacher: Teacher) -> Tensor:
-        """Return the teacher's output head, [V, D] on the CPU."""
+        """Return the teacher's output head, [V, D] on the CPU. That of a teacher with another tokenizer has a row for each of the
+        student's ids: NaN where the teacher has no such token."""
         self._load_teacher(teacher)
-        return self._read_head_weight().cpu()
+        head_V_D = self._read_head_weight().cpu()
+        shared = self._shared_tokens.get(teacher.name)
+        if shared is None:
+            return head_V_D
+        ids_V = torch.from_numpy(shared.teacher_ids).long()
+        return head_V_D[ids_V.clamp(min=0)].masked_fill_((ids_V < 0)[:, None], torch.nan)
+
+    def _count_ids(self, teacher: Teacher) -> int:
+        """Return the number of ids that the teacher's tokenizer knows."""
+        shared = self._shared_tokens.get(teacher.name)
+        return self._vocab_size if shared is None else shared.teacher_size
 
     def _read_head_weight(self) -> Tensor:
         """Return the head of the loaded teacher, [V, D] on the device that multiplies with it."""
@@ -102,12 +114,15 @@ class TransformersScorer:
         weights = weight_key(teacher)
         if weights not in self._head_keys:
             head = self.head(teacher)
-            self._check_head(teacher, head)
+            self._check_head(teacher)
             self._head_keys[weights] = head_key(head, logit_rule(self._model.config))
         return self._head_keys[weights]
 
-    def head_file(self, teacher: Teacher) -> HeadFile:
-        """Return the file that holds the head. For an adapter it is a file of the base, because adapters of heads are refused."""
+    def head_file(self, teacher: Teacher) -> HeadFile | None:
+        """Return the file that holds the head; None for a head in the student's ids, which is in no file. For an adapter it is a file
+        of the base, because adapters of heads are refused."""
+        if teacher.name in self._shared_tokens:
+            return None
         names = self._get_architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
 
@@ -131,7 +146,7 @@ class TransformersScorer:
                 return layout_error(
                     self._compute_states,
                     layout,
-                    self._vocab_size,
+                    self._count_ids(teacher),
                     self._dtype,
                     masks_decide=obeys_masks(model),
                     lengths_decide=takes_lengths(model),
@@ -145,36 +160,36 @@ class TransformersScorer:
         return proof
 
     @torch.no_grad()
-    def _check_head(self, teacher: Teacher, head_V_D: Tensor) -> None:
+    def _check_head(self, teacher: Teacher) -> None:
         """Compare the logits of head and rule with the model's own on a few tokens. Raises: RunError if they differ.
 
         They differ for architectures that add a bias to their logits, or scale them in a way that `LogitRule` lacks.
         """
-        vocab_size = self._vocab_size  # without padding rows, whose logits are never used
-        if not bool(torch.isfinite(head_V_D[:vocab_size]).all()):
+        vocab_size = self._count_ids(teacher)  # without padding rows, whose logits are never used
+        head_V_D = self._read_head_weight()[:vocab_size]
+        if not bool(torch.isfinite(head_V_D).all()):
             raise RunError(f"teacher {teacher.name}: output head is not finite")
         ids_B_T = torch.arange(min(8, vocab_size), device=self._device)[None]
         model_T_V = self._model(input_ids=ids_B_T, use_cache=False).logits[0, :, :vocab_size].float()
         hidden_T_D = self._model.base_model(input_ids=ids_B_T, use_cache=False).last_hidden_state[0]
-        head_V_D = self._read_head_weight()[:vocab_size]
         computed_T_V = logit_rule(self._model.config).apply(hidden_T_D.to(head_V_D.device) @ head_V_D.T).float()
         computed_T_V = computed_T_V.to(model_T_V.device)
         worst, size = (computed_T_V - model_T_V).abs().max(), model_T_V.abs().max()
         # The comparison is False for NaN: `score` reports each row whose hidden states are not finite.
-        if bool(worst > 0.02 * size) or self._has_bias():
+        if bool(worst > 0.02 * size) or self._has_bias(vocab_size):
             raise RunError(
                 f"teacher {teacher.name}: {type(self._model).__name__} computes its logits otherwise than by head, "
                 "factor and soft-cap; such a teacher is not supported"
             )
 
-    def _has_bias(self) -> bool:
+    def _has_bias(self, vocab_size: int) -> bool:
         """Return True if the loaded head adds a bias to the logits. A bias can be too small for the comparison of logits."""
         from accelerate.utils import align_module_device
 
         head = self._model.get_output_embeddings()
         with align_module_device(head):
             bias = getattr(head, "bias", None)
-            return bias is not None and bool((bias[: self._vocab_size] != 0).any())
+            return bias is not None and bool((bias[:vocab_size] != 0).any())
 
     def score(self, teacher: Teacher, rollouts: Sequence[Rollout], broken: dict[str, str]) -> Iterator[list[TargetRow]]:
         """Return an iterator over target rows in batches, shortest rows first. The teacher is loaded when this returns.
@@ -212,18 +227,19 @@ class TransformersScorer:
                 # 0 * NaN is NaN.
                 (hidden_N_D,) = self._compute_trained_states([rollout], layout).wait()
             if finite or _is_finite(hidden_N_D):
-                answer = self._build_answer(rollout, hidden_N_D, key)
+                answer = self._build_answer(teacher, rollout, hidden_N_D, key)
                 rows.append(TargetRow(rollout=rollout, teacher=teacher.name, answer=answer))
             else:
                 broken[rollout.sample_id] = f"teacher {teacher.name}: hidden states are not finite"
         return rows
 
     @torch.no_grad()
-    def _build_answer(self, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
-        """Build the loaded teacher's answer for one row from its states [N, D]; `head` is the key of the teacher's head."""
+    def _build_answer(self, teacher: Teacher, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
+        """Build the answer of a teacher, which is loaded, for one row from its states [N, D]; `head` is the key of the teacher's head."""
+        shared = self._shared_tokens.get(teacher.name)
 
         def compute_logprobs() -> Tensor:
-            head_V_D = self._read_head_weight()[: self._vocab_size]
+            head_V_D = self._read_head_weight()[: self._count_ids(teacher)]
             logits_N_V = logit_rule(self._model.config).apply(hidden_N_D.to(head_V_D.device) @ head_V_D.T)
             return logits_N_V.float().log_softmax(-1).cpu()
 
@@ -234,6 +250,7 @@ class TransformersScorer:
                 head=head,
                 logprobs=compute_logprobs,
                 top_k=self._top_k,
+                shared_ids=None if shared is None else shared.teacher_ids[shared.teacher_ids >= 0].tolist(),
             )
         )
 

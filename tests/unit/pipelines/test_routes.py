@@ -25,6 +25,9 @@ def info(tiny_model_dir: Path) -> Any:
     return inspect_model(tiny_model_dir)
 
 
+PAYLOADS = {"sampled": "sampled_logprobs", "top_k": "top_k", "aligned_kl": "aligned_states"}
+
+
 def routed(
     info: Any, domains: dict[str, Any], experts: dict[str, str] = EXPERTS, **objective: Any
 ) -> tuple[dict[str, list[tuple[str, float]]], list[str]]:
@@ -36,7 +39,7 @@ def routed(
             "student": {"model": "base"},
             "experts": {name: {"model": name, "domain": domain} for name, domain in experts.items()},
             "domains": {d: {} if teachers is None else {"teachers": teachers} for d, teachers in domains.items()},
-            "teachers": {"payload": {"sampled": "sampled_logprobs", "top_k": "top_k"}.get(objective.get("kind", ""), "hidden_states")},
+            "teachers": {"payload": PAYLOADS.get(objective.get("kind", ""), "hidden_states")},
             "objective": objective,
             "trainer": {"steps": 1, "samples_per_step": 8},
         },

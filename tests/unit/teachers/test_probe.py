@@ -21,7 +21,7 @@ from opd.records.types import Teacher
 from teachers.scorers import ScorerOptions
 from teachers.worker import TeacherWorker
 
-PAYLOADS = ["hidden_states", "sampled_logprobs", "top_k"]
+PAYLOADS = ["hidden_states", "sampled_logprobs", "top_k", "aligned_states"]
 
 
 def worker(payload: str, dtype: str = "float32", top_k: int = 8) -> TeacherWorker:

@@ -20,6 +20,7 @@ from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.interfaces import Objective
 from opd.losses import chunked
 from opd.losses.adaptive_kl import AdaptiveKL
+from opd.losses.aligned_kl import AlignedKL
 from opd.losses.blocks import Block
 from opd.losses.chunked import TokenStats
 from opd.losses.forward_kl import ForwardKL
@@ -1190,4 +1191,5 @@ def test_no_divergence_is_zero_and_has_no_slope() -> None:
 
 def test_every_objective_is_tested_here() -> None:
     tested = {type(form.objective) for form in FORMS.values()} | {SampledKL, NoDivergence}
+    tested |= {AlignedKL}  # in test_aligned_kl.py
     assert tested == {find_objective_section(kind).OBJECTIVE for kind in OBJECTIVES}

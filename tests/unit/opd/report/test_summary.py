@@ -17,7 +17,7 @@ from opd.report.exams import latest_exam
 from opd.report.page import render_page
 from opd.report.summary import POINTS, compute_curves
 from opd.run.paths import MERGE_EVALUATIONS
-from tests.unit.opd.report.conftest import AFTER, BEFORE, evaluation
+from tests.unit.opd.report.conftest import AFTER, BEFORE, EXPERT, evaluation
 
 
 @pytest.mark.parametrize(
@@ -354,3 +354,19 @@ def test_a_value_of_a_wrong_type_is_shown_or_named_and_no_traceback(run_dir: Pat
             except RunDirError as error:
                 refused += str(file) in str(error)
     assert refused > 0
+
+
+def test_a_domain_whose_expert_takes_no_exam_has_no_headroom(run_dir: Path) -> None:
+    stored = json.loads((run_dir / "report.json").read_text())
+    stored["domains"]["letters"]["expert"] = None
+    (run_dir / "report.json").write_text(json.dumps(stored))
+    evaluation("expert", {d: a for d, a in EXPERT.items() if d != "letters"}).save(
+        run_dir / "evaluation" / "expert.json"
+    )
+    run = read_run(run_dir)
+    report = full_report(run)
+    assert "letters" in render_page(report, run)
+    letters, others = report["domains"].pop("letters"), report["domains"]
+    assert letters["expert_interval"] is None and letters["headroom_interval"] is None
+    assert letters["before_interval"] is not None and letters["after_interval"] is not None
+    assert all(values["expert_interval"] is not None for values in others.values())

@@ -13,6 +13,7 @@ import torch
 from opd.config.payloads import PAYLOADS
 from opd.errors import RunError
 from opd.payloads import answer_class
+from opd.payloads.aligned_states import AlignedStates
 from opd.payloads.none import Unscored
 from opd.records.types import Rollout
 from opd.stream.schema import (
@@ -163,6 +164,9 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "hidden_states": {"head", "hidden_size", "hidden"},
         "sampled_logprobs": {"teacher_logprobs"},
         "top_k": {"topk_ids", "topk_logprobs"},
+        "aligned_states": {
+            *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "chunk_logprobs", "shared_logprobs")
+        },
         "none": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
@@ -429,9 +433,42 @@ def unscored(i: int, domain: str) -> TargetRow:
     return TargetRow(rollout=row(i, domain=domain).rollout, teacher="nobody", answer=Unscored())
 
 
+def aligned(i: int, domain: str) -> TargetRow:
+    """Two chunks, of the first trained tokens and the last one."""
+    rollout = row(i, response=3 + 2 * i, domain=domain).rollout
+    answer = AlignedStates(
+        "head", D, bytes(2 * D * 4), [rollout.num_trained - 1, 1], [2, 1], [-1.5, -0.25], [-0.125, 0.0]
+    )
+    return TargetRow(rollout=rollout, teacher="foreign", answer=answer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"student_counts": [1, 1]},
+        {"student_counts": [2, 0]},
+        {"teacher_counts": [3]},
+        {"chunk_logprobs": [-1.0]},
+        {"shared_logprobs": []},
+        {"hidden": bytes(4)},
+    ],
+)
+def test_chunks_that_cannot_be_about_the_response_are_refused(changes: dict[str, Any]) -> None:
+    whole = aligned(1, "reverse")
+    (read,) = read_stream(write_stream([whole], "float32", "aligned_states")).rows
+    assert read.rollout == whole.rollout and read.answer.student_counts == whole.answer.student_counts == [2, 1]
+    broken = dataclasses.replace(whole, answer=dataclasses.replace(whole.answer, **changes))
+    with pytest.raises(StreamError, match="3 trained tokens, payload aligned_states"):
+        read_stream(write_stream([broken], "float32", "aligned_states"))
+
+
 @pytest.mark.parametrize("payload", FIELDS)
 def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> None:
-    made = {"hidden_states": lambda i, name: row(i, response=1 + i, domain=name), "none": unscored}
+    made = {
+        "hidden_states": lambda i, name: row(i, response=1 + i, domain=name),
+        "none": unscored,
+        "aligned_states": aligned,
+    }
     make = made.get(payload, lambda i, name: answered(payload, i, domain=name))
     rows = [make(i, name) for i, name in enumerate(["reverse", "sort", "sort", "gcd"])]
     whole, rng = write_stream(rows, "float32", payload).to_pybytes(), random.Random(1)

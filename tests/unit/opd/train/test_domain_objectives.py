@@ -13,24 +13,28 @@ from opd.config import PipelineConfig
 from opd.losses.chunked import Loss, LossHead, Tokens
 from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
+from opd.payloads.aligned_states import AlignedStates
 from opd.stream.schema import TargetRow
 from opd.train import deepspeed
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
 from opd.train.totals import weigh_rows
 from pipelines.specs import trainer_spec
-from tests.rows import make_row
+from tests.rows import make_rollout, make_row
 from tests.unit.opd.train.test_rank import FakeRank
 
 VOCABULARY, WIDTH, TEACHER_WIDTH = 11, 6, 4
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "near": {"kind": "reverse_kl"},
     "far": {"kind": "sampled", "baseline": "leave_one_out"},
+    "foreign": {"kind": "aligned_kl"},
     "top": {"kind": "top_k", "k": 3, "normalize": "sequence_mean"},
     "wide": {"kind": "jsd"},
 }
-PAYLOADS = {"far": "sampled_logprobs", "top": "top_k"}
-HEADS = {"h": Head(torch.randn(VOCABULARY, TEACHER_WIDTH, generator=torch.Generator().manual_seed(5)), IDENTITY)}
+PAYLOADS = {"far": "sampled_logprobs", "foreign": "aligned_states", "top": "top_k"}
+HEAD_V_D = torch.randn(VOCABULARY, TEACHER_WIDTH, generator=torch.Generator().manual_seed(5))
+SHARED_V = torch.arange(VOCABULARY)[:, None] < VOCABULARY - 3
+HEADS = {"h": Head(HEAD_V_D, IDENTITY), "shared": Head(HEAD_V_D.where(SHARED_V, torch.nan), IDENTITY)}
 
 
 def config(domains: tuple[str, ...] = tuple(OBJECTIVES)) -> PipelineConfig:
@@ -44,7 +48,7 @@ def config(domains: tuple[str, ...] = tuple(OBJECTIVES)) -> PipelineConfig:
             "experts": experts,
             "domains": {name: {"objective": OBJECTIVES[name]} if name in domains else {} for name in OBJECTIVES},
             "objective": OBJECTIVES["near"],
-            "trainer": {"ranks": 1, "steps": 4, "samples_per_step": 8},
+            "trainer": {"ranks": 1, "steps": 4, "samples_per_step": 10},
         }
     )
 
@@ -62,10 +66,31 @@ def row(number: int, domain: str, rng: np.random.Generator) -> TargetRow:
     elif domain == "top":
         ids = np.stack([rng.permutation(VOCABULARY)[:3] for _ in range(num)])
         answers = {"topk_ids": ids.flatten().tolist(), "topk_logprobs": [-1.5, -2.0, -2.5] * num}
+    elif domain == "foreign":
+        return make_foreign_row(number, num, rng)
     return make_row(
         sample_id=f"{domain}/{number}", step=1, domain=domain, teacher=domain, policy_version=0, prompt_ids=[1, 2],
         response_ids=rng.integers(VOCABULARY, size=num).tolist(), behaviour_logprobs=[-2.0] * num, **answers,
     )  # fmt: skip
+
+
+def make_foreign_row(number: int, num: int, rng: np.random.Generator) -> TargetRow:
+    """A response whose first two tokens are one of the teacher's, and whose last one is two of them."""
+    hidden = rng.normal(size=(num - 1, TEACHER_WIDTH)).astype(np.float32).tobytes()
+    answer = AlignedStates(
+        head="shared",
+        hidden_size=TEACHER_WIDTH,
+        hidden=hidden,
+        student_counts=[2, *[1] * (num - 2)],
+        teacher_counts=[*[1] * (num - 2), 2],
+        chunk_logprobs=(-rng.random(num - 1) * 3).tolist(),
+        shared_logprobs=(-rng.random(num - 1)).tolist(),
+    )
+    rollout = make_rollout(
+        sample_id=f"foreign/{number}", step=1, domain="foreign", prompt_ids=[1, 2],
+        response_ids=rng.integers(VOCABULARY, size=num).tolist(), behaviour_logprobs=[-2.0] * num,
+    )  # fmt: skip
+    return TargetRow(rollout=rollout, teacher="foreign", answer=answer)
 
 
 @pytest.fixture
@@ -137,4 +162,4 @@ def test_blocks_follow_payload_and_objective(rows: list[TargetRow]) -> None:
     samples = list(gather_samples(rows).values())
     batch = build_micro_batch(samples, torch.float32, own_objectives=("far", "wide"))
     kinds = [(type(block).__name__, len(block)) for block in batch.blocks]
-    assert kinds == [("DomainBlock", 12), ("HiddenRun", 12), ("TopKBlock", 12), ("DomainBlock", 12)]
+    assert kinds == [("DomainBlock", 12), ("AlignedRun", 12), ("HiddenRun", 12), ("TopKBlock", 12), ("DomainBlock", 12)]
