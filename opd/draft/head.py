@@ -64,7 +64,11 @@ class DraftLayer(nn.Module):
         super().__init__()
         width, head = config.hidden_size, config.head_dim
         self.self_attn = nn.Module()
-        for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads), ("v_proj", config.num_key_value_heads)):
+        for name, heads in (
+            ("q_proj", config.num_attention_heads),
+            ("k_proj", config.num_key_value_heads),
+            ("v_proj", config.num_key_value_heads),
+        ):
             self.self_attn.add_module(name, nn.Linear(2 * width, heads * head, bias=False))
         self.self_attn.o_proj = nn.Linear(config.num_attention_heads * head, width, bias=False)
         self.mlp = LlamaMLP(config)

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from opd.train.zero import ModelOptions
 
 
+EMBEDDING = -1
+"""Stands among the layers' indices for the input embedding."""
+
+
 class Companion(Protocol):
     """A model on a trainer rank with an optimiser of its own.
 
@@ -32,7 +36,11 @@ class Companion(Protocol):
     """
 
     layers: Sequence[int]
-    """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets."""
+    """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets; `EMBEDDING` for that of the input embedding."""
+
+    def begin_batch(self, batch: MicroBatch) -> None:
+        """Prepare for the student's passes over a micro-batch, such as by the choice of tokens to learn from."""
+        ...
 
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
         """Copy what `add_gradients` needs of the student's logits, because the loss overwrites them next.
@@ -102,7 +110,8 @@ class StudentView:
         layers = list_decoder_layers(lm)
         with ExitStack() as stack:
             for place in {place for companion in self._companions for place in companion.layers}:
-                stack.enter_context(layers[place].register_forward_hook(partial(self._keep, place)))
+                module = lm.get_input_embeddings() if place == EMBEDDING else layers[place]
+                stack.enter_context(module.register_forward_hook(partial(self._keep, place)))
             yield
 
     def _keep(self, place: int, layer: Any, inputs: Any, output: Any) -> None:

@@ -218,6 +218,8 @@ class TrainerRank(ZeroEngine):
             # The second pass has the divergence with weights of 0: it gives no gradient, but its statistics are computed.
             pass_weights = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
         view = StudentView(self._companions.values()) if self._companions else None
+        for companion in self._companions.values():
+            companion.begin_batch(batch)
         with self._note_added_gradients(pass_weights):
             loss, stats = self.model(*self._make_inputs(batch, ids, heads, pass_weights), view)
             self.add_gradients(loss, last=last)
