@@ -192,7 +192,14 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         scorers=by_name,
         routes=routes,
         scoring=add_teacher_prompts(
-            config, teacher_tokenizers, encoders, tokenizer, prompts, teaching.scoring, notices.append
+            config,
+            teacher_tokenizers,
+            encoders,
+            tokenizer,
+            prompts,
+            teaching.scoring,
+            teaching.student.eos_token_ids,
+            notices.append,
         ),
         prompts=prompts,
         exams=exams,

@@ -110,7 +110,9 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
     }
     keep = "" if flags.keep is None else str(flags.keep)
     if ask is not None and not keep:
-        question = "General prompts on which the student stays as it is (empty: none; what is not trained may be forgotten)"
+        question = (
+            "General prompts on which the student stays as it is (empty: none; what is not trained may be forgotten)"
+        )
         keep = ask_until_valid(ask, tell, question, lambda text: text and _check_file(text))
     return InitAnswers(student=flags.student, experts=experts, keep=_check_file(keep) if keep else None)
 

@@ -102,7 +102,19 @@ def answers(*given: str) -> Callable[[str, str], str]:
 
 def test_what_no_flag_says_is_asked_until_it_is_right() -> None:
     told: list[str] = []
-    asked = answers("bas", "base", "math", "low", "law", "", "other.csv", "other.parquet", "law-train.jsonl", "other.csv", "math.csv")
+    asked = answers(
+        "bas",
+        "base",
+        "math",
+        "low",
+        "law",
+        "",
+        "other.csv",
+        "other.parquet",
+        "law-train.jsonl",
+        "other.csv",
+        "math.csv",
+    )
     given = complete_flags(Flags(), asked, told.append)
     assert given.student == Path("base") and given.keep == Path("math.csv")
     assert {name: (e.model, e.prompts) for name, e in given.experts.items()} == {
