@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
+from opd.environments.number import GuessTheNumber
+from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, OpdError, PromptError
 from opd.records.types import Rollout
 from opd.train.deepspeed import read_teacher_prompts
@@ -21,6 +23,7 @@ from tests.unit.pipelines.inputs.test_read import register
 
 JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SECRET = "the secret is "
+ENVIRONMENTS = {"sorting": Sorting.tasks(6, seed=0), "number": GuessTheNumber.tasks(6, seed=0)}
 
 
 @pytest.fixture
@@ -229,6 +232,39 @@ def test_what_is_kept_has_the_start_student_for_a_teacher(world: Any, registered
         "upper",
         "kept",
     }
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_the_student_keeps_two_games_beside_a_merged_domain(world: Any, registered: bool) -> None:
+    rows = {name: "".join(json.dumps(row) + "\n" for row in ENVIRONMENTS[name]) for name in ENVIRONMENTS}
+    for name, text in rows.items():
+        (world.root / f"{name}.jsonl").write_text(text)
+        world.data["domains"][name] = {"prompts": f"{name}.jsonl", "environment": {"name": name}, "teachers": "student"}
+    world.data["rollout"]["max_model_len"] = 64
+    if registered:
+        register(world)
+    inputs = read(world)
+    assert {name: inputs.scoring[name][0].teacher.name for name in rows} == dict.fromkeys(rows, "student")
+    assert inputs.scoring["sorting"][0].teacher.model_dir.resolve() == (world.root / "base").resolve()
+    assert inputs.warnings == ()  # two domains, one teacher: nobody is under two names
+    manifest = make_manifest(load_pipeline(world.write()), inputs)
+    assert manifest["experts"]["student"]["domains"] == [*rows]
+
+
+def test_the_student_taught_by_itself_under_two_names_is_no_mistake(world: Any) -> None:
+    for expert in world.data["experts"].values():
+        expert["model"] = "student"
+    assert read(world).warnings == ()
+
+
+def test_an_expert_of_the_registry_is_not_taken_for_the_student(world: Any) -> None:
+    registry = register(world)
+    registry.add("student", world.root / "up", "upper", world.root / "upper.jsonl")
+    registry.remove("up")
+    world.data["experts"] = {"use": "all"}
+    world.data["domains"]["upper"]["teachers"] = "student"
+    with pytest.raises(ConfigError, match=r"which is the student in domains\.upper\.teachers"):
+        read(world)
 
 
 @pytest.mark.parametrize("engine", ["trainer", "transformers"])
