@@ -12,13 +12,17 @@ from opd.config import load_pipeline
 from opd.environments.number import GuessTheNumber
 from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, OpdError, PromptError
+from opd.live.interfaces import Display
 from opd.records.types import Rollout
+from opd.run.paths import RunPaths
 from opd.train.deepspeed import read_teacher_prompts
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.show_prompts import show_prompts
+from pipelines.merging.exams import StartingExams
 from pipelines.merging.manifest import make_manifest
 from pipelines.specs import base_scoring, trainer_spec
 from pipelines.teacher_groups import divide_by_engine
+from tests.exams import Measuring
 from tests.unit.pipelines.inputs.test_read import register
 
 JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -299,3 +303,13 @@ def test_ranks_that_score_by_the_base_get_its_own_prompts(told: Any) -> None:
     sent = [sample(inputs, "reverse", 2), sample(inputs, "upper", 0)]
     read_by = read_teacher_prompts(spec.teacher_prompts, sent)
     assert read_by == {"rev": {sent[0].sample_id: inputs.scoring["reverse"][0].prompts(sent[0])}}  # type: ignore[misc]
+
+
+def test_an_expert_with_a_prompt_of_its_own_takes_no_exam_with_the_students(told: Any) -> None:
+    config, paths, said = load_pipeline(told.write()), RunPaths(told.root / "run"), list[str]()
+    paths.root.mkdir()
+    shown: Any = type("Shown", (Display,), {"say": lambda _, line: said.append(line)})()
+    parts: Any = Measuring(paths, shown)
+    before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
+    assert set(before.scores) == {"reverse", "upper"} and set(expert.scores) == {"upper"}
+    assert "expert rev reads a prompt of its own: it takes no exam on reverse" in said
