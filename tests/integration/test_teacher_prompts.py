@@ -76,6 +76,7 @@ def check_scores(rows: list[TargetRow], pipeline: dict[str, Any]) -> None:
         torch.testing.assert_close(states.states(torch.float32), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow  # three starts of all engines; the ranks that teach are in the test below
 def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
