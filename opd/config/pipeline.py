@@ -135,9 +135,9 @@ class PipelineConfig(Strict):
         if self.keep is not None:
             experts[KEPT] = ExpertConfig(model=STUDENT, domain=KEPT)
         names = section.use if isinstance(section, RegisteredExperts) else section
-        kept = [name for name, domain in self.domains.items() if STUDENT in domain.teacher_names]
-        if kept and STUDENT not in names:
-            experts[STUDENT] = ExpertConfig(model=STUDENT, domain=kept[0])
+        student_domains = [name for name, domain in self.domains.items() if STUDENT in domain.teacher_names]
+        if student_domains and STUDENT not in names:
+            experts[STUDENT] = ExpertConfig(model=STUDENT, domain=student_domains[0])
         return experts
 
     @property
@@ -445,10 +445,8 @@ def _find_keep_problem(config: PipelineConfig, keep: KeepConfig) -> PydanticCust
 
 def _find_student_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """Return the key that makes the student a teacher, if its engine cannot load the student; None if all is well."""
-    implied = (
-        config.inline_experts.keys() - ({} if isinstance(config.experts, RegisteredExperts) else config.experts).keys()
-    )
-    for name in sorted(implied):
+    experts = {} if isinstance(config.experts, RegisteredExperts) else config.experts
+    for name in (name for name in config.inline_experts if name not in experts):
         if isinstance(config.teachers, NoTeachers) or isinstance(
             config.engine_of(name), OpenAITeachers | FlightTeachers
         ):

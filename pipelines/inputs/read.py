@@ -377,8 +377,7 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) 
     """Return a warning for each expert that has the same weights as another one, unless a prompt tells them apart, or it is the student
     on purpose."""
     students = {name for name, expert in config.inline_experts.items() if expert.model == STUDENT}
-    told_apart = {*config.teacher_prompts, *students}
-    experts = {name: expert for name, expert in experts.items() if name not in told_apart}
+    experts = {name: expert for name, expert in experts.items() if name not in {*config.teacher_prompts, *students}}
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"

@@ -98,7 +98,8 @@ def _make_encoder(
     own = {} if spec.config is None else spec.config.template_kwargs
     try:
         appender = ChatAppender(spec.tokenizer, stop_token_ids, spec.day, parser, {**spec.student_variables, **own})
-        _ = tools and appender.format
+        if tools:
+            _ = appender.format  # raises if nobody reads the calls
     except ModelError as error:
         raise ConfigError.at(
             spec.key,

@@ -65,14 +65,15 @@ class StartingExams:
 
         # The engine has the student's tokens and prompts. They say nothing to an expert with tokens of its own, and of one with a
         # prompt of its own they would measure another model than the teacher.
-        own = dict.fromkeys(self.config.teacher_prompts, "a prompt") | dict.fromkeys(
-            find_own_tokens(inputs.scoring), "tokens"
-        )
-        digests = {domain: teacher.digest for domain, teacher in inputs.teachers.items() if teacher.name not in own}
+        prompted, strangers = self.config.teacher_prompts, find_own_tokens(inputs.scoring)
+        peculiarities = dict.fromkeys(prompted, "a prompt") | dict.fromkeys(strangers, "tokens")
+        digests = {
+            domain: teacher.digest for domain, teacher in inputs.teachers.items() if teacher.name not in peculiarities
+        }
         for domain, teacher in inputs.teachers.items():
             if domain in inputs.exams and domain not in digests:
                 self.display.say(
-                    f"expert {teacher.name} reads {own[teacher.name]} of its own: it takes no exam on {domain}"
+                    f"expert {teacher.name} reads {peculiarities[teacher.name]} of its own: it takes no exam on {domain}"
                 )
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
