@@ -21,6 +21,7 @@ from experts.weight_values import check_finite
 from opd.config import PipelineConfig
 from opd.config.domains import STUDENT, ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
+from opd.config.expert_engines import name_student_key
 from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
@@ -192,7 +193,14 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         scorers=by_name,
         routes=routes,
         scoring=add_teacher_prompts(
-            config, teacher_tokenizers, encoders, tokenizer, prompts, teaching.scoring, notices.append
+            config,
+            teacher_tokenizers,
+            encoders,
+            tokenizer,
+            prompts,
+            teaching.scoring,
+            teaching.student.eos_token_ids,
+            notices.append,
         ),
         prompts=prompts,
         exams=exams,
@@ -253,6 +261,13 @@ def _read_experts(config: PipelineConfig, student: ModelInfo) -> dict[str, Route
         return inline
     registry = Registry(config.registry or default_root())
     names = names_in_use(config.experts, registry)
+    for name in inline.keys() & names:
+        raise ConfigError.at(
+            "experts.use",
+            found=f"an expert called `{name}`, which is the student in {name_student_key(config, name)}",
+            wanted="another name in the registry",
+            fix=f"add it again under another name, and `opd experts remove {name}`",
+        )
     return {name: _read_registered_expert(registry, name, hashes) for name in names} | inline
 
 
@@ -359,8 +374,10 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, RoutedExper
 
 
 def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) -> list[str]:
-    """Return a warning for each expert that has the same weights as another one, and no prompt that tells them apart."""
-    experts = {name: expert for name, expert in experts.items() if name not in config.teacher_prompts}
+    """Return a warning for each expert that has the same weights as another one, unless a prompt tells them apart, or it is the student
+    on purpose."""
+    students = {name for name, expert in config.inline_experts.items() if expert.model == STUDENT}
+    experts = {name: expert for name, expert in experts.items() if name not in {*config.teacher_prompts, *students}}
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"

@@ -63,13 +63,18 @@ class StartingExams:
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        # The engine reads and writes the student's tokens, which say nothing to an expert with tokens of its own.
-        strangers = find_own_tokens(inputs.scoring)
-        digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
-        for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
-            self.display.say(
-                f"expert {inputs.teachers[domain].name} reads tokens of its own: it takes no exam on {domain}"
-            )
+        # The engine has the student's tokens and prompts. They say nothing to an expert with tokens of its own, and of one with a
+        # prompt of its own they would measure another model than the teacher.
+        prompted, strangers = self.config.teacher_prompts, find_own_tokens(inputs.scoring)
+        peculiarities = dict.fromkeys(prompted, "a prompt") | dict.fromkeys(strangers, "tokens")
+        digests = {
+            domain: teacher.digest for domain, teacher in inputs.teachers.items() if teacher.name not in peculiarities
+        }
+        for domain, teacher in inputs.teachers.items():
+            if domain in inputs.exams and domain not in digests:
+                self.display.say(
+                    f"expert {teacher.name} reads {peculiarities[teacher.name]} of its own: it takes no exam on {domain}"
+                )
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(
