@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.adapter import open_full_model
 from opd import loop
+from opd.cluster import LOCAL, ray_session
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_experts, measure_student
 from opd.live.interfaces import Display
@@ -42,7 +44,10 @@ def measure_own_exams(
             display.doing(f"the exam of expert {subject.model.name} in its own tokens")
             return evaluate_subjects(config, [subject], display.say)[subject.model.name]
 
-        exam_store = KnownExams(with_room(config, subject), info, exams, paths.root, display.say)
+        # Outside of this machine the cluster's nodes say on which GPUs answers are computed.
+        is_local = config.cluster.address == LOCAL
+        with nullcontext() if is_local else ray_session(config.cluster, config.rollout.workers):
+            exam_store = KnownExams(with_room(config, subject), info, exams, paths.root, display.say)
         evaluations[domain] = exam_store.measure_or_reuse(teacher.digest, [domain], measure)
     return evaluations
 
