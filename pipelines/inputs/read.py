@@ -49,6 +49,7 @@ from pipelines.inputs.prompts import (
     example_ids,
     find_prompts,
     load_exams,
+    load_own_exams,
     load_training,
     refuse_leaks,
     refuse_unread_variables,
@@ -86,6 +87,10 @@ class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
     exams: dict[str, DomainExam]
+    own_tokenizers: dict[str, Any]
+    """Expert -> its tokenizer, of those that read tokens of their own."""
+    own_exams: dict[str, DomainExam]
+    """Domain -> the same questions as in `exams` in tokens of its leading teacher's own; other domains are left out."""
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
@@ -179,6 +184,10 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
+    own_exams: dict[str, DomainExam] = {}
+    for domain, name in ((domain, own.teacher.name) for domain, own in leading.items() if domain in exams):
+        if name in own_tokenizers:
+            own_exams |= load_own_exams(config, teacher_tokenizers[name], {domain: exams[domain]}, sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _empty_prompt_warnings(table)]
@@ -204,6 +213,8 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         ),
         prompts=prompts,
         exams=exams,
+        own_tokenizers={name: teacher_tokenizers[name] for name in own_tokenizers},
+        own_exams=own_exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         lora=lora,
