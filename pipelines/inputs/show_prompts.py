@@ -87,11 +87,8 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
 
 def _find_prompted_experts(config: PipelineConfig, domain: str, prompted: Collection[str]) -> list[str]:
     """Return those of the `prompted` experts that teach a domain, as far as the pipeline itself says which they are."""
-    teachers = config.domains[domain].teachers
-    if teachers is not None:
-        names = [teachers] if isinstance(teachers, str) else list(teachers)
-    else:
-        names = [name for name, expert in config.inline_experts.items() if expert.domain == domain]
+    own = [name for name, expert in config.inline_experts.items() if expert.domain == domain]
+    names = config.domains[domain].teacher_names or own
     return [name for name in names if name in prompted]
 
 
