@@ -297,6 +297,10 @@ class Trainer(Protocol):
         stream has the same weights until the next push, whatever the trainer does meanwhile."""
         ...
 
+    def export_companions(self, path: Path) -> None:
+        """Write every model that learns beside the student into a directory of its name in `path`."""
+        ...
+
     def export_adapter(self, path: Path) -> None:
         """Write the adapters that LoRA trained as a PEFT directory."""
         ...

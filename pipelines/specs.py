@@ -20,6 +20,7 @@ from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.base_scoring import BaseScoring, BaseTeacher
+from opd.train.companions import CompanionSpec
 from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
@@ -182,6 +183,7 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         activation_offloading=trainer.activation_offloading,
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         compile=trainer.compile,
+        companions=companion_specs(config, vocab_size),
         sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
@@ -193,6 +195,15 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def companion_specs(config: PipelineConfig, vocab_size: int) -> tuple[CompanionSpec, ...]:
+    """Return the specs of the models that learn beside the student."""
+    if config.draft is None:
+        return ()
+    from pipelines.draft import draft_spec  # imports code of transformers, which takes a second
+
+    return (draft_spec(config, config.draft, vocab_size),)
 
 
 def eager_attention(config: PipelineConfig) -> bool:

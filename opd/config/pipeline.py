@@ -21,6 +21,7 @@ from opd.config.domains import (
     RegisteredExperts,
     StudentConfig,
 )
+from opd.config.draft import DraftConfig
 from opd.config.drift import refuse_contradictions
 from opd.config.evaluate import EvaluateConfig
 from opd.config.expert_engines import (
@@ -104,6 +105,8 @@ class PipelineConfig(Strict):
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=build_default_objective)
     trainer: TrainerConfig
+    draft: DraftConfig | None = None
+    """Train a draft for speculative decoding beside the student, see docs/drafts.md."""
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()

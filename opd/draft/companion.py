@@ -24,6 +24,7 @@ from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
 from opd.losses.draft import DraftLoss, compute_draft_loss, compute_overlaps
+from opd.records.step import DRAFT
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
 from opd.train.companions import EMBEDDING
@@ -62,7 +63,7 @@ class DraftSpec:
     seed: int = 0
     domains: tuple[str, ...] = ()
     """Domains whose numbers are told apart."""
-    name: str = "draft"
+    name: str = DRAFT
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> DraftCompanion:
         """Start the draft on a rank. Its output head begins as the student's, and its input as the states of the last depth."""

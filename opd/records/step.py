@@ -31,6 +31,10 @@ OPTIONAL_FIELDS = (
 """Fields of a `StepRecord` that most steps do not have; a line of `metrics.jsonl` leaves them out if they are empty."""
 
 
+DRAFT = "draft"
+"""Name of the draft among the models that learn beside the student: in a step's report, and of its directory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DomainRecord:
     """Means over one domain's trained tokens. A mean is None if the teachers' payload does not give its numbers, or if no token of
@@ -164,6 +168,8 @@ class StepRecord:
     grad_norm: float = 0.0
     """Norm of the gradient before clipping."""
     lr: float = 0.0
+    draft: Mapping[str, float] = field(default_factory=dict)
+    """The draft's numbers, see `opd.draft.sums.DraftSums.summarise`; empty without a draft."""
     logprob_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
     drift: float = 0.0
@@ -278,6 +284,7 @@ def build_step_record(
         ),
         grad_norm=train_report.grad_norm,
         lr=train_report.lr,
+        draft=train_report.companions.get(DRAFT, {}),
         logprob_gap=train_report.logprob_gap,
         drift=train_report.drift,
         token_ages={str(age): tokens for age, tokens in count_ages(trained_rollouts, push_report.version - 1).items()},

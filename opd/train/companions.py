@@ -86,8 +86,10 @@ class Companion(Protocol):
 class CompanionSpec(Protocol):
     """Settings of a companion. They are plain values, because they cross process boundaries."""
 
-    name: str
-    """Name of the companion in records, in checkpoints and of its exported directory."""
+    @property
+    def name(self) -> str:
+        """Name of the companion in records, in checkpoints and of its exported directory."""
+        ...
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> Companion:
         """Start the companion on a trainer rank that has joined the others. `student` is the rank's module, which the companion

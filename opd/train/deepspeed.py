@@ -265,6 +265,9 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
         self._direct.begin(nbytes, keeps=keeps, stream=partial(self.stream_changed, nbytes))
         return self._direct
 
+    def export_companions(self, path: Path) -> None:
+        self._call(TrainerRank.export_companions, path)
+
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)
 

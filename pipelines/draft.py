@@ -1,0 +1,39 @@
+"""The draft that a pipeline's student gets: its shape follows from the student's."""
+
+from __future__ import annotations
+
+from opd.config import PipelineConfig
+from opd.config.draft import DraftConfig
+from opd.draft.companion import DraftSpec
+from opd.models.weights import load_config
+
+
+def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:
+    """Return the spec of the draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
+    student = load_config(config.student.model).get_text_config(decoder=True)
+    heads = student.num_attention_heads
+    last = student.num_hidden_layers - 1
+    rope = getattr(student, "rope_parameters", None) or {}
+    return DraftSpec(
+        model={
+            "hidden_size": student.hidden_size,
+            "intermediate_size": student.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(student, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(student, "head_dim", None) or student.hidden_size // heads,
+            "rms_norm_eps": getattr(student, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": student.max_position_embeddings,
+            "vocab_size": student.vocab_size,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)},
+        },
+        kind=draft.kind,
+        layers=draft.layers or tuple(sorted({0, last // 2, last})),
+        vocab=tuple(range(vocab_size)),
+        steps=draft.num_speculative_tokens,
+        loss=draft.loss,
+        decay=draft.decay,
+        lr=draft.lr,
+        tokens=draft.tokens,
+        seed=config.seed,
+        domains=tuple(config.domains),
+    )
