@@ -35,8 +35,10 @@ class Companion(Protocol):
     tensors that methods get are the student's own memory: a companion reads them and must not write to them.
     """
 
-    layers: Sequence[int]
-    """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets; `EMBEDDING` for that of the input embedding."""
+    @property
+    def layers(self) -> Sequence[int]:
+        """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets; `EMBEDDING` for that of the input embedding."""
+        ...
 
     def begin_batch(self, batch: MicroBatch) -> None:
         """Prepare for the student's passes over a micro-batch, such as by the choice of tokens to learn from."""
