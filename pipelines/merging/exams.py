@@ -97,12 +97,10 @@ class StartingExams:
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        # The engine has the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
+        # Exams have the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
         prompted = self.config.teacher_prompts
         digests = {
-            domain: teacher.digest
-            for domain, teacher in inputs.teachers.items()
-            if domain in self.own or teacher.name not in prompted
+            domain: teacher.digest for domain, teacher in inputs.teachers.items() if teacher.name not in prompted
         }
         for domain, teacher in inputs.teachers.items():
             if domain in inputs.exams and domain not in digests:
