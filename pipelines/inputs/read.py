@@ -186,7 +186,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     own_exams: dict[str, DomainExam] = {}
     for domain, name in ((domain, own.teacher.name) for domain, own in leading.items() if domain in exams):
-        if name in own_tokenizers and name not in config.teacher_prompts:
+        if name in own_tokenizers and name not in config.teacher_prompts:  # see `StartingExams.measure_exams`
             own_exams |= load_own_exams(config, teacher_tokenizers[name], {domain: exams[domain]}, sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
