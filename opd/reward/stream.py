@@ -16,6 +16,7 @@ from opd.credit.interfaces import Credit
 from opd.records.episodes import BROKEN
 from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, compare_gradients
 from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.reward.budget import find_over_budget
 from opd.reward.verified import Failure, VerifiedRewards
 
 if TYPE_CHECKING:
@@ -45,9 +46,15 @@ class RewardStream:
         judged, self._failures = self._verified.add_rewards(batch, prompts)
         # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, whatever it had
         # earned by then: if only those counted that had earned something, the others' mean would be too high.
+        segments, budget = self._select_segments(judged.rollouts), self._config.budget
+        long = frozenset[str]() if budget is None else find_over_budget(segments, budget)
         rewards = {
-            rollout.sample_id: None if rollout.stop_reason in BROKEN else rollout.reward or 0.0
-            for rollout, _ in self._select_segments(judged.rollouts)
+            rollout.sample_id: None
+            if rollout.stop_reason in BROKEN
+            else budget.reward
+            if budget is not None and rollout.episode in long
+            else rollout.reward or 0.0
+            for rollout, _ in segments
         }
         paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in judged.rollouts)
         return replace(judged, rollouts=tuple(paid))

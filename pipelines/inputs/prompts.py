@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -93,22 +94,48 @@ def read_prompts(
     if config.domains[domain].has_episodes and is_here(source):
         # In a domain with episodes the environment or program decides on tools and variables of the template, not the file.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
-    prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
-    for notice in collect_notices(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
+    variables, text = config.chat_template_kwargs_of(domain), config.effort_text_of(domain)
+    prompts = load_prompts(source, domain, tokenizer, student.template_date, variables, text)
+    for notice in collect_notices(source, prompts, tokenizer, student.template_date, variables):
         tell(notice)
     return prompts
 
 
 def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
     """Refuse variables that the student's chat template does not read, such as misspelt ones. Raises: ConfigError."""
-    unread = find_unread_variable(config.student.chat_template_kwargs, tokenizer)
-    if unread is not None:
-        raise ConfigError.at(
-            f"student.chat_template_kwargs.{unread}",
-            found=f"a variable that the chat template of {config.student.model} does not read",
-            wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
-            fix="correct the name, or leave it out",
-        )
+    sections = {"student.chat_template_kwargs": dict(config.student.chat_template_kwargs)} | {
+        f"efforts.{name}.chat_template_kwargs": effort.list_variables(name) for name, effort in config.efforts.items()
+    }
+    for key, variables in sections.items():
+        unread = find_unread_variable(variables, tokenizer)
+        if unread is not None:
+            otherwise = "leave it out" if key.startswith("student.") else "give `text` in its place"
+            raise ConfigError.at(
+                f"{key}.{unread}",
+                found=f"a variable that the chat template of {config.student.model} does not read",
+                wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
+                fix=f"correct the name, or {otherwise}",
+            )
+
+
+def refuse_equal_efforts(config: PipelineConfig, tables: Mapping[str, PromptTable]) -> None:
+    """Refuse efforts of which the student's prompts do not tell, because their tags change nothing. `tables`: training prompts by domain.
+
+    Raises: PromptError.
+    """
+    domains = [(*config.split_effort(name), name) for name in tables]
+    for (domain, effort, name), (other_domain, other, other_name) in combinations(domains, 2):
+        if domain != other_domain or effort is None or other is None or effort == other:
+            continue
+        table = tables[name]
+        equal = table.find_equal_row(tables[other_name])
+        if equal is not None:
+            raise PromptError.at(
+                f"efforts.{effort}, efforts.{other}",
+                found=f"the same prompt for both, such as {table[equal].id} of {table.rows.label}",
+                wanted="tags that the prompts show: a chat template that reads efforts.*.chat_template_kwargs, or efforts.*.text",
+                fix=f'give each effort a text, such as `{effort}: {{text: "{effort} "}}`',
+            )
 
 
 def find_unread_variable(variables: Mapping[str, Any], tokenizer: Any) -> str | None:
@@ -144,7 +171,7 @@ def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool =
     elif named is not None:
         names = [max(sorted(named), key=lambda name: named[name])]
     experts = [registry.get(name) for name in names if not only_here or name in registry.names()]
-    sources = [e.prompts for e in experts if named is not None or e.domain == domain]
+    sources = [e.prompts for e in experts if named is not None or e.domain in (domain, config.split_effort(domain)[0])]
     return Path(sources[0]) if sources and sources[0] else None
 
 

@@ -49,6 +49,7 @@ from pipelines.inputs.prompts import (
     find_prompts,
     load_exams,
     load_training,
+    refuse_equal_efforts,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,
@@ -177,6 +178,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     sources = with_teacher_columns(config, routes, sources)
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
+    refuse_equal_efforts(config, every)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
