@@ -130,7 +130,9 @@ def build_merge(
         log=log,
         trainer=trainer,
         sync=_build_sync(config, inputs, trainer, engine, display),
-        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say),
+        evaluator=EngineEvaluator(
+            engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say, inputs.expert_exams
+        ),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
         checkpoints=_build_checkpoints(

@@ -175,8 +175,11 @@ class PipelineConfig(Strict):
 
     def chat_template_kwargs_of(self, domain: str, *, effort: bool = True) -> dict[str, Any]:
         """Return the variables of the student's chat template in a domain; without `effort` those of its effort are left out."""
-        name = self.domains[domain].effort
-        tag = self.efforts[name].list_variables(name) if effort and name is not None else {}
+        return self.chat_template_kwargs_at(self.domains[domain].effort if effort else None)
+
+    def chat_template_kwargs_at(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables of the student's chat template at an effort; None: those without one."""
+        tag = {} if effort is None else self.efforts[effort].list_variables(effort)
         return {**self.student.chat_template_kwargs, **tag}
 
     def effort_text_of(self, domain: str) -> str:

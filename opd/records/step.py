@@ -76,7 +76,9 @@ class DomainRecord:
         }
         means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
         ends = stats.end_tokens
-        at_ends = {"end_loss": stats.end_sum / ends, "end_tokens": ends} if ends and not isnan(stats.end_sum) else {}
+        at_ends: dict[str, Any] = (
+            {"end_loss": stats.end_sum / ends, "end_tokens": ends} if ends and not isnan(stats.end_sum) else {}
+        )
         return cls(**means, tokens=stats.tokens, samples=stats.samples, **at_ends)
 
     def to_json(self) -> dict[str, float]:

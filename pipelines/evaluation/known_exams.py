@@ -46,12 +46,18 @@ class KnownExams:
         self._config, self._inputs, self._run = config, inputs, run
         self._common: dict[str, Any] | None = None
 
-    def measure_or_reuse(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
+    def measure_or_reuse(
+        self, model: str, domains: Sequence[str], measure: Measure, *, as_expert: bool = False
+    ) -> Evaluation:
         """Return a model's exams on these domains, from the cache or taken now in one batch. `model` is the digest of the
-        model."""
+        model; `as_expert`: it is asked what the domains' experts are asked."""
         if self._cache is None or self._device is None or not domains or not all(map(self._is_cacheable, domains)):
             return measure(domains)
-        facts = {"model": model, "domains": [self._domain_facts(name) for name in domains], **self._shared_facts()}
+        facts = {
+            "model": model,
+            "domains": [self._domain_facts(name, as_expert) for name in domains],
+            **self._shared_facts(),
+        }
         evaluation = self._cache.find(facts)
         if evaluation is None:
             evaluation = measure(domains)
@@ -64,11 +70,12 @@ class KnownExams:
         verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind
         return not self._config.domains[domain].has_episodes and verifier != "python"
 
-    def _domain_facts(self, name: str) -> dict[str, Any]:
+    def _domain_facts(self, name: str, as_expert: bool) -> dict[str, Any]:
         """Return the questions and verifier of a domain."""
         exam = self._config.domains[name].eval
         assert exam is not None, "only domains with an exam are measured"
-        questions = json.dumps([asdict(prompt) for prompt in self._inputs.exams[name].prompts], sort_keys=True)
+        asked = (as_expert and self._inputs.expert_exams.get(name)) or self._inputs.exams[name]
+        questions = json.dumps([asdict(prompt) for prompt in asked.prompts], sort_keys=True)
         return {
             "name": name,
             "questions": blake3(questions.encode()).hexdigest(),

@@ -55,11 +55,12 @@ def load_exams(
     *,
     samples: int | None = None,
     sources: Mapping[str, Path | PromptsConfig] | None = None,
+    effort: bool = True,
 ) -> dict[str, DomainExam]:
     """Return the exam of every domain (or of those named) with an `eval`: its first `samples` held-out prompts and its verifier.
 
     `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`. `sources`: domain -> training prompts out
-    of which an exam with `holdout` is taken; by default those that the pipeline or the registry names.
+    of which an exam with `holdout` is taken; by default those that the pipeline or the registry names. `effort`: see `read_prompts`.
     Raises: PromptError if prompts cannot be read or judged; ConfigError if a verifier's function does not exist.
     """
     exams = {}
@@ -73,7 +74,8 @@ def load_exams(
         else:
             source = find_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
         # If the source also serves training, its notices have been told there.
-        prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
+        heard = tell if domain.eval.prompts else lambda _: None
+        prompts = read_prompts(config, name, source, tokenizer, heard, effort=effort)
         if domain.eval.holdout is not None:
             prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
@@ -84,17 +86,25 @@ def load_exams(
 
 
 def read_prompts(
-    config: PipelineConfig, domain: str, source: Path | PromptsConfig, tokenizer: Any, tell: Tell = lambda _: None
+    config: PipelineConfig,
+    domain: str,
+    source: Path | PromptsConfig,
+    tokenizer: Any,
+    tell: Tell = lambda _: None,
+    *,
+    effort: bool = True,
 ) -> PromptTable:
     """Return a domain's prompts in the student's tokens. Raises: PromptError.
 
-    `tell` gets a sentence about each part of the source that is not read, or not read in the obvious way.
+    `tell` gets a sentence about each part of the source that is not read, or not read in the obvious way. Without `effort` the prompts
+    have no tag of the domain's effort.
     """
     student = config.student
     if config.domains[domain].has_episodes and is_here(source):
         # In a domain with episodes the environment or program decides on tools and variables of the template, not the file.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
-    variables, text = config.chat_template_kwargs_of(domain), config.effort_text_of(domain)
+    variables = config.chat_template_kwargs_of(domain, effort=effort)
+    text = config.effort_text_of(domain) if effort else ""
     prompts = load_prompts(source, domain, tokenizer, student.template_date, variables, text)
     for notice in collect_notices(source, prompts, tokenizer, student.template_date, variables):
         tell(notice)

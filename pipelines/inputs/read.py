@@ -86,6 +86,8 @@ class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
     exams: dict[str, DomainExam]
+    expert_exams: dict[str, DomainExam]
+    """Exams of the domains whose experts are asked otherwise than the student: without the tag of the effort."""
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
@@ -198,6 +200,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         ),
         prompts=prompts,
         exams=exams,
+        expert_exams=load_exams(
+            config, tokenizer, _select_untagged(config, routes), samples=exam.samples, sources=sources, effort=False
+        ),
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         lora=lora,
@@ -307,6 +312,16 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
     return names
+
+
+def _select_untagged(config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]]) -> list[str]:
+    """Return the domains whose leading expert does not read the tag of their effort."""
+    prompts = {domain: config.teacher_prompts.get(assigned[0].teacher.name) for domain, assigned in routes.items()}
+    return [
+        domain
+        for domain, prompt in prompts.items()
+        if prompt is not None and prompt.effort is False and config.domains[domain].effort is not None
+    ]
 
 
 def _untrained_tokens(

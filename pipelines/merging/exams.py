@@ -105,7 +105,9 @@ class StartingExams:
                 self.display.say,
             )
 
-        return self._announce_reuse(exam_store.measure_or_reuse(teacher.digest, [domain], measure), teacher)
+        return self._announce_reuse(
+            exam_store.measure_or_reuse(teacher.digest, [domain], measure, as_expert=True), teacher
+        )
 
     def _load_expert(self, directory: Path) -> None:
         """Have the engines hold an expert's model. They need to reach its files only if they cannot take its weights in place of the
