@@ -41,11 +41,12 @@ def expand_efforts(data: Mapping[str, Any], without: str) -> Mapping[str, Any]:
     the new domain. The domain `without` has no efforts. A pipeline that was expanded before comes back as it is.
     Raises: PydanticCustomError for an expert of an effort that there is not.
     """
-    efforts, domains = data.get("efforts"), data.get("domains")
+    efforts, domains, experts = data.get("efforts"), data.get("domains"), data.get("experts")
     known = tuple(efforts) if isinstance(efforts, Mapping) else ()
-    data = {**data, "experts": _expand_experts(data.get("experts"), known)}
-    if not isinstance(domains, Mapping):
-        return data  # refused where it is validated
+    if isinstance(experts, Mapping) and "use" not in experts:
+        data = {**data, "experts": {name: _expand_expert(name, expert, known) for name, expert in experts.items()}}
+    if not isinstance(domains, Mapping):  # refused where it is validated
+        return data
     settings = {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in domains.items()}
     made = {name_effort_domain(name, effort) for name in settings for effort in known}
     expanded: dict[str, Any] = {}
@@ -61,20 +62,15 @@ def expand_efforts(data: Mapping[str, Any], without: str) -> Mapping[str, Any]:
     return {**data, "domains": expanded}
 
 
-def _expand_experts(experts: Any, known: tuple[str, ...]) -> Any:
-    """Return the section `experts` with the domain of its effort for each expert that names one. Raises: PydanticCustomError."""
-    if not isinstance(experts, Mapping) or "use" in experts:
-        return experts
-    expanded = {}
-    for name, expert in experts.items():
-        settings = expert.model_dump() if isinstance(expert, BaseModel) else expert
-        effort = settings.get("effort") if isinstance(settings, Mapping) else None
-        if effort is not None:
-            if effort not in known:
-                raise _effort_error(f"experts.{name}.effort", str(effort), _list_known(known))
-            settings = {**settings, "domain": name_effort_domain(str(settings.get("domain")), effort), "effort": None}
-        expanded[name] = settings
-    return expanded
+def _expand_expert(name: str, expert: Any, known: tuple[str, ...]) -> Any:
+    """Return an expert with the domain of its effort, if it names one. Raises: PydanticCustomError."""
+    settings = expert.model_dump() if isinstance(expert, BaseModel) else expert
+    effort = settings.get("effort") if isinstance(settings, Mapping) else None
+    if effort is None:
+        return expert
+    if effort not in known:
+        raise _effort_error(f"experts.{name}.effort", str(effort), _list_known(known))
+    return {**settings, "domain": name_effort_domain(str(settings.get("domain")), effort), "effort": None}
 
 
 def find_efforts_problem(config: PipelineConfig) -> PydanticCustomError | None:

@@ -16,6 +16,18 @@ KNOWN = f"{EFFORT_VARIABLE} is defined and {EFFORT_VARIABLE}"
 """Condition of a chat template that the request, or the server's default, names an effort."""
 
 
+MARK_MESSAGES = (
+    "{%- set first = messages[0] -%}"
+    "{%- if first['role'] not in ['system', 'developer'] -%}"
+    "{%- set messages = [{'role': 'system', 'content': TEXT}] + messages -%}"
+    "{%- else -%}"
+    "{%- set content = TEXT ~ ('\\n\\n' ~ first['content'] if first['content'] else '') -%}"
+    "{%- set messages = [{'role': first['role'], 'content': content}] + messages[1:] -%}"
+    "{%- endif -%}"
+)
+"""What `opd.prompts.encode.mark_prompt` does to messages, for TEXT, in a chat template."""
+
+
 def refuse_unknown_effort(model: LocalModel, effort: str | None) -> None:
     """Refuse an effort that the model was not trained for; None is none. Raises: ConfigError."""
     known = list(model.config.efforts) if model.config else []
@@ -61,13 +73,7 @@ def add_effort_tags(config: PipelineConfig, template: str) -> str:
     for name, effort in config.efforts.items():
         settings = [f"{{%- set {key} = {value!r} -%}}" for key, value in config.chat_template_kwargs_at(name).items()]
         if effort.text:
-            system = "{'role': 'system', 'content': " + repr(effort.text)
-            joined = f"{system} ~ '\\n\\n' ~ messages[0]['content']}}"
-            settings += [
-                "{%- if messages[0]['role'] in ['system', 'developer'] and messages[0]['content'] -%}",
-                f"{{%- set messages = [{joined}] + messages[1:] -%}}",
-                f"{{%- else -%}}{{%- set messages = [{system}}}] + messages -%}}{{%- endif -%}}",
-            ]
+            settings.append(MARK_MESSAGES.replace("TEXT", repr(effort.text)))
         branches.append(f"if {KNOWN} == {name!r} -%}}{''.join(settings)}")
     unknown = f"{EFFORT_VARIABLE}: one of {', '.join(config.efforts)}"
     refusal = f"elif {KNOWN} -%}}{{{{ raise_exception({unknown!r}) }}}}{{%- endif %}}"
