@@ -74,12 +74,14 @@ class DomainRecord:
             "student_mass": stats.student_mass_sum,
             "teacher_mass": stats.teacher_mass_sum,
         }
-        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
+        means: dict[str, Any] = {
+            name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)
+        }
         ends = stats.end_tokens
         at_ends: dict[str, Any] = (
             {"end_loss": stats.end_sum / ends, "end_tokens": ends} if ends and not isnan(stats.end_sum) else {}
         )
-        return cls(**means, tokens=stats.tokens, samples=stats.samples, **at_ends)
+        return cls(tokens=stats.tokens, samples=stats.samples, **means, **at_ends)
 
     def to_json(self) -> dict[str, float]:
         """Return name -> number, without those that are None."""
