@@ -62,7 +62,7 @@ class StudentConfig(Strict):
 
 
 STUDENT = "student"
-"""Value of an expert's `model` for the student itself."""
+"""Value of an expert's `model` for the student itself; among a domain's `teachers` it is the student, too, if no expert has this name."""
 
 
 def _choose_model_kind(value: Any) -> str:
@@ -204,7 +204,8 @@ class DomainConfig(Strict):
         ]
         | None
     ) = None
-    """An expert's name, or names with weights; default: the expert whose `domain` this is."""
+    """An expert's name, or names with weights; `student`: the student as the merge (or the round) begins, so that it keeps
+    what it can. Default: the expert whose `domain` this is."""
     weight: DomainWeight = "auto"
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
     objective: AnyObjective | None = None
@@ -218,6 +219,11 @@ class DomainConfig(Strict):
     reward: Literal["auto"] | bool = "auto"
     """Reward the domain's responses under `objective.reward`, by environment, agent or the verifier of `eval`; `auto`:
     where there is one."""
+
+    @property
+    def teacher_names(self) -> list[str]:
+        """The names under `teachers`; none by default."""
+        return [self.teachers] if isinstance(self.teachers, str) else list(self.teachers or ())
 
     @property
     def has_episodes(self) -> bool:

@@ -42,8 +42,16 @@ def list_own_engines(config: PipelineConfig) -> dict[str, tuple[str, Mapping[str
         if expert.engine is not None:
             engines[name] = (f"experts.{name}.engine", expert.engine)
         elif expert.model == STUDENT and trainer_has_start(config):
-            engines[name] = ("keep" if name == KEPT else f"experts.{name}", {"kind": "trainer"})
+            engines[name] = (name_student_key(config, name), {"kind": "trainer"})
     return engines
+
+
+def name_student_key(config: PipelineConfig, expert: str) -> str:
+    """Return the place in the pipeline that makes the student a teacher under this name."""
+    if expert == KEPT:
+        return "keep"
+    own = not isinstance(config.experts, RegisteredExperts) and expert in config.experts
+    return f"experts.{expert}" if own else f"domains.{config.inline_experts[expert].domain}.teachers"
 
 
 def list_engines(config: PipelineConfig) -> list[tuple[Teachers, list[str], str]]:
@@ -53,9 +61,9 @@ def list_engines(config: PipelineConfig) -> list[tuple[Teachers, list[str], str]
     Raises: PydanticCustomError for an own engine that is wrong.
     """
     own_engines, experts = list_own_engines(config), config.experts
-    names = experts.use if isinstance(experts, RegisteredExperts) else list(experts)
-    shared = [] if names == "all" else [name for name in names if name not in own_engines]
-    shared += [KEPT] if config.keep is not None and KEPT not in own_engines else []
+    names = experts.use if isinstance(experts, RegisteredExperts) else []
+    every = [*(() if names == "all" else names), *config.inline_experts]
+    shared = [name for name in every if name not in own_engines]
     engines: list[tuple[Teachers, list[str], str]] = []
     if shared or names == "all" or not own_engines:
         engines.append((config.teachers, shared, "teachers"))

@@ -28,6 +28,7 @@ from opd.config.expert_engines import (
     find_engines_problem,
     find_own_objective_problem,
     list_engines,
+    name_student_key,
     trainer_has_start,
 )
 from opd.config.guard import GuardConfig, refuse_useless_guard
@@ -132,9 +133,16 @@ class PipelineConfig(Strict):
 
     @property
     def inline_experts(self) -> dict[str, ExpertConfig]:
-        """The experts that the pipeline itself describes, that of `keep` among them."""
-        experts = {} if isinstance(self.experts, RegisteredExperts) else self.experts
-        return experts if self.keep is None else {**experts, KEPT: ExpertConfig(model=STUDENT, domain=KEPT)}
+        """The experts that the pipeline itself describes: also that of `keep`, and the student as a teacher of domains."""
+        section = self.experts
+        experts = {} if isinstance(section, RegisteredExperts) else dict(section)
+        if self.keep is not None:
+            experts[KEPT] = ExpertConfig(model=STUDENT, domain=KEPT)
+        names = section.use if isinstance(section, RegisteredExperts) else section
+        student_domains = [name for name, domain in self.domains.items() if STUDENT in domain.teacher_names]
+        if student_domains and STUDENT not in names:
+            experts[STUDENT] = ExpertConfig(model=STUDENT, domain=student_domains[0])
+        return experts
 
     @property
     def teacher_prompts(self) -> dict[str, TeacherPromptConfig]:
@@ -220,7 +228,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _check_kept(self) -> PipelineConfig:
-        problem = None if self.keep is None else _find_keep_problem(self, self.keep)
+        problem = (None if self.keep is None else _find_keep_problem(self, self.keep)) or _find_student_problem(self)
         if problem is not None:
             raise problem
         return self
@@ -471,14 +479,27 @@ def _find_keep_problem(config: PipelineConfig, keep: KeepConfig) -> PydanticCust
         key, actual, expected = f"domains.{KEPT}", "another domain than that of `keep`", "nothing: `keep` makes it"
     elif KEPT in names:
         key, actual, expected = f"experts.{KEPT}", f"an expert called `{KEPT}`", "another name: `keep` has this one"
-    elif isinstance(config.engine_of(KEPT), NoTeachers | OpenAITeachers | FlightTeachers) or isinstance(
-        config.teachers, NoTeachers
-    ):
-        key, actual = "keep", f"set with teachers.engine {config.teachers.engine}"
-        expected = "an engine that loads the student here: transformers or vllm; or student.lora, with which the trainer has it"
     else:
         return None
     return PydanticCustomError("keep", "{wanted}", {"wanted": expected, "where": key, "found": actual})
+
+
+def _find_student_problem(config: PipelineConfig) -> PydanticCustomError | None:
+    """Return the key that makes the student a teacher, if its engine cannot load the student; None if all is well."""
+    experts = {} if isinstance(config.experts, RegisteredExperts) else config.experts
+    for name in (name for name in config.inline_experts if name not in experts):
+        if isinstance(config.teachers, NoTeachers) or isinstance(
+            config.engine_of(name), OpenAITeachers | FlightTeachers
+        ):
+            return PydanticCustomError(
+                "keep",
+                "an engine that loads the student here: transformers or vllm; or student.lora, with which the trainer has it",
+                {
+                    "where": name_student_key(config, name),
+                    "found": f"set with teachers.engine {config.teachers.engine}",
+                },
+            )
+    return None
 
 
 def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:

@@ -256,7 +256,6 @@ def _read_accuracies(run: RunFiles) -> tuple[dict[str, float], dict[str, float],
         after = read_accuracy("after", run.after)
     else:
         after = next((point["accuracy"] for point in reversed(_evaluation_curve(run)) if point["step"]), {})
-    # Of a finished merge, an expert without an exam is one that reads tokens of its own.
     compared = before if run.without_teachers or run.finished else expert
     return before, expert, {d: value for d, value in after.items() if d in before and d in compared}
 

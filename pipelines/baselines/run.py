@@ -45,6 +45,10 @@ MERGED_BYTES = 2 << 30
 """Most bytes of merged models on disk at a time, besides the best model of each method. One model is always allowed."""
 
 
+WITHOUT_EXPERTS = ("mixed_sft", "opd")
+"""Methods in which no expert's weights are merged and none writes."""
+
+
 def compute_results(
     jobs: Sequence[BaselineJob], tell: Callable[[str], None], keep_models: bool = False
 ) -> list[BaselineResult]:
@@ -95,14 +99,14 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
             wanted="at least one: baselines are compared by their accuracy",
             fix="set domains.NAME.eval",
         )
-    for name in find_own_tokens(inputs.scoring):
-        raise ConfigError.at(
-            f"experts.{name}",
-            found="an expert that reads tokens of its own",
-            wanted="experts with the student's tokenizer: methods merge their weights, or have them write text in the student's tokens",
-            fix="compare a pipeline without this expert",
-        )
     for name in methods:
+        for expert in find_own_tokens(inputs.scoring) if name not in WITHOUT_EXPERTS else ():
+            raise ConfigError.at(
+                f"--method {name}",
+                found=f"expert `{expert}`, which reads tokens of its own",
+                wanted="experts with the student's tokenizer: the method merges their weights, or has them write in the student's tokens",
+                fix=f"give --method {','.join(WITHOUT_EXPERTS)}, or compare a pipeline without this expert",
+            )
         if name in WEIGHT_METHODS:
             check_one_architecture(name, inputs)
             if WEIGHT_METHODS[name].grid:

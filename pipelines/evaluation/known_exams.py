@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from blake3 import blake3
 
 import opd
 from experts.bound_files import TOKENIZER_FILES, file_hashes
+from experts.model_dir import ModelInfo
 from opd.cluster import LOCAL, list_nodes, worker_env
 from opd.config import PipelineConfig
 from opd.evaluation.cache import ExamCache, exam_cache_dir
+from opd.evaluation.evaluator import DomainExam
 from opd.files import blake3_file
 from opd.records.scores import Evaluation
 from opd.settings.user_objects import is_import_name
 from pipelines.cores import roles_at_once
-from pipelines.inputs.read import Inputs
 from pipelines.merging.manifest import library_versions
 from pipelines.sizing.machine import list_gpus
 
@@ -37,27 +38,29 @@ ANSWERS_ALIKE = {"n", "temperature", "max_new_tokens"}
 
 
 class KnownExams:
-    """The cache of one pipeline's exams."""
+    """The cache of one pipeline's exams that are asked and answered in the tokens of one model."""
 
-    def __init__(self, config: PipelineConfig, inputs: Inputs, run: Path, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: PipelineConfig,
+        reader: ModelInfo,
+        exams: Mapping[str, DomainExam],
+        run: Path,
+        tell: Callable[[str], None],
+    ) -> None:
+        """`reader`: the model whose tokens `exams` are in."""
         root = exam_cache_dir() if config.evaluate.cache else None
         self._cache = None if root is None or is_import_name(config.rollout.engine) else ExamCache(root, tell)
         self._device = _device_kind(config) if self._cache else None
-        self._config, self._inputs, self._run = config, inputs, run
+        self._config, self._reader, self._exams, self._run = config, reader, exams, run
         self._common: dict[str, Any] | None = None
 
-    def measure_or_reuse(
-        self, model: str, domains: Sequence[str], measure: Measure, *, as_expert: bool = False
-    ) -> Evaluation:
+    def measure_or_reuse(self, model: str, domains: Sequence[str], measure: Measure) -> Evaluation:
         """Return a model's exams on these domains, from the cache or taken now in one batch. `model` is the digest of the
-        model; `as_expert`: it is asked what the domains' experts are asked."""
+        model."""
         if self._cache is None or self._device is None or not domains or not all(map(self._is_cacheable, domains)):
             return measure(domains)
-        facts = {
-            "model": model,
-            "domains": [self._domain_facts(name, as_expert) for name in domains],
-            **self._shared_facts(),
-        }
+        facts = {"model": model, "domains": [self._domain_facts(name) for name in domains], **self._shared_facts()}
         evaluation = self._cache.find(facts)
         if evaluation is None:
             evaluation = measure(domains)
@@ -70,12 +73,11 @@ class KnownExams:
         verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind
         return not self._config.domains[domain].has_episodes and verifier != "python"
 
-    def _domain_facts(self, name: str, as_expert: bool) -> dict[str, Any]:
+    def _domain_facts(self, name: str) -> dict[str, Any]:
         """Return the questions and verifier of a domain."""
         exam = self._config.domains[name].eval
         assert exam is not None, "only domains with an exam are measured"
-        asked = (as_expert and self._inputs.expert_exams.get(name)) or self._inputs.exams[name]
-        questions = json.dumps([asdict(prompt) for prompt in asked.prompts], sort_keys=True)
+        questions = json.dumps([asdict(prompt) for prompt in self._exams[name].prompts], sort_keys=True)
         return {
             "name": name,
             "questions": blake3(questions.encode()).hexdigest(),
@@ -85,11 +87,11 @@ class KnownExams:
     def _shared_facts(self) -> dict[str, Any]:
         """Return the facts that all exams of the pipeline have in common."""
         if self._common is None:
-            config, student = self._config, self._inputs.student
+            config, reader = self._config, self._reader
             exam = config.evaluate
             self._common = {
-                "tokenizer": file_hashes(Path(student.path), TOKENIZER_FILES),
-                "end_tokens": sorted(student.eos_token_ids),
+                "tokenizer": file_hashes(Path(reader.path), TOKENIZER_FILES),
+                "end_tokens": sorted(reader.eos_token_ids),
                 "engine": config.rollout.model_dump(mode="json", exclude=ANSWERS_ALIKE)
                 | {"shares_prompts": config.rollout.shares_prefixes, "gpus": config.cluster.rollout_gpus}
                 | worker_env(config.rollout.workers, roles_at_once(config)),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from experts.adapter import inspect_expert
+from experts.model_dir import ModelInfo, token_map
 from opd.config import PipelineConfig, split_rounds
-from opd.errors import ConfigError, RunDirError
+from opd.errors import ConfigError, ModelError, RunDirError
 from opd.evaluation.evaluator import BEFORE, MERGED
 from opd.records.scores import FORMAT, Evaluation
 from opd.records.types import Teacher
@@ -19,11 +20,12 @@ from pipelines.evaluation.models import (
     Tell,
     evaluate_subjects,
     exam_domains,
-    refuse_other_vocabulary,
+    make_own_subject,
     with_all_domains,
 )
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.inputs.prompts import load_own_exams
 from pipelines.inputs.read import Inputs, as_teacher, read_rounds
+from pipelines.inputs.template_date import with_template_date
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Matrix:
 def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequence[str] | None, tell: Tell) -> Matrix:
     """Evaluate the student before, every expert and, if there is one, the merged model on every (named) domain.
 
-    All read the student's prompts, as in the merge. With several rounds, the experts and domains of all rounds count.
+    All read the student's prompts, as in the merge, but for experts with tokens of their own, in which they read the same questions.
+    With several rounds, the experts and domains of all rounds count.
     Raises: OpdError before the engine starts; RunError if it fails.
     """
     names = exam_domains(with_all_domains(config), domains)
@@ -60,15 +63,11 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 
 def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
-    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round.
-
-    Experts that read tokens of their own are left out: the exams are in the student's.
-    """
+    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
     experts: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, round_inputs in enumerate(rounds, start=1):
-        strangers = find_own_tokens(round_inputs.scoring)
         for domain, assigned in round_inputs.routes.items():
-            for teacher in (a.teacher for a in assigned if a.teacher.name not in strangers):
+            for teacher in (a.teacher for a in assigned):
                 key = teacher.name, teacher.digest
                 if key not in experts:
                     is_taken = any(name == teacher.name for name, _ in experts)
@@ -100,7 +99,7 @@ def _matrix_subjects(
                 fix=f"finish it with `opd merge --resume {quote_for_shell(merged.parent)}`, or give the pipeline to leave it out",
             )
         info, _ = inspect_expert(merged)
-        refuse_other_vocabulary(merged, info, inputs.student)
+        _refuse_other_vocabulary(merged, info, inputs.student)
         models.append(as_teacher(MERGED, info, None))
     if len({model.name for model in models}) < len(models):
         raise ConfigError.at(
@@ -111,8 +110,36 @@ def _matrix_subjects(
         )
     last = {name: exam for round_inputs in rounds for name, exam in round_inputs.exams.items()}
     exams = {name: last[name] for name in names}
-    ends = inputs.student.eos_token_ids
-    size = inputs.student.vocab_size
-    return [
-        Subject(model=m, exams=exams, tokenizer=inputs.tokenizer, vocab_size=size, eos_token_ids=ends) for m in models
-    ]
+    own_tokens = {
+        expert.teacher.digest: (expert.info, round_inputs.own_tokenizers[name])
+        for round_inputs in rounds
+        for name, expert in round_inputs.experts.items()
+        if name in round_inputs.own_tokenizers
+    }
+    config = with_template_date(with_all_domains(config), inputs.template_date)
+
+    def make_subject(model: Teacher) -> Subject:
+        if model in experts and model.digest in own_tokens:
+            info, tokenizer = own_tokens[model.digest]
+            return make_own_subject(config, model, info, tokenizer, load_own_exams(config, tokenizer, exams))
+        room = config.rollout.max_model_len
+        return Subject(model=model, exams=exams, tokenizer=inputs.tokenizer, reader=inputs.student, max_model_len=room)
+
+    return [make_subject(model) for model in models]
+
+
+def _refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
+    """Refuse a model whose tokens are not the student's. Raises: ModelError naming the first token that differs."""
+    if model.vocab_hash == student.vocab_hash:
+        return
+    student_tokens, model_tokens = token_map(Path(student.path)), token_map(Path(model.path))
+    token_id = min(
+        i for i in student_tokens.keys() | model_tokens.keys() if student_tokens.get(i) != model_tokens.get(i)
+    )
+    raise ModelError.at(
+        path,
+        found=f"another vocabulary: {len(model_tokens)} tokens to the student's {len(student_tokens)}, and id {token_id} is "
+        f"{model_tokens.get(token_id)!r}, not {student_tokens.get(token_id)!r}",
+        wanted=f"the token ids of the pipeline's student, {student.path}",
+        fix="evaluate it with a pipeline whose student has this vocabulary",
+    )

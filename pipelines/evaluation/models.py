@@ -1,6 +1,8 @@
 """Evaluate models on the exams of a pipeline: check all of them first, then let one rollout engine hold each in turn.
 
 model directories, or a merge's student and experts ── checked ──→ Subject ──→ rollout engine ──→ Evaluation
+
+Models with other tokens than the student's read the same questions in tokens of their own, and have an engine of their own.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from experts.adapter import inspect_expert, open_full_model
-from experts.model_dir import ModelInfo, token_map
+from experts.model_dir import ModelInfo
 from opd.cluster import ray_session
 from opd.config import PipelineConfig, split_rounds
 from opd.errors import ConfigError, ModelError
@@ -25,7 +27,14 @@ from opd.records.types import Teacher
 from opd.settings.suggestions import did_you_mean
 from opd.text import Tell
 from pipelines.build import rollout_engine
-from pipelines.inputs.prompts import load_exams, load_training, refuse_leaks, registered_prompts, room_warnings
+from pipelines.inputs.prompts import (
+    load_exams,
+    load_own_exams,
+    load_training,
+    refuse_leaks,
+    registered_prompts,
+    room_warnings,
+)
 from pipelines.inputs.read import as_teacher, inspect_student, load_tokenizer
 from pipelines.inputs.template_date import set_template_date
 from pipelines.placement import place_rollouts
@@ -42,9 +51,16 @@ class Subject:
     exams: Mapping[str, DomainExam]
     tokenizer: Any
     """The tokenizer that encoded the prompts of its exams."""
-    vocab_size: int
-    """Number of ids that this tokenizer knows."""
-    eos_token_ids: tuple[int, ...]
+    reader: ModelInfo
+    """The model whose tokens these are: the subject itself, or the student with whom it shares them."""
+    max_model_len: int
+    """Most tokens of a prompt and its answer."""
+
+    @property
+    def engine_facts(self) -> tuple[Any, ...]:
+        """The facts in which subjects are equal that can share an engine."""
+        reader = self.reader
+        return reader.vocab_hash, reader.vocab_size, frozenset(reader.eos_token_ids), self.max_model_len
 
 
 def evaluate_models(
@@ -64,14 +80,19 @@ def check_models(
     """Read and check all that an evaluation needs, without compute. Raises: OpdError for the first thing that is wrong."""
     names = exam_domains(config, domains)
     inspections = {path: inspect_expert(path) for path in dict.fromkeys(model_dirs)}
-    if config.student.model.is_dir():
-        student = inspect_student(config)
-        for path, (info, _) in inspections.items():
-            refuse_other_vocabulary(path, info, student)
-    else:
+    student = inspect_student(config, hash_weights=False) if config.student.model.is_dir() else None
+    if student is None:
         tell(f"warning: {config.student.model} is not here, so vocabularies are not compared with the student's")
     subjects = []
     for path, (info, adapter) in inspections.items():
+        model = as_teacher(str(path), info, adapter)
+        if student is not None and info.vocab_hash != student.vocab_hash:
+            tell(f"{path} has another vocabulary than the student: it answers in tokens of its own")
+            own_tokenizer, student_tokenizer = load_tokenizer(Path(info.path)), load_tokenizer(config.student.model)
+            config = set_template_date(config, own_tokenizer, student_tokenizer)
+            exams = load_own_exams(config, own_tokenizer, load_exams(config, student_tokenizer, names))
+            subjects.append(make_own_subject(config, model, info, own_tokenizer, exams))
+            continue
         _refuse_shorter_context(path, info, config.rollout.max_model_len)
         tokenizer = load_tokenizer(Path(info.path), config.student.puts_in_front)
         config = set_template_date(config, tokenizer)
@@ -82,18 +103,21 @@ def check_models(
         refuse_leaks(exams, load_training(config, readable_prompts, tokenizer))
         for warning in (*notices, *room_warnings(exams, config.rollout.max_model_len)):
             tell(f"warning: {warning}")
-        model = as_teacher(str(path), info, adapter)
-        subjects.append(
-            Subject(
-                model=model,
-                exams=exams,
-                tokenizer=tokenizer,
-                vocab_size=info.vocab_size,
-                eos_token_ids=info.eos_token_ids,
-            )
-        )
-    _refuse_other_engines(subjects)
+        room = config.rollout.max_model_len
+        subjects.append(Subject(model=model, exams=exams, tokenizer=tokenizer, reader=info, max_model_len=room))
     return subjects
+
+
+def make_own_subject(
+    config: PipelineConfig, model: Teacher, info: ModelInfo, tokenizer: Any, exams: Mapping[str, DomainExam]
+) -> Subject:
+    """Return a model that takes exams in tokens of its own, in which questions have other lengths than in the student's: none that
+    fits its context is left out. `exams`: of `load_own_exams`."""
+    longest = max((len(prompt.token_ids) for exam in exams.values() for prompt in exam.prompts), default=0)
+    needed = longest + (config.evaluate.max_new_tokens or config.rollout.max_new_tokens)
+    room = max(config.rollout.max_model_len, needed)
+    room = room if info.context is None else min(room, info.context)
+    return Subject(model=model, exams=exams, tokenizer=tokenizer, reader=info, max_model_len=room)
 
 
 def with_all_domains(config: PipelineConfig) -> PipelineConfig:
@@ -131,23 +155,6 @@ def exam_domains(config: PipelineConfig, domains: Sequence[str] | None) -> list[
     return list(domains) if domains else exam_names
 
 
-def refuse_other_vocabulary(path: Path, model: ModelInfo, student: ModelInfo) -> None:
-    """Refuse a model whose tokens are not the student's. Raises: ModelError naming the first token that differs."""
-    if model.vocab_hash == student.vocab_hash:
-        return
-    student_tokens, model_tokens = token_map(Path(student.path)), token_map(Path(model.path))
-    token_id = min(
-        i for i in student_tokens.keys() | model_tokens.keys() if student_tokens.get(i) != model_tokens.get(i)
-    )
-    raise ModelError.at(
-        path,
-        found=f"another vocabulary: {len(model_tokens)} tokens to the student's {len(student_tokens)}, and id {token_id} is "
-        f"{model_tokens.get(token_id)!r}, not {student_tokens.get(token_id)!r}",
-        wanted=f"the token ids of the pipeline's student, {student.path}",
-        fix="evaluate it with a pipeline whose student has this vocabulary",
-    )
-
-
 def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
     if model.context is not None and room > model.context:
         raise ModelError.at(
@@ -158,30 +165,30 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
         )
 
 
-def _refuse_other_engines(subjects: Sequence[Subject]) -> None:
-    """Refuse models that cannot share an engine, which has one set of token ids and one set of end tokens."""
-    reference = subjects[0]
-    for subject in subjects[1:]:
-        for fact, value, reference_value in (
-            ("tokens", subject.vocab_size, reference.vocab_size),
-            ("end tokens", sorted(set(subject.eos_token_ids)), sorted(set(reference.eos_token_ids))),
-        ):
-            if value != reference_value:
-                raise ModelError.at(
-                    subject.model.name,
-                    found=f"{fact} {value}",
-                    wanted=f"{reference_value}, those of {reference.model.name}",
-                    fix="evaluate the two one after the other",
-                )
-
-
 def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
+    """Return name of a subject -> its evaluation. Those that have their tokens in common share an engine."""
+    alike: dict[tuple[Any, ...], list[Subject]] = {}
+    for subject in subjects:
+        alike.setdefault(subject.engine_facts, []).append(subject)
+    evaluations: dict[str, Evaluation] = {}
+    for group in alike.values():
+        evaluations |= _evaluate_alike(with_room(config, group[0]), group, tell)
+    return {subject.model.name: evaluations[subject.model.name] for subject in subjects}
+
+
+def with_room(config: PipelineConfig, subject: Subject) -> PipelineConfig:
+    """Return the pipeline with the context of the engine in which a subject answers."""
+    rollout = config.rollout.model_copy(update={"max_model_len": subject.max_model_len})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def _evaluate_alike(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
     """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
     evaluations = {}
     with ray_session(config.cluster, config.rollout.workers), model_directory(subjects[0].model) as start:
         first_subject = subjects[0]
         config = choose_cache(config, start)
-        spec = rollout_spec(config, start, first_subject.vocab_size, first_subject.eos_token_ids)
+        spec = rollout_spec(config, start, first_subject.reader.vocab_size, first_subject.reader.eos_token_ids)
         place_rollouts(config)
         engine = rollout_engine(config)(spec, first_subject.tokenizer)
         engine.wait_ready()

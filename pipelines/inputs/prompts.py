@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -67,12 +68,7 @@ def load_exams(
     for name, domain in config.domains.items():
         if domain.eval is None or (domains is not None and name not in domains):
             continue
-        if domain.eval.prompts is not None:
-            source = domain.eval.prompts
-        elif sources is not None:
-            source = sources[name]
-        else:
-            source = find_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
+        source = _find_exam_source(config, name, domain.eval, sources)
         # If the source also serves training, its notices have been told there.
         heard = tell if domain.eval.prompts else lambda _: None
         prompts = read_prompts(config, name, source, tokenizer, heard, effort=effort)
@@ -83,6 +79,40 @@ def load_exams(
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
+
+
+def _find_exam_source(
+    config: PipelineConfig, name: str, exam: DomainEvalConfig, sources: Mapping[str, Path | PromptsConfig] | None
+) -> Path | PromptsConfig:
+    """Return the source of a domain's questions. `sources`: as in `load_exams`."""
+    if exam.prompts is not None:
+        return exam.prompts
+    if sources is not None:
+        return sources[name]
+    domain = config.domains[name]
+    return find_prompts(name, domain, None if domain.prompts else registered_prompts(config, name))
+
+
+def load_own_exams(
+    config: PipelineConfig,
+    tokenizer: Any,
+    exams: Mapping[str, DomainExam],
+    sources: Mapping[str, Path | PromptsConfig] | None = None,
+) -> dict[str, DomainExam]:
+    """Return exams of `load_exams` with the same questions in the tokens of an expert's own tokenizer, by its chat template.
+
+    `sources`: as in `load_exams`. Raises: PromptError if its chat template refuses a question.
+    """
+    own_exams = {}
+    for name, exam in exams.items():
+        settings = config.domains[name].eval
+        assert settings is not None, "only domains with an `eval` have an exam"
+        prompts = read_prompts(config, name, _find_exam_source(config, name, settings, sources), tokenizer)
+        index_by_row = {int(number): index for index, number in enumerate(prompts.rows.row_numbers())}
+        # Which questions are too long, and hence left out, is counted in the student's tokens.
+        indices = (index_by_row[int(prompt.id.rpartition("/")[2])] for prompt in exam.prompts)
+        own_exams[name] = replace(exam, prompts=tuple(prompts[index] for index in indices))
+    return own_exams
 
 
 def read_prompts(

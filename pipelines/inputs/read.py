@@ -21,6 +21,7 @@ from experts.weight_values import check_finite
 from opd.config import PipelineConfig
 from opd.config.domains import STUDENT, ExpertConfig, RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
+from opd.config.expert_engines import name_student_key
 from opd.config.teachers import FlightTeachers, NoTeachers
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.evaluation.evaluator import DomainExam
@@ -48,6 +49,7 @@ from pipelines.inputs.prompts import (
     example_ids,
     find_prompts,
     load_exams,
+    load_own_exams,
     load_training,
     refuse_equal_efforts,
     refuse_leaks,
@@ -88,6 +90,10 @@ class Inputs(Teaching):
     exams: dict[str, DomainExam]
     expert_exams: dict[str, DomainExam]
     """Exams of the domains whose experts are asked otherwise than the student: without the tag of the effort."""
+    own_tokenizers: dict[str, Any]
+    """Expert -> its tokenizer, of those that read tokens of their own."""
+    own_exams: dict[str, DomainExam]
+    """Domain -> the same questions as in `exams` in tokens of its leading teacher's own; other domains are left out."""
     untrained: dict[str, frozenset[int]]
     """Domain -> token ids that one of its teachers never writes."""
     tokenizer: Any
@@ -182,6 +188,10 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     every = load_training(config, sources, tokenizer, notices.append)
     refuse_equal_efforts(config, every)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
+    own_exams: dict[str, DomainExam] = {}
+    for domain, name in ((domain, own.teacher.name) for domain, own in leading.items() if domain in exams):
+        if name in own_tokenizers and name not in config.teacher_prompts:  # see `StartingExams.measure_exams`
+            own_exams |= load_own_exams(config, teacher_tokenizers[name], {domain: exams[domain]}, sources)
     refuse_leaks(exams, every)
     check_tasks(exam.lm_eval)
     notices += [notice for table in every.values() for notice in _empty_prompt_warnings(table)]
@@ -196,13 +206,22 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         scorers=by_name,
         routes=routes,
         scoring=add_teacher_prompts(
-            config, teacher_tokenizers, encoders, tokenizer, prompts, teaching.scoring, notices.append
+            config,
+            teacher_tokenizers,
+            encoders,
+            tokenizer,
+            prompts,
+            teaching.scoring,
+            teaching.student.eos_token_ids,
+            notices.append,
         ),
         prompts=prompts,
         exams=exams,
         expert_exams=load_exams(
             config, tokenizer, _select_untagged(config, routes), samples=exam.samples, sources=sources, effort=False
         ),
+        own_tokenizers={name: teacher_tokenizers[name] for name in own_tokenizers},
+        own_exams=own_exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),
         tokenizer=tokenizer,
         lora=lora,
@@ -260,6 +279,13 @@ def _read_experts(config: PipelineConfig, student: ModelInfo) -> dict[str, Route
         return inline
     registry = Registry(config.registry or default_root())
     names = names_in_use(config.experts, registry)
+    for name in inline.keys() & names:
+        raise ConfigError.at(
+            "experts.use",
+            found=f"an expert called `{name}`, which is the student in {name_student_key(config, name)}",
+            wanted="another name in the registry",
+            fix=f"add it again under another name, and `opd experts remove {name}`",
+        )
     return {name: _read_registered_expert(registry, name, hashes) for name in names} | inline
 
 
@@ -315,12 +341,16 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
 
 
 def _select_untagged(config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]]) -> list[str]:
-    """Return the domains whose leading expert does not read the tag of their effort."""
-    prompts = {domain: config.teacher_prompts.get(assigned[0].teacher.name) for domain, assigned in routes.items()}
+    """Return the domains whose leading expert reads the student's prompt without the tag of the effort."""
+    prompts = {
+        domain: config.teacher_prompts[assigned[0].teacher.name]
+        for domain, assigned in routes.items()
+        if assigned[0].teacher.name in config.teacher_prompts and not reads_own_tokens(config, assigned[0].teacher.name)
+    }
     return [
         domain
         for domain, prompt in prompts.items()
-        if prompt is not None and prompt.effort is False and config.domains[domain].effort is not None
+        if config.domains[domain].effort is not None and prompt.effort is False and not prompt.has_messages
     ]
 
 
@@ -376,8 +406,10 @@ def _refuse_broken_weights(student: ModelInfo, experts: Mapping[str, RoutedExper
 
 
 def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) -> list[str]:
-    """Return a warning for each expert that has the same weights as another one, and no prompt that tells them apart."""
-    experts = {name: expert for name, expert in experts.items() if name not in config.teacher_prompts}
+    """Return a warning for each expert that has the same weights as another one, unless a prompt tells them apart, or it is the student
+    on purpose."""
+    students = {name for name, expert in config.inline_experts.items() if expert.model == STUDENT}
+    experts = {name: expert for name, expert in experts.items() if name not in {*config.teacher_prompts, *students}}
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"

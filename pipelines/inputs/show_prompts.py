@@ -87,13 +87,10 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
 
 def _find_prompted_experts(config: PipelineConfig, domain: str, prompted: Collection[str]) -> list[str]:
     """Return those of the `prompted` experts that teach a domain, as far as the pipeline itself says which they are."""
-    teachers = config.domains[domain].teachers
-    if teachers is not None:
-        names = [teachers] if isinstance(teachers, str) else list(teachers)
-    else:
-        served = {name: expert.domain for name, expert in config.inline_experts.items()}
-        names = [name for name in served if served[name] == domain]
-        names = names or [name for name in served if served[name] == config.split_effort(domain)[0]]
+    served = {name: expert.domain for name, expert in config.inline_experts.items()}
+    own = [name for name in served if served[name] == domain]
+    own = own or [name for name in served if served[name] == config.split_effort(domain)[0]]
+    names = config.domains[domain].teacher_names or own
     return [name for name in names if name in prompted]
 
 

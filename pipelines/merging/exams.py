@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.adapter import open_full_model
 from opd import loop
+from opd.cluster import LOCAL, ray_session
 from opd.config import PipelineConfig
 from opd.evaluation.evaluator import BEFORE, EXPERT, measure_experts, measure_student
 from opd.live.interfaces import Display
@@ -16,8 +18,38 @@ from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.evaluation.models import Subject, evaluate_subjects, make_own_subject, with_room
 from pipelines.inputs.read import Inputs, as_teacher
+
+
+def measure_own_exams(
+    config: PipelineConfig, inputs: Inputs, paths: RunPaths, display: Display
+) -> dict[str, Evaluation]:
+    """Return domain -> exam of its expert, of experts that read tokens of their own.
+
+    They cannot take the place of the student in the merge's engine, whose prompts and answers are in the student's tokens. So each has
+    an engine of its own, before the merge's workers start. Exams that the run directory has are left out.
+    """
+    evaluations = {}
+    file = paths.evaluation_file("expert")
+    stored = Evaluation.load(file) if file.exists() else None
+    for domain, exam in inputs.own_exams.items():
+        teacher = inputs.teachers[domain]
+        if stored is not None and stored.covers(domain, teacher.digest):
+            continue
+        info, exams = inputs.experts[teacher.name].info, {domain: exam}
+        subject = make_own_subject(config, teacher, info, inputs.own_tokenizers[teacher.name], exams)
+
+        def measure(_: Sequence[str], subject: Subject = subject) -> Evaluation:
+            display.doing(f"the exam of expert {subject.model.name} in its own tokens")
+            return evaluate_subjects(config, [subject], display.say)[subject.model.name]
+
+        # Outside of this machine the cluster's nodes say on which GPUs answers are computed.
+        is_local = config.cluster.address == LOCAL
+        with nullcontext() if is_local else ray_session(config.cluster, config.rollout.workers):
+            exam_store = KnownExams(with_room(config, subject), info, exams, paths.root, display.say)
+        evaluations[domain] = exam_store.measure_or_reuse(teacher.digest, [domain], measure)
+    return evaluations
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +65,16 @@ class StartingExams:
     inputs: Inputs
     paths: RunPaths
     display: Display
+    own: Mapping[str, Evaluation] = field(default_factory=dict)
+    """Result of `measure_own_exams`."""
 
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
         """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
-        exam_store = KnownExams(self.config, inputs, self.paths.root, self.display.say)
+        exam_store, expert_store = (
+            KnownExams(self.config, inputs.student, exams, self.paths.root, self.display.say)
+            for exams in (inputs.exams, {**inputs.exams, **inputs.expert_exams})
+        )
         student = as_teacher(BEFORE, inputs.student, None)
 
         def run_student_exam(domains: Sequence[str]) -> Evaluation:
@@ -55,21 +92,24 @@ class StartingExams:
             return student_evaluation, Evaluation(model=EXPERT, scores={})
 
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
-            evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
+            evaluations = [self._expert_exam(expert_store, domain, student_evaluation.accuracy) for domain in domains]
             if not evaluations:
                 return Evaluation(model=EXPERT, scores={})
             evaluation = combine_evaluations(evaluations, EXPERT)
-            if len(evaluation.cached) < len(domains):  # then the engine has held an expert
+            if len(evaluation.cached.keys() | self.own.keys()) < len(domains):  # then the engine has held an expert
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        # The engine reads and writes the student's tokens, which say nothing to an expert with tokens of its own.
-        strangers = find_own_tokens(inputs.scoring)
-        digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
-        for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
-            self.display.say(
-                f"expert {inputs.teachers[domain].name} reads tokens of its own: it takes no exam on {domain}"
-            )
+        # The engine has the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
+        prompted = self.config.teacher_prompts
+        digests = {
+            domain: teacher.digest
+            for domain, teacher in inputs.teachers.items()
+            if domain in self.own or domain in inputs.expert_exams or teacher.name not in prompted
+        }
+        for domain, teacher in inputs.teachers.items():
+            if domain in inputs.exams and domain not in digests:
+                self.display.say(f"expert {teacher.name} reads a prompt of its own: it takes no exam on {domain}")
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(
@@ -93,6 +133,8 @@ class StartingExams:
     def _expert_exam(self, exam_store: KnownExams, domain: str, student_accuracy: Mapping[str, float]) -> Evaluation:
         """Return the exam of one domain's expert; `student_accuracy` is by domain."""
         teacher, scratch = self.inputs.teachers[domain], self.paths.scratch_path("expert")
+        if domain in self.own:
+            return self._announce_reuse(self.own[domain], teacher)
 
         def measure(domains: Sequence[str]) -> Evaluation:
             self.display.doing(f"the exam of expert {teacher.name} on {domain}")
@@ -105,9 +147,7 @@ class StartingExams:
                 self.display.say,
             )
 
-        return self._announce_reuse(
-            exam_store.measure_or_reuse(teacher.digest, [domain], measure, as_expert=True), teacher
-        )
+        return self._announce_reuse(exam_store.measure_or_reuse(teacher.digest, [domain], measure), teacher)
 
     def _load_expert(self, directory: Path) -> None:
         """Have the engines hold an expert's model. They need to reach its files only if they cannot take its weights in place of the

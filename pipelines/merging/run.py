@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ from pipelines.merging.directory import (
     refuse_existing,
     refuse_no_run,
 )
-from pipelines.merging.exams import StartingExams
+from pipelines.merging.exams import StartingExams, measure_own_exams
 from pipelines.merging.extension import Extension
 from pipelines.merging.journal import Journal
 from pipelines.merging.layouts import record_layouts
@@ -312,14 +313,16 @@ def _run_session(
     with (
         run.callbacks.display(run_start) as display,
         open_sinks(config.logging, paths.root, start_step) as sinks,
-        ray_session(config.cluster, num_workers(config)),
+        ExitStack() as session,
     ):
         _announce_start(run, notices, display)
+        own_exams = measure_own_exams(config, run.inputs, paths, display)
+        session.enter_context(ray_session(config.cluster, num_workers(config)))
         _reserve_workers(config, display)
         parts = build_merge(config, run.inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
         record_layouts(parts, paths, display.say)
         parts.sync.begin()  # compares engines and trainer
-        before, expert = _take_starting_exams(parts, run, display)
+        before, expert = _take_starting_exams(parts, run, display, own_exams)
         parts.monitors.begin(records, expert)
         with signals.handle_first_signal(display.say):
             if checkpoint:
@@ -405,9 +408,11 @@ def _plan_steps(config: PipelineConfig, checkpoint: Checkpoint | None) -> loop.P
     )
 
 
-def _take_starting_exams(parts: loop.Components, run: MergeRun, display: Display) -> tuple[Evaluation, Evaluation]:
-    """Return the exams of the student before training and of each domain's expert."""
-    student, expert = StartingExams(parts, run.config, run.inputs, run.paths, display).measure_exams()
+def _take_starting_exams(
+    parts: loop.Components, run: MergeRun, display: Display, own: Mapping[str, Evaluation]
+) -> tuple[Evaluation, Evaluation]:
+    """Return the exams of the student before training and of each domain's expert. `own`: of `measure_own_exams`."""
+    student, expert = StartingExams(parts, run.config, run.inputs, run.paths, display, own).measure_exams()
     display.exams(student.accuracy, expert.accuracy, clear_domains(student.scores, expert.scores))
     return student, expert
 

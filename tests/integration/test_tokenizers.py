@@ -58,7 +58,6 @@ def test_an_expert_with_another_tokenizer_in_a_merge_that_is_killed_and_resumed(
     merge = start("merge", file, "--run-dir", whole, cwd=tmp_path)
     out, _ = merge.communicate(timeout=400)
     assert merge.returncode == 0, out
-    assert "expert right reads tokens of its own: it takes no exam on right-domain" in out
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     for record in records:
@@ -67,7 +66,7 @@ def test_an_expert_with_another_tokenizer_in_a_merge_that_is_killed_and_resumed(
     experts = {
         name: values["expert"] for name, values in json.loads((whole / "report.json").read_text())["domains"].items()
     }
-    assert experts["left-domain"] is not None and experts["right-domain"] is None
+    assert None not in experts.values() and len(experts) == 2
     assert "right-domain" in (whole / "report.html").read_text()
 
     killed = start("merge", file, "--run-dir", broken, cwd=tmp_path)

@@ -17,16 +17,18 @@ from typer.testing import CliRunner, Result
 import pipelines.evaluation.models
 from cli import app
 from experts.registry import Registry
+from opd.prompts.encode import load_tokenizer
 from opd.records.scores import Evaluation
 from opd.rollouts.worker import Generated, GenerateRequest
+from tests.tokenizers import train_sentencepiece
 
 
 class Parrot:
     """Stands for a vLLM process: knows by the directory's name which domains to answer; the answer stands in the prompt."""
 
-    tokenizer: Any = None
-
     def __init__(self, options: Any, stop: Sequence[int]) -> None:
+        self.tokenizer = load_tokenizer(options.model_dir)
+        self.stop, self.room = list(stop), options.max_model_len
         self.loads = [options.model_dir.name]
 
     def load(self, model_dir: Path, base: Path | None = None) -> None:
@@ -36,8 +38,8 @@ class Parrot:
         return []
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
-        knows = {"rev": ("rev",), "up": ("upp",), "model": ("rev", "upp"), "base": ()}[self.loads[-1]]
-        return [self._one(self.tokenizer.decode(r.token_ids), knows, r.seed) for r in requests]
+        knows = {"rev": ("rev",), "up": ("upp",), "model": ("rev", "upp"), "base": (), "other": ()}[self.loads[-1]]
+        return [self._one(self.tokenizer.decode(r.token_ids).strip(), knows, r.seed) for r in requests]
 
     def _one(self, prompt: str, knows: Sequence[str], seed: int | None) -> Generated:
         right = prompt[:3] in knows and not (self.loads[-1] == "up" and "A" in prompt)
@@ -56,7 +58,7 @@ def no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine(in_process: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, no_compute: None) -> Any:
+def engine(in_process: Any, monkeypatch: pytest.MonkeyPatch, no_compute: None) -> Any:
     """Parrots and no Ray; the workers are kept to be looked at."""
 
     @contextmanager
@@ -64,7 +66,6 @@ def engine(in_process: Any, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
         yield
 
     monkeypatch.setattr(pipelines.evaluation.models, "ray_session", no_ray)
-    monkeypatch.setattr(Parrot, "tokenizer", tiny_tokenizer)
     in_process.replace = Parrot
     return in_process
 
@@ -294,29 +295,70 @@ def test_an_expert_may_not_be_called_what_the_merged_model_is(world: Any, run_di
     refused(opd("--matrix", "run"), "an expert called `merged`")
 
 
+# Models with other tokens
+
+
+@pytest.fixture
+def foreign(world: Any, make_model_dir: Callable[..., Path]) -> Any:
+    """The expert of `upper` has a tokenizer like Llama 2's."""
+    shutil.rmtree(world.root / "up")
+    make_model_dir(world.root / "up", tokenizer=train_sentencepiece(340))
+    return world
+
+
+def test_a_model_with_another_tokenizer_answers_in_its_own_tokens(foreign: Any, engine: Any) -> None:
+    result = opd("up", "rev", "--pipeline", "pipeline.yaml", "--json")
+    models = data(result)["models"]
+    assert models["up"]["scores"]["upper"]["accuracy"] == pytest.approx(5 / 6)
+    assert models["up"]["answers"][0]["prompt"].strip() == models["rev"]["answers"][0]["prompt"] == "rev AAA="
+    assert "up has another vocabulary than the student: it answers in tokens of its own" in result.stderr
+    own, kin = engine.workers
+    assert (own.loads, kin.loads) == (["up"], ["rev"])
+    ends = [worker.tokenizer.convert_ids_to_tokens(worker.stop) for worker in engine.workers]
+    assert ends == [["<end>"], ["<eos>"]]
+
+
+def test_all_questions_fit_however_many_tokens_they_have(foreign: Any, engine: Any) -> None:
+    foreign.data["rollout"] |= {"max_model_len": 10, "max_new_tokens": 2}
+    foreign.data["domains"]["upper"]["eval"]["prompts"] = {"path": "upper-eval.jsonl", "max_prompt_tokens": 8}
+    foreign.write()
+    models = data(opd("up", "rev", "--pipeline", "pipeline.yaml", "--domains", "upper", "--json"))["models"]
+    assert models["up"]["scores"]["upper"]["questions"] == models["rev"]["scores"]["upper"]["questions"] == 6
+    own, kin = engine.workers
+    longest = max(len(own.tokenizer.encode(f"upp {letter * 3}=")) for letter in "ABCDEF")
+    assert longest > 8 and (own.room, kin.room) == (longest + 2, 10)
+
+
+def test_an_expert_with_another_tokenizer_in_the_matrix(foreign: Any, engine: Any) -> None:
+    own_tokens = {"engine": {"kind": "transformers", "payload": "aligned_states"}}
+    foreign.data["experts"]["up"] |= own_tokens
+    foreign.data["domains"]["upper"]["objective"] = {"kind": "aligned_kl"}
+    found = data(opd("--matrix", foreign.write(), "--json"))
+    accuracy = {name: Evaluation.from_json({"format": 1, **e}).accuracy for name, e in found["models"].items()}
+    assert list(accuracy) == ["student before", "rev", "up"] and found["own"]["up"] == ["upper"]
+    assert accuracy["up"] == {"reverse": 0.0, "upper": pytest.approx(5 / 6)}
+    assert [worker.loads for worker in engine.workers] == [["base", "rev"], ["up"]]
+
+
+def test_models_with_other_end_tokens_have_engines_of_their_own(
+    world: Any, engine: Any, make_model_dir: Callable[..., Path]
+) -> None:
+    make_model_dir(world.root / "other", eos="<bos>")
+    assert data(opd("up", "other", "rev", "--pipeline", "pipeline.yaml", "--json"))["models"].keys() == {
+        "up",
+        "other",
+        "rev",
+    }
+    assert [worker.loads for worker in engine.workers] == [["up", "rev"], ["other"]]
+
+
 # Mistakes, before the engine starts
 
 
-def test_another_vocabulary_is_refused(world: Any, make_model_dir: Callable[..., Path]) -> None:
-    make_model_dir(world.root / "other", permute_vocab=True)
-    refused(
-        opd("up", "other", "--pipeline", "pipeline.yaml"), "other\n", "another vocabulary: 76 tokens", "id 4 is '?'"
-    )
-
-
-def test_other_end_tokens_are_not_compared(world: Any, make_model_dir: Callable[..., Path]) -> None:
-    make_model_dir(world.root / "other", eos="<bos>")
-    refused(opd("up", "other", "--pipeline", "pipeline.yaml", "--compare"), "other\n", "end tokens [1]", "[2]")
-
-
-def test_another_number_of_tokens_is_not_compared(world: Any) -> None:
-    """One engine keeps all models to the same ids; without the student nothing else holds their vocabularies together."""
-    shutil.rmtree(world.root / "base")
-    file = world.root / "rev" / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    del tokenizer["model"]["vocab"]["?"]
-    file.write_text(json.dumps(tokenizer))
-    refused(opd("up", "rev", "--pipeline", "pipeline.yaml", "--compare"), "rev\n", "tokens 75", "76, those of up")
+def test_a_merged_model_has_the_students_tokens(run_dir: Path, make_model_dir: Callable[..., Path]) -> None:
+    shutil.rmtree(run_dir / "model")
+    make_model_dir(run_dir / "model", permute_vocab=True)
+    refused(opd("--matrix", "run"), "run/model\n", "another vocabulary: 76 tokens", "id 4 is '?'")
 
 
 def test_a_shorter_context_is_refused(world: Any) -> None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from opd.config import load_pipeline
+from opd.config import PipelineConfig, load_pipeline
 from opd.errors import ConfigError, ModelError, OpdError
 from opd.live.interfaces import Display
 from opd.prompts.encode import load_tokenizer
 from opd.prompts.turn_ends import find_turn_end
+from opd.records.scores import DomainScore, Evaluation
 from opd.run.paths import RunPaths
 from pipelines.baselines.run import check_methods
-from pipelines.evaluation.matrix import _domains_by_expert
+from pipelines.evaluation.models import Subject
 from pipelines.inputs.early_checks import refuse_at_once
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.show_prompts import show_prompts
-from pipelines.merging.exams import StartingExams
+from pipelines.merging import exams as merge_exams
+from pipelines.merging.exams import StartingExams, measure_own_exams
 from pipelines.merging.manifest import make_manifest
 from pipelines.serve import serve_teachers
 from teachers.flight.access import ListenAddress
@@ -138,23 +140,48 @@ def test_the_manifest_knows_the_experts_tokenizer(foreign: Any) -> None:
     assert list(facts["up"]["config"]) == ["config.json"]
 
 
-def test_baselines_and_the_matrix_have_no_expert_with_tokens_of_its_own(foreign: Any) -> None:
+def test_baselines_in_which_the_expert_would_write_or_be_merged_are_refused(foreign: Any) -> None:
     config = load_pipeline(foreign.write())
     inputs = read_inputs(config)
-    with pytest.raises(ConfigError, match="tokens of its own"):
-        check_methods(config, inputs, ["opd"])
-    assert [teacher.name for teacher in _domains_by_expert([inputs])] == ["up"]
+    for method in ("off_policy", "linear"):
+        with pytest.raises(ConfigError, match=r"(?s)tokens of its own.*--method mixed_sft,opd"):
+            check_methods(config, inputs, ["opd", method])
+    assert check_methods(config, inputs, ["opd"]) == {}
 
 
-def test_the_expert_takes_no_exam(foreign: Any) -> None:
-    config, paths, said = load_pipeline(foreign.write()), RunPaths(foreign.root / "run"), list[str]()
-    paths.root.mkdir()
-    shown: Any = type("Shown", (Display,), {"say": lambda _, line: said.append(line)})()
-    parts: Any = Measuring(paths, shown)
-    before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
-    assert set(before.scores) == {"reverse", "upper"} and set(expert.scores) == {"upper"}
-    assert "expert up" in parts.asked and "expert rev" not in parts.asked
-    assert "expert rev reads tokens of its own: it takes no exam on reverse" in said
+def test_the_expert_takes_its_exam_before_the_merges_workers_start(
+    foreign: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its own tokens and once: a second session finds the result in the run directory, another run in the cache."""
+    asked: list[Subject] = []
+
+    def answer(config: PipelineConfig, subjects: Sequence[Subject], tell: Any) -> dict[str, Evaluation]:
+        asked.extend(subjects)
+        score = DomainScore(accuracy=0.9, stderr=0.1, low=0.8, high=1, questions=6)
+        return {s.model.name: Evaluation(model=s.model.name, scores=dict.fromkeys(s.exams, score)) for s in subjects}
+
+    monkeypatch.setattr(merge_exams, "evaluate_subjects", answer)
+    monkeypatch.setenv("OPD_EXAM_CACHE", str(foreign.root / "cache"))
+    config = load_pipeline(foreign.write())
+    inputs = read_inputs(config)
+    assert set(inputs.own_exams) == {"reverse"}
+    shown: Any = Display()
+    for name, first in (("run", True), ("run", False), ("another", False)):
+        paths = RunPaths(foreign.root / name)
+        paths.root.mkdir(exist_ok=True)
+        own = measure_own_exams(config, inputs, paths, shown)
+        parts: Any = Measuring(paths, shown)
+        before, expert = StartingExams(parts, config, inputs, paths, shown, own).measure_exams()
+        assert set(before.scores) == {"reverse", "upper"} and set(expert.weights) == {"reverse", "upper"}
+        assert expert.accuracy["reverse"] == 0.9 and "expert rev" not in parts.asked
+        assert ("expert up" in parts.asked, "load base" in parts.asked) == (first, first)
+        assert set(own) == ({"reverse"} if first or name == "another" else set())
+    (subject,) = asked
+    tokenizer = load_tokenizer(foreign.root / "foreign")
+    (exam,) = subject.exams.values()
+    assert [tokenizer.decode(prompt.token_ids).strip() for prompt in exam.prompts] == [
+        inputs.tokenizer.decode(prompt.token_ids) for prompt in inputs.exams["reverse"].prompts
+    ]
 
 
 def test_the_end_of_a_turn_is_what_the_template_writes() -> None:

@@ -131,7 +131,7 @@ def test_student_and_experts_are_measured_again_if_the_file_is_of_others(world: 
 
     def measure() -> list[str]:
         parts: Any = Measuring(paths, shown)
-        _take_starting_exams(parts, run, shown)
+        _take_starting_exams(parts, run, shown, {})
         exams: list[str] = parts.exams
         return exams
 

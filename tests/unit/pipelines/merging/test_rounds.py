@@ -74,7 +74,7 @@ class Engines:
         self.reporter = RunReporter(MetricsFile(paths.metrics), paths, shown)
         self.engine = self.evaluator = self.sync = self
         parts: Any = self
-        before, expert = merging._take_starting_exams(parts, run, shown)
+        before, expert = merging._take_starting_exams(parts, run, shown, {})
         self.event(f"train from {checkpoint.step if checkpoint else 0}")
         MetricsFile(paths.metrics).rewind(0)
         for step in range(1, config.trainer.steps + 1):

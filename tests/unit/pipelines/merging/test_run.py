@@ -214,7 +214,7 @@ def test_student_and_experts_are_measured_once_in_a_run(world: Any) -> None:
 
     def measure() -> tuple[list[str], Any]:
         parts: Any = Measuring(paths, shown)
-        return parts.asked, _take_starting_exams(parts, run, shown)
+        return parts.asked, _take_starting_exams(parts, run, shown, {})
 
     asked, found = measure()
     assert asked == ["student before", "hold rev", "expert rev", "hold up", "expert up", "load base"]
