@@ -48,17 +48,20 @@ def expand_efforts(data: Mapping[str, Any], without: str) -> Mapping[str, Any]:
     if not isinstance(domains, Mapping):  # refused where it is validated
         return data
     settings = {name: value.model_dump() if isinstance(value, BaseModel) else value for name, value in domains.items()}
-    made = {name_effort_domain(name, effort) for name in settings for effort in known}
+    whole = [
+        name
+        for name, value in settings.items()
+        if known and name != without and isinstance(value, Mapping) and value.get("effort") is None
+    ]
+    made = {name_effort_domain(name, effort) for name in whole for effort in known}
     expanded: dict[str, Any] = {}
     for name, value in settings.items():
-        if name == without or not isinstance(value, Mapping) or value.get("effort") is not None:
+        if name not in whole:
             expanded.setdefault(name, value)
         elif name not in made:
             for effort in known:
                 domain = name_effort_domain(name, effort)
                 expanded[domain] = {**value, **(settings.get(domain) or {}), "effort": effort}
-            if not known:
-                expanded[name] = value
     return {**data, "domains": expanded}
 
 

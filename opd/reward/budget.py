@@ -10,9 +10,11 @@ from opd.config.reward import BudgetConfig
 from opd.records.types import Rollout
 
 
-def find_over_budget(segments: Sequence[tuple[Rollout, str]], budget: BudgetConfig) -> frozenset[str]:
+def find_over_budget(segments: Sequence[tuple[Rollout, str]], budget: BudgetConfig | None) -> frozenset[str]:
     """Return the episodes with more trained tokens than the budget of their domain. `segments`: each rollout with the domain in which
     its episode began."""
+    if budget is None:
+        return frozenset()
     lengths: dict[str, Counter[str]] = defaultdict(Counter)
     for rollout, domain in segments:
         lengths[domain][rollout.episode] += rollout.num_trained

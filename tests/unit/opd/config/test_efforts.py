@@ -60,6 +60,12 @@ def test_keys_of_one_effort_go_before_those_of_the_domain() -> None:
     assert str(config.domains["math-low"].prompts) == "math.jsonl"
 
 
+def test_a_domain_beside_one_with_an_effort_of_its_own_is_not_lost() -> None:
+    domains = {"math-max": {"prompts": "m.jsonl", "effort": "max"}, "math-max-low": {"prompts": "n.jsonl"}}
+    config = load(domains=domains, experts={"one": {"model": "a", "domain": "math"}})
+    assert list(config.domains) == ["math-max", "math-max-low-low", "math-max-low-high", "math-max-low-max"]
+
+
 def test_a_recorded_pipeline_and_a_round_are_expanded_once() -> None:
     config = load(rounds=[{}, {"experts": {"new": {"model": "d", "domain": "math", "effort": "high"}}}])
     assert PipelineConfig.model_validate(config.model_dump()) == config
