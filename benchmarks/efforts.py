@@ -61,7 +61,7 @@ class Size:
         return {**size, "max_position_embeddings": 64}
 
 
-FULL = Size(rows=6000, base_steps=600, expert_steps=200, rl_steps=60, steps=200, samples=108)
+FULL = Size(rows=8000, base_steps=800, expert_steps=120, rl_steps=40, steps=150, samples=108)
 QUICK = Size(rows=60, base_steps=2, expert_steps=2, rl_steps=2, steps=2, samples=18)
 
 
