@@ -4,7 +4,7 @@
     python -m benchmarks.efforts --seeds 0 1 2 --json efforts.json
 
 An answer takes eight steps, and may show none of them (`low`), every second (`high`), or all (`max`). The base has read all three forms,
-and chooses one at random. The experts of `sum` come from reinforcement with a budget of tokens (docs/efforts.md#experts), the others from
+and chooses one at random. The experts of `walk` come from reinforcement with a budget of tokens (docs/efforts.md#experts), the others from
 texts of their form. No expert reads the tag of the effort; the student does.
 """
 
@@ -33,7 +33,7 @@ EVERY = {"low": 0, "high": 2, "max": 1}
 BUDGETS = {"low": 3, "high": 8, "max": None}
 """Effort -> most tokens of a response that reinforcement rewards: what a form has, and one more."""
 OPERATIONS = 8
-REINFORCED = "sum"
+REINFORCED = "walk"
 VARIANTS = (
     Variant("efforts", ()),
     Variant("extrapolate 0.5", ("objective.extrapolate=0.5",)),
@@ -65,17 +65,24 @@ FULL = Size(rows=8000, base_steps=800, expert_steps=120, rl_steps=40, steps=150,
 QUICK = Size(rows=60, base_steps=2, expert_steps=2, rl_steps=2, steps=2, samples=18)
 
 
-def draw_sum(rng: random.Random) -> tuple[str, list[str]]:
-    """Add digits modulo 10."""
-    digits = [rng.randrange(10) for _ in range(OPERATIONS)]
-    return f"sum {''.join(map(str, digits))}=", [str(sum(digits[: i + 1]) % 10) for i in range(OPERATIONS)]
+def draw_walk(rng: random.Random) -> tuple[str, list[str]]:
+    """Go through the alphabet, a letter on (>) or back (<), or stay (-)."""
+    place, signs = rng.randrange(26), rng.choices("><-", k=OPERATIONS)
+    start, letters = place, []
+    for sign in signs:
+        place = (place + {">": 1, "<": -1, "-": 0}[sign]) % 26
+        letters.append(chr(ord("a") + place))
+    return f"wlk {chr(ord('a') + start)}{''.join(signs)}=", letters
 
 
-def draw_alternation(rng: random.Random) -> tuple[str, list[str]]:
-    """Add and subtract digits in turn, modulo 10."""
-    digits = [rng.randrange(10) for _ in range(OPERATIONS)]
-    signed = [digit * (1 - 2 * (i % 2)) for i, digit in enumerate(digits)]
-    return f"alt {''.join(map(str, digits))}=", [str(sum(signed[: i + 1]) % 10) for i in range(OPERATIONS)]
+def draw_lift(rng: random.Random) -> tuple[str, list[str]]:
+    """Ride between ten floors, of which the last is below the first: one up (u), one down (d), or to the first (g)."""
+    floor, moves = rng.randrange(10), rng.choices("uuddg", k=OPERATIONS)
+    start, floors = floor, []
+    for move in moves:
+        floor = 0 if move == "g" else (floor + (1 if move == "u" else -1)) % 10
+        floors.append(str(floor))
+    return f"lft {start}{''.join(moves)}=", floors
 
 
 def draw_cups(rng: random.Random) -> tuple[str, list[str]]:
@@ -90,7 +97,7 @@ def draw_cups(rng: random.Random) -> tuple[str, list[str]]:
     return f"cup {start}{''.join(names[swap] for swap in swaps)}=", places
 
 
-TASKS: dict[str, Task] = {REINFORCED: draw_sum, "alt": draw_alternation, "cup": draw_cups}
+TASKS: dict[str, Task] = {REINFORCED: draw_walk, "lift": draw_lift, "cup": draw_cups}
 
 
 def write_answer(steps: Sequence[str], effort: str) -> str:
@@ -102,7 +109,8 @@ def write_answer(steps: Sequence[str], effort: str) -> str:
 def draw_questions(domain: str, count: int) -> list[tuple[str, list[str]]]:
     """Return different questions with their steps."""
     rng = random.Random(f"efforts/{domain}")
-    drawn = ({"prompt": prompt, "steps": steps} for prompt, steps in iter(lambda: TASKS[domain](rng), None))
+    draws = (TASKS[domain](rng) for _ in range(10 * count))
+    drawn = ({"prompt": prompt, "steps": steps} for prompt, steps in draws)
     return [(row["prompt"], row["steps"]) for row in take_unique(drawn, count, domain)]
 
 
