@@ -4,7 +4,7 @@
     python -m benchmarks.efforts --seeds 0 1 2 --json efforts.json
 
 An answer takes eight steps, and may show none of them (`low`), every second (`high`), or all (`max`). The base has read all three forms,
-and chooses one at random. The experts of `walk` come from reinforcement with a budget of tokens (docs/efforts.md#experts), the others from
+and chooses one at random. The experts of `lift` come from reinforcement with a budget of tokens (docs/efforts.md#experts), the others from
 texts of their form. No expert reads the tag of the effort; the student does.
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import yaml
@@ -33,7 +34,7 @@ EVERY = {"low": 0, "high": 2, "max": 1}
 BUDGETS = {"low": 3, "high": 8, "max": None}
 """Effort -> most tokens of a response that reinforcement rewards: what a form has, and one more."""
 OPERATIONS = 8
-REINFORCED = "walk"
+REINFORCED = "lift"
 VARIANTS = (
     Variant("efforts", ()),
     Variant("extrapolate 0.5", ("objective.extrapolate=0.5",)),
@@ -61,18 +62,8 @@ class Size:
         return {**size, "max_position_embeddings": 64}
 
 
-FULL = Size(rows=8000, base_steps=800, expert_steps=120, rl_steps=40, steps=150, samples=108)
+FULL = Size(rows=8000, base_steps=700, expert_steps=120, rl_steps=40, steps=150, samples=108)
 QUICK = Size(rows=60, base_steps=2, expert_steps=2, rl_steps=2, steps=2, samples=18)
-
-
-def draw_walk(rng: random.Random) -> tuple[str, list[str]]:
-    """Go through the alphabet, a letter on (>) or back (<), or stay (-)."""
-    place, signs = rng.randrange(26), rng.choices("><-", k=OPERATIONS)
-    start, letters = place, []
-    for sign in signs:
-        place = (place + {">": 1, "<": -1, "-": 0}[sign]) % 26
-        letters.append(chr(ord("a") + place))
-    return f"wlk {chr(ord('a') + start)}{''.join(signs)}=", letters
 
 
 def draw_lift(rng: random.Random) -> tuple[str, list[str]]:
@@ -85,19 +76,30 @@ def draw_lift(rng: random.Random) -> tuple[str, list[str]]:
     return f"lft {start}{''.join(moves)}=", floors
 
 
+def draw_walk(rng: random.Random) -> tuple[str, list[str]]:
+    """Go through ten letters in a circle: one on (>), one back (<), or to the first (.)."""
+    place, signs = rng.randrange(10), rng.choices(">><<.", k=OPERATIONS)
+    start, letters = place, []
+    for sign in signs:
+        place = 0 if sign == "." else (place + (1 if sign == ">" else -1)) % 10
+        letters.append(ascii_lowercase[place])
+    return f"wlk {ascii_lowercase[start]}{''.join(signs)}=", letters
+
+
 def draw_cups(rng: random.Random) -> tuple[str, list[str]]:
-    """Follow a ball under three cups, of which two change places each time."""
-    ball, places = rng.choice("abc"), []
-    swaps = rng.choices(("ab", "bc", "ac"), k=OPERATIONS)
-    start = ball
-    for swap in swaps:
-        ball = {swap[0]: swap[1], swap[1]: swap[0]}.get(ball, ball)
+    """Follow a ball under three cups: two change places (x, y, z), or somebody puts the ball under the first (p)."""
+    ball, names = rng.choice("abc"), rng.choices("xxyyzzpp", k=OPERATIONS)
+    start, places = ball, []
+    for name in names:
+        first, second = SWAPS.get(name, ("", ""))
+        ball = "a" if name == "p" else {first: second, second: first}.get(ball, ball)
         places.append(ball)
-    names = {"ab": "x", "bc": "y", "ac": "z"}
-    return f"cup {start}{''.join(names[swap] for swap in swaps)}=", places
+    return f"cup {start}{''.join(names)}=", places
 
 
-TASKS: dict[str, Task] = {REINFORCED: draw_walk, "lift": draw_lift, "cup": draw_cups}
+SWAPS = {"x": ("a", "b"), "y": ("b", "c"), "z": ("a", "c")}
+"""Cups that change places."""
+TASKS: dict[str, Task] = {REINFORCED: draw_lift, "walk": draw_walk, "cup": draw_cups}
 
 
 def write_answer(steps: Sequence[str], effort: str) -> str:
