@@ -370,8 +370,9 @@ class WeightSync(Protocol):
 
 
 class Evaluator(Protocol):
-    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
-        """Evaluate the weights that the rollout engine holds, on these domains or all; `model` is their name in reports."""
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str, as_expert: bool = False) -> Evaluation:
+        """Evaluate the weights that the rollout engine holds, on these domains or all; `model` is their name in reports. `as_expert`:
+        they are asked what the domains' experts are asked."""
         ...
 
 

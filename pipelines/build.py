@@ -24,6 +24,7 @@ from opd.monitors.acting import RunMonitors
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
 from opd.reward.stream import CREDIT, RewardStream
 from opd.reward.verified import VerifiedRewards
+from opd.rollouts.decoding import end_ids
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
@@ -36,6 +37,7 @@ from opd.settings.user_objects import import_object
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.proof import ProvenSync, SyncSpec, choose_probe_sequences
+from opd.tool_formats.thoughts import TAGS
 from opd.traces.trace_files import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
@@ -128,7 +130,9 @@ def build_merge(
         log=log,
         trainer=trainer,
         sync=_build_sync(config, inputs, trainer, engine, display),
-        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say),
+        evaluator=EngineEvaluator(
+            engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say, inputs.expert_exams
+        ),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
         checkpoints=_build_checkpoints(
@@ -274,12 +278,23 @@ def _start_roles(
         start_up.wait("rollout engine", engine)
     pools |= start_pools(remote=False)
     pool = pools[0] if len(groups) == 1 else _join_pools(config, groups, [pools[index] for index in range(len(groups))])
-    trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size, inputs.scoring))
+    trainer = DeepSpeedTrainer(
+        trainer_spec(config, inputs.student.vocab_size, inputs.scoring, _find_end_token_ids(config, inputs))
+    )
     # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)
     start_up.wait("teachers", pool)
     start_up.wait("rollout engine", engine)
     return engine, trainer, pool
+
+
+def _find_end_token_ids(config: PipelineConfig, inputs: Inputs) -> list[int]:
+    """Return the tokens at which an effort shows: those that end thoughts, or in their lack those that end turns."""
+    if not config.efforts:
+        return []
+    vocabulary = inputs.tokenizer.get_vocab()
+    ends = [vocabulary[end] for _, end in TAGS if end in vocabulary]
+    return ends or sorted(end_ids(inputs.tokenizer, inputs.student.eos_token_ids))
 
 
 def _join_pools(config: PipelineConfig, groups: Sequence[TeacherGroup], pools: Sequence[AnyPool]) -> JoinedPools:
@@ -322,9 +337,13 @@ def _build_checkpoints(
 
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
     """Return the prompts of every step; `metrics` has the records of the steps that the run has taken."""
-    weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
+    weights, total, orders = (
+        config.domain_weights,
+        config.trainer.samples_per_step // config.rollout.n,
+        config.prompt_orders,
+    )
     if isinstance(config.balance, SamplesBalance):
-        return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)
+        return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n, orders)
     balance = Balance(config.balance, weights, total, config.seed)
     ahead = SCHEDULES[config.schedule.mode].STEPS_AHEAD
-    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n, ahead)
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n, ahead, orders)

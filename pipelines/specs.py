@@ -109,10 +109,12 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
     )
 
 
-def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> TrainerSpec:
-    """Return the spec of the trainer; `vocab_size` is the tokenizer's. `scoring`: `Teaching.scoring`."""
+def trainer_spec(
+    config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING, end_token_ids: Sequence[int] = ()
+) -> TrainerSpec:
+    """Return the spec of the trainer; `vocab_size` is the tokenizer's. `scoring`: `Teaching.scoring`. `end_token_ids`: see `RankOptions`."""
     return TrainerSpec(
-        rank=rank_options(config, vocab_size, scoring),
+        rank=replace(rank_options(config, vocab_size, scoring), end_token_ids=tuple(end_token_ids)),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         teacher_prompts=base_teacher_prompts(config, scoring),

@@ -80,6 +80,8 @@ class ExpertConfig(Strict):
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
+    effort: Name | None = None
+    """The effort of the domain, one of `efforts`, that this expert is for; default: all of them."""
     prompt: TeacherPromptConfig | None = None
     """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
     engine: dict[str, Any] | None = None
@@ -208,8 +210,10 @@ class DomainConfig(Strict):
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
     objective: AnyObjective | None = None
     """Objective of this domain alone, a kind with its keys, for what its teachers send; default: `objective`."""
-    extrapolate: float | None = Field(None, ge=1)
+    extrapolate: float | None = Field(None, gt=0)
     """Default: `objective.extrapolate`."""
+    effort: Name | None = None
+    """The effort of which the prompts tell the student; `efforts` sets it in the domains that it makes."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of this domain's tokens (or responses) in the loss."""
     reward: Literal["auto"] | bool = "auto"

@@ -58,8 +58,9 @@ class ObjectiveConfig(Strict):
     """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None
     """Train on a task reward beside the divergence, see docs/objectives.md#with-a-reward."""
-    extrapolate: float = Field(1.0, ge=1)
-    """Above 1: train beyond the experts, see docs/objectives.md#beyond-the-experts."""
+    extrapolate: float = Field(1.0, gt=0)
+    """Above 1: train beyond the experts; below 1: toward a point on the way to them; see
+    docs/objectives.md#beyond-the-experts."""
 
     @property
     def weighting(self) -> str:

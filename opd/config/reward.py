@@ -99,6 +99,21 @@ class RatioConfig(Strict):
     """And unless p / mu < 1 + high."""
 
 
+class BudgetConfig(Strict):
+    tokens: int | None = Field(None, ge=1)
+    """Most tokens of a response, or of all turns of an episode."""
+    share: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same as a share of the mean in the step and domain; beside `tokens` the larger of the two holds."""
+    reward: float = Field(-1.0, allow_inf_nan=False)
+    """What a longer one earns in the place of its reward."""
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> BudgetConfig:
+        if self.tokens is None and self.share is None:
+            raise PydanticCustomError("budget", "`tokens`, `share` or both", {"found": "neither"})
+        return self
+
+
 class RewardConfig(Strict):
     weight: float = Field(1.0, ge=0)
     """Weight of the policy gradient beside the divergence."""
@@ -113,6 +128,8 @@ class RewardConfig(Strict):
     holds three more gradients."""
     penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
     """With `guard.on_hit: negative`: tokens of a blocked turn have minus this as advantage."""
+    budget: BudgetConfig | None = None
+    """Reward responses within a number of tokens alone, see docs/efforts.md#experts; default: of any length."""
     timeout_s: float = Field(10, gt=0)
     """Deadline of a verifier for one response; late or failed ones give 0 and are counted."""
 

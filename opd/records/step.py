@@ -56,6 +56,10 @@ class DomainRecord:
     """Response tokens that carried loss."""
     samples: int = 0
     """Responses with a trained token."""
+    end_loss: float | None = None
+    """The objective's value at the tokens that end thoughts or turns, nats; None without `efforts`."""
+    end_tokens: int | None = None
+    """Number of these tokens."""
 
     @classmethod
     def from_stats(cls, stats: DomainStats) -> Self:
@@ -70,8 +74,14 @@ class DomainRecord:
             "student_mass": stats.student_mass_sum,
             "teacher_mass": stats.teacher_mass_sum,
         }
-        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
-        return cls(**means, tokens=stats.tokens, samples=stats.samples)
+        means: dict[str, Any] = {
+            name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)
+        }
+        ends = stats.end_tokens
+        at_ends: dict[str, Any] = (
+            {"end_loss": stats.end_sum / ends, "end_tokens": ends} if ends and not isnan(stats.end_sum) else {}
+        )
+        return cls(tokens=stats.tokens, samples=stats.samples, **means, **at_ends)
 
     def to_json(self) -> dict[str, float]:
         """Return name -> number, without those that are None."""
@@ -227,6 +237,14 @@ def compute_token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str)
     with_field = [record for record in stats if getattr(record, key) is not None]
     tokens = sum(record.tokens for record in with_field)
     return sum(getattr(record, key) * record.tokens for record in with_field) / tokens if tokens else None
+
+
+def compute_end_loss(stats: Sequence[DomainRecord]) -> float | None:
+    """Return the mean of `end_loss` over the tokens that end thoughts or turns; None where there are none."""
+    ends = [
+        (record.end_loss, record.end_tokens) for record in stats if record.end_loss is not None and record.end_tokens
+    ]
+    return sum(loss * count for loss, count in ends) / sum(count for _, count in ends) if ends else None
 
 
 def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | None:

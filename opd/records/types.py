@@ -368,6 +368,10 @@ class DomainStats(Sums):
     """The differences of `gap_sum`, but of the stale tokens: how far the policy has moved since it wrote them."""
     taught_tokens: int = 0
     """Tokens that the domain's expert wrote. For these no log-prob of the student is known from an engine."""
+    end_tokens: int = 0
+    """Tokens that end thoughts or turns; counted only with `efforts`."""
+    end_sum: float = 0.0
+    """The objective's value at these, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

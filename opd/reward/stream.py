@@ -16,6 +16,7 @@ from opd.credit.interfaces import Credit
 from opd.records.episodes import BROKEN
 from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, compare_gradients
 from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.reward.budget import find_over_budget
 from opd.reward.verified import Failure, VerifiedRewards
 
 if TYPE_CHECKING:
@@ -43,14 +44,21 @@ class RewardStream:
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         judged, self._failures = self._verified.add_rewards(batch, prompts)
-        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, whatever it had
-        # earned by then: if only those counted that had earned something, the others' mean would be too high.
-        rewards = {
-            rollout.sample_id: None if rollout.stop_reason in BROKEN else rollout.reward or 0.0
-            for rollout, _ in self._select_segments(judged.rollouts)
-        }
+        segments = self._select_segments(judged.rollouts)
+        over_budget = find_over_budget(segments, self._config.budget)
+        rewards = {rollout.sample_id: self._decide_reward(rollout, over_budget) for rollout, _ in segments}
         paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in judged.rollouts)
         return replace(judged, rollouts=tuple(paid))
+
+    def _decide_reward(self, rollout: Rollout, over_budget: Collection[str]) -> float | None:
+        """Return what an episode's segment earned; None for one that broke. `over_budget`: episodes that are too long."""
+        # What broke is not the student's fault, whatever it had earned by then: if only those counted that had earned something, the
+        # others' mean would be too high.
+        if rollout.stop_reason in BROKEN:
+            return None
+        if self._config.budget is not None and rollout.episode in over_budget:
+            return self._config.budget.reward
+        return rollout.reward or 0.0  # a game that is lost says nothing; in an exam that is a 0, too
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
         taking_part = [rollout for rollout, _ in self._select_segments(rollouts)]

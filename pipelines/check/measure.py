@@ -123,7 +123,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
 
         engine.wait_ready()
         own_tokens = measure_own_tokens(inputs, engine, compare_tokens)
-        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
+        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell, inputs.expert_exams)
         self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
     findings = (

@@ -51,6 +51,7 @@ from pipelines.inputs.prompts import (
     load_exams,
     load_own_exams,
     load_training,
+    refuse_equal_efforts,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,
@@ -87,6 +88,8 @@ class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
     exams: dict[str, DomainExam]
+    expert_exams: dict[str, DomainExam]
+    """Exams of the domains whose experts are asked otherwise than the student: without the tag of the effort."""
     own_tokenizers: dict[str, Any]
     """Expert -> its tokenizer, of those that read tokens of their own."""
     own_exams: dict[str, DomainExam]
@@ -183,6 +186,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     sources = with_teacher_columns(config, routes, sources)
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
+    refuse_equal_efforts(config, every)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     own_exams: dict[str, DomainExam] = {}
     for domain, name in ((domain, own.teacher.name) for domain, own in leading.items() if domain in exams):
@@ -213,6 +217,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         ),
         prompts=prompts,
         exams=exams,
+        expert_exams=load_exams(
+            config, tokenizer, _select_untagged(config, routes), samples=exam.samples, sources=sources, effort=False
+        ),
         own_tokenizers={name: teacher_tokenizers[name] for name in own_tokenizers},
         own_exams=own_exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),
@@ -331,6 +338,20 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
     return names
+
+
+def _select_untagged(config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]]) -> list[str]:
+    """Return the domains whose leading expert reads the student's prompt without the tag of the effort."""
+    prompts = {
+        domain: config.teacher_prompts[assigned[0].teacher.name]
+        for domain, assigned in routes.items()
+        if assigned[0].teacher.name in config.teacher_prompts and not reads_own_tokens(config, assigned[0].teacher.name)
+    }
+    return [
+        domain
+        for domain, prompt in prompts.items()
+        if config.domains[domain].effort is not None and prompt.effort is False and not prompt.has_messages
+    ]
 
 
 def _untrained_tokens(

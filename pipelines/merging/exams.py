@@ -71,7 +71,10 @@ class StartingExams:
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
         """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
-        exam_store = KnownExams(self.config, inputs.student, inputs.exams, self.paths.root, self.display.say)
+        exam_store, expert_store = (
+            KnownExams(self.config, inputs.student, exams, self.paths.root, self.display.say)
+            for exams in (inputs.exams, {**inputs.exams, **inputs.expert_exams})
+        )
         student = as_teacher(BEFORE, inputs.student, None)
 
         def run_student_exam(domains: Sequence[str]) -> Evaluation:
@@ -89,7 +92,7 @@ class StartingExams:
             return student_evaluation, Evaluation(model=EXPERT, scores={})
 
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
-            evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
+            evaluations = [self._expert_exam(expert_store, domain, student_evaluation.accuracy) for domain in domains]
             if not evaluations:
                 return Evaluation(model=EXPERT, scores={})
             evaluation = combine_evaluations(evaluations, EXPERT)
@@ -100,7 +103,9 @@ class StartingExams:
         # Exams have the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
         prompted = self.config.teacher_prompts
         digests = {
-            domain: teacher.digest for domain, teacher in inputs.teachers.items() if teacher.name not in prompted
+            domain: teacher.digest
+            for domain, teacher in inputs.teachers.items()
+            if domain in inputs.expert_exams or teacher.name not in prompted
         }
         for domain, teacher in inputs.teachers.items():
             if domain in inputs.exams and domain not in digests:

@@ -209,9 +209,9 @@ def test_an_option_that_an_objective_cannot_take_is_refused(objective: Any, key:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"objective": {"extrapolate": 0.5}}, ["objective.extrapolate", "found:  0.5"]),
+        ({"objective": {"extrapolate": 0.0}}, ["objective.extrapolate", "found:  0"]),
         ({"objective": {"extrapolate": float("inf")}}, ["objective.extrapolate"]),
-        ({"domains": {"math": {"extrapolate": 0.9}}}, ["domains.math.extrapolate", "found:  0.9"]),
+        ({"domains": {"math": {"extrapolate": -0.9}}}, ["domains.math.extrapolate", "found:  -0.9"]),
         (
             {"objective": {"kind": "top_k", "extrapolate": 1.25}, "teachers": {"payload": "top_k"}},
             ["objective.extrapolate", "found:  1.25 with teachers.payload top_k", "hidden_states"],
