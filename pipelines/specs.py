@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, has_short_first_round, scored_model_len, sync_tolerance
-from opd.config.reward import CriticBaseline
+from opd.config.payloads import TEXT
+from opd.config.reward import CriticBaseline, PreferenceConfig
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.records.types import TeacherPrompts, WeightedTeacher
+from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
@@ -32,11 +34,13 @@ from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import base_teacher_weights, domain_payload
+from pipelines.routes import base_teacher_weights, domain_payload, preferred_domains, text_routes
 from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
+from teachers.texts.server import TextServerSpec
+from teachers.texts.teaching import TextDomain, TextTeachingSpec
 
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
@@ -131,18 +135,8 @@ def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
 
 def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
     """Return the spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
-    rate = learning_rate(config.trainer)
-    engine = CriticEngineSpec(
-        rank=critic_options(config, baseline, vocab_size),
-        rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
-    )
     return CriticSpec(
-        engine=engine,
+        engine=_judging_engine(config, critic_options(config, baseline, vocab_size), baseline.lr_ratio),
         gae=GaeSpec(
             gamma=baseline.gamma,
             policy_lambda=baseline.policy_lambda,
@@ -151,6 +145,31 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
         ),
         updates=baseline.updates,
         warm_up=baseline.warm_up,
+    )
+
+
+def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_size: int) -> PreferenceSpec:
+    """Return the spec of the discriminator, whose engine is that of a critic."""
+    options = critic_options(config, CriticBaseline(kind="critic"), vocab_size)
+    return PreferenceSpec(
+        engine=_judging_engine(config, replace(options, name="discriminator"), preference.lr_ratio),
+        controls=preference.controls,
+        updates=preference.updates,
+        warm_up=preference.warm_up,
+    )
+
+
+def _judging_engine(config: PipelineConfig, rank: CriticOptions, lr_ratio: float) -> CriticEngineSpec:
+    """Return the spec of an engine with the trainer's steps, whose learning rate is `lr_ratio` times the trainer's."""
+    rate = learning_rate(config.trainer)
+    return CriticEngineSpec(
+        rank=rank,
+        rate=replace(rate, peak=rate.peak * lr_ratio),
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
     )
 
 
@@ -363,4 +382,48 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
 
 def teacherless_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Return the spec of the pool that asks no teacher."""
-    return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)
+    payload = TEXT if config.teachers.payload == TEXT else "none"
+    return TeacherlessSpec(
+        dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined, payload=payload
+    )
+
+
+def text_spec(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], stop_token_ids: Sequence[int]
+) -> TextTeachingSpec | None:
+    """Return the spec of the experts that only write text; None if there are none. `routes`: `Teaching.routes`."""
+    texts = text_routes(config, routes)
+    if not texts:
+        return None
+    compared = preferred_domains(config, routes)
+    domains = {}
+    for domain, (expert, section) in texts.items():
+        server = TextServerSpec(
+            base_url=section.base_url,
+            model=section.model,
+            api=section.api,
+            max_tokens=config.rollout.max_new_tokens,
+            temperature=section.temperature,
+            request=section.request,
+            served_model=section.served_model,
+            api_key_env=section.api_key_env,
+            timeout_s=section.server_timeout_s,
+            needs_usage=bool(section.price.input or section.price.output),
+        )
+        domains[domain] = TextDomain(
+            expert=expert,
+            server=server,
+            steps=section.steps,
+            compares=domain in compared,
+            max_calls=section.max_calls,
+            max_cost=section.max_cost,
+            input_price=section.price.input,
+            output_price=section.price.output,
+        )
+    return TextTeachingSpec(
+        domains=domains,
+        stop_token_ids=tuple(stop_token_ids),
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_model_len=config.rollout.max_model_len,
+        max_quarantined=config.teachers.max_quarantined,
+    )

@@ -50,6 +50,7 @@ from opd.config.teachers import (
     OpenAITeachers,
     Teachers,
     TeachersConfig,
+    TextTeachers,
     TrainerTeachers,
     TransformersTeachers,
     change_teachers,
@@ -392,7 +393,7 @@ def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
         )
     if reward is None:
         return None
-    if not any(domain.is_rewarded for domain in config.domains.values()):
+    if reward.preference is None and not any(domain.is_rewarded for domain in config.domains.values()):
         return _reward_error(
             "objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}"
         )
@@ -430,7 +431,7 @@ def _find_keep_problem(config: PipelineConfig, keep: KeepConfig) -> PydanticCust
         key, actual, expected = f"domains.{KEPT}", "another domain than that of `keep`", "nothing: `keep` makes it"
     elif KEPT in names:
         key, actual, expected = f"experts.{KEPT}", f"an expert called `{KEPT}`", "another name: `keep` has this one"
-    elif isinstance(config.engine_of(KEPT), NoTeachers | OpenAITeachers | FlightTeachers) or isinstance(
+    elif isinstance(config.engine_of(KEPT), NoTeachers | OpenAITeachers | FlightTeachers | TextTeachers) or isinstance(
         config.teachers, NoTeachers
     ):
         key, actual = "keep", f"set with teachers.engine {config.teachers.engine}"

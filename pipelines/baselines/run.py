@@ -36,7 +36,7 @@ from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.validity import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.inputs.own_tokens import find_unexamined
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
 from pipelines.merging.results import read_progress
@@ -95,11 +95,11 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
             wanted="at least one: baselines are compared by their accuracy",
             fix="set domains.NAME.eval",
         )
-    for name in find_own_tokens(inputs.scoring):
+    for name in find_unexamined(inputs.scoring):
         raise ConfigError.at(
             f"experts.{name}",
-            found="an expert that reads tokens of its own",
-            wanted="experts with the student's tokenizer: methods merge their weights, or have them write text in the student's tokens",
+            found="an expert that reads tokens of its own, or has no model here",
+            wanted="experts here with the student's tokenizer: methods merge their weights, or have them write text in the student's tokens",
             fix="compare a pipeline without this expert",
         )
     for name in methods:

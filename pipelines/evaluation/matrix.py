@@ -22,7 +22,7 @@ from pipelines.evaluation.models import (
     refuse_other_vocabulary,
     with_all_domains,
 )
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.inputs.own_tokens import find_unexamined
 from pipelines.inputs.read import Inputs, as_teacher, read_rounds
 
 
@@ -66,7 +66,7 @@ def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...
     """
     experts: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, round_inputs in enumerate(rounds, start=1):
-        strangers = find_own_tokens(round_inputs.scoring)
+        strangers = find_unexamined(round_inputs.scoring)
         for domain, assigned in round_inputs.routes.items():
             for teacher in (a.teacher for a in assigned if a.teacher.name not in strangers):
                 key = teacher.name, teacher.digest

@@ -66,6 +66,13 @@ def find_own_tokens(scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[s
     return {a.teacher.name for assigned in scoring.values() for a in assigned if a.encoder is not None}
 
 
+def find_unexamined(scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[str]:
+    """Return the names of the teachers that no engine of ours can examine: they read tokens of their own, or only write text behind a
+    server. `scoring`: `Inputs.scoring`."""
+    served = {a.teacher.name for assigned in scoring.values() for a in assigned if not a.teacher.has_model}
+    return find_own_tokens(scoring) | served
+
+
 def build_encoders(
     student: ModelInfo, student_tokenizer: Any, tokenizers: Mapping[str, Any], scorers: Mapping[str, RoutedExpert]
 ) -> dict[str, ResponseEncoder]:

@@ -16,7 +16,7 @@ from opd.records.types import Teacher
 from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.inputs.own_tokens import find_unexamined
 from pipelines.inputs.read import Inputs, as_teacher
 
 
@@ -64,11 +64,11 @@ class StartingExams:
             return evaluation
 
         # The engine reads and writes the student's tokens, which say nothing to an expert with tokens of its own.
-        strangers = find_own_tokens(inputs.scoring)
+        strangers = find_unexamined(inputs.scoring)
         digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
         for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
             self.display.say(
-                f"expert {inputs.teachers[domain].name} reads tokens of its own: it takes no exam on {domain}"
+                f"expert {inputs.teachers[domain].name} reads tokens of its own, or is a server: it takes no exam on {domain}"
             )
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 

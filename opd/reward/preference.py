@@ -1,0 +1,247 @@
+"""Rewards of a discriminator: how it prefers the student's response to the answer of a text-only expert to the same prompt.
+
+The discriminator is a second model with a value head, which reads prompt and answer. Its score s of an answer is the mean of its values
+behind the answer's tokens. In each step it learns from pairs of one prompt, the student's response i and the expert's answer j:
+
+    L = -mean log sigmoid(r_j - r_i),     reward of the response = sigmoid(r_i - r_j)
+
+(Bradley-Terry; GAD, arXiv 2511.10643, where the discriminator learns on the current student, too). A discriminator learns length and form
+first, because they tell two writers apart most easily, so r is not s itself: r = M s, with M = I - X (X'X)^+ X'. X has what is
+controlled for, of all answers of the domain in this step. So r is what length and form do not explain, and the gradient by s, M dL/dr,
+has nothing that they explain either: the discriminator does not learn them.
+
+A step of the critic toward returns takes the very gradient of L: the slope of its loss w (v - g)^2 by a value is 2 w (v - g), so that
+g = v - slope / 2w. Shapes: n pairs, 2n their answers, the student's first; F features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from opd.credit.state import read_state, write_state
+from opd.errors import RunError
+from opd.interfaces import Decoder, TextExperts
+from opd.records.types import Rollout, WrittenFile
+from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from opd.credit.interfaces import Floats
+
+    Doubles = NDArray[np.float64]
+
+Controls = Literal["none", "length", "form"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceSpec:
+    """Settings of the discriminator."""
+
+    engine: CriticEngineSpec
+    controls: Controls
+    updates: int
+    warm_up: int
+    """Steps in which it learns and does not reward."""
+
+
+def measure_features(texts: Sequence[str], tokens: Sequence[int], controls: Controls) -> Doubles:
+    """Return [answers, F] what the preference must not depend on: a constant, number of tokens and its logarithm, lines, and the share
+    of characters that are neither letters, digits nor blanks."""
+    columns = [np.ones(len(texts))]
+    if controls != "none":
+        columns += [np.array(tokens, np.float64), np.log1p(np.array(tokens, np.float64))]
+    if controls == "form":
+        columns.append(np.array([text.count("\n") for text in texts], np.float64))
+        marks = [sum(not (c.isalnum() or c.isspace()) for c in text) / max(1, len(text)) for text in texts]
+        columns.append(np.array(marks, np.float64))
+    return np.stack(columns, axis=1)
+
+
+def remove_explained(features: Doubles, values: Doubles) -> Doubles:
+    """Return [answers] what is left of the values after a linear regression on the features, [answers, F]: M times the values."""
+    scale = np.abs(features).max(axis=0)
+    scaled = features / np.where(scale > 0, scale, 1.0)
+    left: Doubles = values - scaled @ np.linalg.lstsq(scaled, values, rcond=1e-9)[0]
+    return left
+
+
+def compute_preferences(scores: Doubles, features: Doubles) -> Doubles:
+    """Return [n] the probability with which each of the student's responses is preferred to the expert's answer.
+
+    `scores`: [2n] the student's responses first, then the expert's answers; `features`: [2n, F].
+    """
+    n = len(scores) // 2
+    left = remove_explained(features, scores)
+    preferred: Doubles = 1 / (1 + np.exp(np.clip(left[n:] - left[:n], -60.0, 60.0)))
+    return preferred
+
+
+def compute_slopes(scores: Doubles, features: Doubles) -> Doubles:
+    """Return [2n] the slope of the sum over the pairs of -log sigmoid(r_j - r_i) by each score; arguments as above."""
+    preferred = compute_preferences(scores, features)
+    return remove_explained(features, np.concatenate([preferred, -preferred]))
+
+
+class PreferenceRewards:
+    """Rewards the responses in some domains, and has the discriminator learn from them."""
+
+    def __init__(
+        self, spec: PreferenceSpec, domains: Collection[str], experts: TextExperts, tokenizer: Decoder
+    ) -> None:
+        self._spec = spec
+        self.domains = frozenset(domains)
+        self._experts = experts
+        self._tokenizer = tokenizer
+        self._engine = DeepSpeedCritic(spec.engine)
+        self._steps_learned = 0
+        self._state_files: tuple[WrittenFile, ...] = ()
+
+    def judge(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return sample id -> reward of the responses that the student wrote; empty while the discriminator learns alone."""
+        pairs = self._pair_answers(rollouts)
+        if not pairs or self._steps_learned < self._spec.warm_up:
+            return {}
+        scores = self._score(pairs)
+        rewards: dict[str, float] = {}
+        for own in self._divide_by_domain(pairs):
+            preferred = compute_preferences(*self._look_at(own, scores))
+            rewards |= {pair.student.sample_id: float(p) for pair, p in zip(own, preferred, strict=True)}
+        return rewards
+
+    def learn(self, step: int, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Have the discriminator learn from the step. Returns readings: `preference_loss`, and `preference_accuracy`, the share of the
+        pairs in which it preferred the expert, both before the step's first update."""
+        pairs = self._pair_answers(rollouts)
+        if not pairs:
+            return {}
+        readings: dict[str, float] = {}
+        for _ in range(self._spec.updates):
+            values = self._engine.values(_list_rows(pairs))
+            scores = _mean_values(step, values)
+            slopes: dict[str, float] = defaultdict(float)
+            preferred: list[float] = []
+            for own in self._divide_by_domain(pairs):
+                looked_at = self._look_at(own, scores)
+                slope = compute_slopes(*looked_at) / len(pairs)
+                for row, value in zip((*(p.student for p in own), *(p.expert for p in own)), slope, strict=True):
+                    slopes[row.sample_id] += float(value)
+                preferred += compute_preferences(*looked_at).tolist()
+            readings = readings or _summarise_pairs(preferred)
+            states = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
+            self._engine.update(step, make_returns(states, slopes), states)
+        self._steps_learned += 1
+        return readings
+
+    def wait_ready(self) -> None:
+        """Block until the discriminator may be asked. Raises: RunError past the deadline."""
+        self._engine.wait_ready()
+
+    def begin_save(self, path: Path) -> None:
+        """As `opd.credit.interfaces.Credit.begin_save`."""
+        self._state_files = (write_state(path, json.dumps({"steps_learned": self._steps_learned})),)
+        self._engine.begin_save(path)
+
+    def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
+        """As `opd.credit.interfaces.Credit.saved`."""
+        files = self._engine.saved(wait_s)
+        return None if files is None else (*files, *self._state_files)
+
+    def load(self, path: Path) -> None:
+        """Restore what `begin_save` wrote into this directory."""
+        self._steps_learned = read_state(path)["steps_learned"]
+        self._engine.load(path)
+
+    def _pair_answers(self, rollouts: Sequence[Rollout]) -> list[AnswerPair]:
+        """Return a pair for each response in the domains that the student wrote."""
+        pairs = []
+        for rollout in rollouts:
+            if rollout.domain not in self.domains or self._experts.is_taught(rollout):
+                continue
+            answer = self._experts.find_response(rollout)
+            pairs.append(
+                AnswerPair(
+                    domain=rollout.domain,
+                    student=_make_row(rollout.sample_id, rollout.prompt_ids, rollout.response_ids),
+                    # All responses to a prompt are compared with the same answer, which is one row.
+                    expert=_make_row(f"{rollout.group} of the expert", rollout.prompt_ids, answer),
+                    responses=(rollout.response_ids, answer),
+                )
+            )
+        return pairs
+
+    def _divide_by_domain(self, pairs: Sequence[AnswerPair]) -> list[list[AnswerPair]]:
+        domains = sorted({pair.domain for pair in pairs})
+        return [[pair for pair in pairs if pair.domain == domain] for domain in domains]
+
+    def _score(self, pairs: Sequence[AnswerPair]) -> dict[str, float]:
+        return _mean_values(0, self._engine.values(_list_rows(pairs)))
+
+    def _look_at(self, pairs: Sequence[AnswerPair], scores: Mapping[str, float]) -> tuple[Doubles, Doubles]:
+        """Return [2n] the scores and [2n, F] the features of these pairs' answers."""
+        rows = [*(pair.student for pair in pairs), *(pair.expert for pair in pairs)]
+        responses = [pair.responses[side] for side in (0, 1) for pair in pairs]
+        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+        features = measure_features(texts, list(map(len, responses)), self._spec.controls)
+        return np.array([scores[row.sample_id] for row in rows], np.float64), features
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPair:
+    """A response of the student's and the expert's answer to the same prompt, as rows of the discriminator."""
+
+    domain: str
+    student: Rollout
+    expert: Rollout
+    responses: tuple[tuple[int, ...], tuple[int, ...]]
+    """The student's and the expert's own tokens."""
+
+
+def make_returns(values: Mapping[str, Floats], slopes: Mapping[str, float]) -> dict[str, Floats]:
+    """Return sample id -> [N] the returns toward which a step of the critic takes the gradient that these slopes are.
+
+    `values`: sample id -> [N] the critic's values; `slopes`: sample id -> slope of the loss by their mean. The critic's loss is the mean
+    of (value - return)^2 over all values.
+    """
+    total = sum(map(len, values.values()))
+    return {
+        sample_id: (value_N - slopes[sample_id] / len(value_N) * total / 2).astype(np.float32)
+        for sample_id, value_N in values.items()
+    }
+
+
+def _make_row(sample_id: str, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...]) -> Rollout:
+    """Return a row in which the states before the trained tokens are those behind the response's tokens: it begins one token later, and
+    one is added at its end, which no state sees."""
+    ids = (*prompt_ids, *response_ids)
+    begin = len(prompt_ids) + min(1, len(response_ids))
+    return Rollout.from_tokens(sample_id, ids[:begin], (*ids[begin:], ids[-1]))
+
+
+def _list_rows(pairs: Sequence[AnswerPair]) -> list[Rollout]:
+    rows = [row for pair in pairs for row in (pair.student, pair.expert)]
+    return list({row.sample_id: row for row in rows}.values())
+
+
+def _mean_values(step: int, values: Mapping[str, Floats]) -> dict[str, float]:
+    """Return sample id -> mean of the values behind the tokens. Raises: RunError for one that is not finite."""
+    scores = {sample_id: float(value_N[:-1].mean(dtype=np.float64)) for sample_id, value_N in values.items()}
+    broken = next((sample_id for sample_id, score in scores.items() if not np.isfinite(score)), None)
+    if broken is not None:
+        raise RunError(f"step {step}: the discriminator's score of {broken} is not finite: its weights broke")
+    return scores
+
+
+def _summarise_pairs(preferred: Sequence[float]) -> dict[str, float]:
+    p = np.array(preferred)
+    return {
+        "preference_loss": float(-np.log1p(-np.minimum(p, 1 - 1e-12)).mean()),
+        "preference_accuracy": float(((p < 0.5) + 0.5 * (p == 0.5)).mean()),
+    }
