@@ -333,8 +333,9 @@ class TextExperts(Protocol):
         """Return True if the rollout's response is an expert's answer."""
         ...
 
-    def find_response(self, rollout: Rollout) -> tuple[int, ...]:
-        """Return [R] the expert's answer to the rollout's prompt, in the student's tokens. `teach` has had the step before."""
+    def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
+        """Return [R] the expert's answer to the rollout's prompt, in the student's tokens, and True unless it is cut. `teach` has had the
+        step before."""
         ...
 
     def spent(self) -> Mapping[str, TextSpending]:

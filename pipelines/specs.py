@@ -154,6 +154,7 @@ def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_
     return PreferenceSpec(
         engine=_judging_engine(config, replace(options, name="discriminator"), preference.lr_ratio),
         controls=preference.controls,
+        length_ratio=preference.length_ratio,
         updates=preference.updates,
         warm_up=preference.warm_up,
     )

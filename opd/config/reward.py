@@ -104,6 +104,9 @@ class PreferenceConfig(Strict):
 
     controls: Literal["none", "length", "form"] = "form"
     """What no answer is preferred for: its `length`, or its `form`: length, lines and share of punctuation."""
+    length_ratio: float = Field(2.0, ge=1, allow_inf_nan=False)
+    """A response that is more than so many times as long, or as short, as the expert's answer earns 0, and so does one that was cut
+    where the answer was not."""
     lr_ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
     """The discriminator's learning rate over the trainer's."""
     updates: int = Field(1, ge=1)

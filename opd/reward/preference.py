@@ -10,6 +10,9 @@ first, because they tell two writers apart most easily, so r is not s itself: r 
 controlled for, of all answers of the domain in this step. So r is what length and form do not explain, and the gradient by s, M dL/dr,
 has nothing that they explain either: the discriminator does not learn them.
 
+A student could use that: where all its responses are much longer than the answers, length explains everything. So a response that is
+far off in length, or cut, earns 0 by rule, and the discriminator does not see it.
+
 A step of the critic toward returns takes the very gradient of L: the slope of its loss w (v - g)^2 by a value is 2 w (v - g), so that
 g = v - slope / 2w. Shapes: n pairs, 2n their answers, the student's first; F features.
 """
@@ -47,6 +50,8 @@ class PreferenceSpec:
 
     engine: CriticEngineSpec
     controls: Controls
+    length_ratio: float
+    """Most times that a response may be as long, or as short, as the expert's answer."""
     updates: int
     warm_up: int
     """Steps in which it learns and does not reward."""
@@ -106,11 +111,12 @@ class PreferenceRewards:
 
     def judge(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return sample id -> reward of the responses that the student wrote; empty while the discriminator learns alone."""
-        pairs = self._pair_answers(rollouts)
-        if not pairs or self._steps_learned < self._spec.warm_up:
+        written = [r for r in rollouts if r.domain in self.domains and not self._experts.is_taught(r)]
+        if self._steps_learned < self._spec.warm_up:
             return {}
-        scores = self._score(pairs)
-        rewards: dict[str, float] = {}
+        rewards = dict.fromkeys((rollout.sample_id for rollout in written), 0.0)
+        pairs = self._pair_answers(written)
+        scores = _mean_values(0, self._engine.values(_list_rows(pairs))) if pairs else {}
         for own in self._divide_by_domain(pairs):
             preferred = compute_preferences(*self._look_at(own, scores))
             rewards |= {pair.student.sample_id: float(p) for pair, p in zip(own, preferred, strict=True)}
@@ -160,12 +166,14 @@ class PreferenceRewards:
         self._engine.load(path)
 
     def _pair_answers(self, rollouts: Sequence[Rollout]) -> list[AnswerPair]:
-        """Return a pair for each response in the domains that the student wrote."""
+        """Return a pair for each response in the domains that the student wrote, in a form that can be compared."""
         pairs = []
         for rollout in rollouts:
             if rollout.domain not in self.domains or self._experts.is_taught(rollout):
                 continue
-            answer = self._experts.find_response(rollout)
+            answer, is_whole = self._experts.find_response(rollout)
+            if (rollout.truncated and is_whole) or self._is_far_off(len(rollout.response_ids), len(answer)):
+                continue
             pairs.append(
                 AnswerPair(
                     domain=rollout.domain,
@@ -177,12 +185,12 @@ class PreferenceRewards:
             )
         return pairs
 
+    def _is_far_off(self, tokens: int, other: int) -> bool:
+        return max(tokens, other) > self._spec.length_ratio * min(tokens, other)
+
     def _divide_by_domain(self, pairs: Sequence[AnswerPair]) -> list[list[AnswerPair]]:
         domains = sorted({pair.domain for pair in pairs})
         return [[pair for pair in pairs if pair.domain == domain] for domain in domains]
-
-    def _score(self, pairs: Sequence[AnswerPair]) -> dict[str, float]:
-        return _mean_values(0, self._engine.values(_list_rows(pairs)))
 
     def _look_at(self, pairs: Sequence[AnswerPair], scores: Mapping[str, float]) -> tuple[Doubles, Doubles]:
         """Return [2n] the scores and [2n, F] the features of these pairs' answers."""

@@ -124,11 +124,11 @@ class TextTeaching:
         own = self._spec.domains.get(rollout.domain)
         return own is not None and own.teaches_in(rollout.step)
 
-    def find_response(self, rollout: Rollout) -> tuple[int, ...]:
+    def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
         prompt_id = rollout.group.partition("/")[2]
         answer = self._find(rollout.domain, prompt_id)
         assert answer is not None, f"{prompt_id}: the expert was not asked"
-        return self._encode(answer, len(rollout.prompt_ids))[0]
+        return self._encode(answer, len(rollout.prompt_ids))
 
     def spent(self) -> dict[str, TextSpending]:
         return {own.expert: self._sum_spending(own) for own in self._spec.domains.values()}

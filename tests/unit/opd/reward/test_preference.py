@@ -125,13 +125,13 @@ class Expert:
     def is_taught(self, rollout: Rollout) -> bool:
         return rollout.domain == "a" and rollout.step == 1
 
-    def find_response(self, rollout: Rollout) -> tuple[int, ...]:
-        return (9, 1)
+    def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
+        return (9, 1), True
 
 
 def preference(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PreferenceRewards:
     monkeypatch.setattr(product, "DeepSpeedCritic", Table)
-    settings: dict[str, Any] = {"engine": None, "controls": "form", "updates": 1, "warm_up": 2} | changes
+    settings: dict[str, Any] = {"engine": None, "controls": "form", "length_ratio": 2.0, "updates": 1, "warm_up": 2} | changes
     return PreferenceRewards(PreferenceSpec(**settings), {"a"}, Expert(), Letters())  # type: ignore[arg-type]
 
 
@@ -159,6 +159,17 @@ def test_it_learns_alone_and_then_rewards_what_the_expert_would_write(monkeypatc
     assert rewards["000020/a/0"] == pytest.approx(0.5), "the expert's own answer is preferred to itself by half"
     assert max(rewards[f"000020/a/{i}"] for i in (1, 2, 3)) < 0.3
     assert judge.learn(20, rollouts(20))["preference_accuracy"] == pytest.approx((3 + 0.5) / 4)
+
+
+def test_a_response_of_another_form_earns_nothing_and_is_not_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a student whose responses are all too long would be as good as the expert: length explains all that tells them apart."""
+    judge = preference(monkeypatch, warm_up=0)
+    long = make_rollout(sample_id="long", step=2, domain="a", prompt_ids=(2,), response_ids=(9, 9, 9, 9, 1))
+    cut = make_rollout(sample_id="cut", step=2, domain="a", prompt_ids=(2,), response_ids=(9, 9, 9), truncated=True)
+    assert judge.judge([long, cut]) == {"long": 0.0, "cut": 0.0}
+    assert judge.learn(2, [long, cut]) == {} and not judge._engine.steps  # type: ignore[attr-defined]
+    fits = make_rollout(sample_id="fits", step=2, domain="a", prompt_ids=(2,), response_ids=(9, 9, 9, 1))
+    assert judge.judge([fits, cut]) == {"fits": pytest.approx(0.5), "cut": 0.0}
 
 
 def test_a_resume_goes_on_with_the_same_rewards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

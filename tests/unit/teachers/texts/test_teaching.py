@@ -154,7 +154,7 @@ def test_a_discriminator_reads_answers_after_the_steps_of_imitation(
     batch, prompts = step_of(3, "abc")
     (rollout,) = texts.teach(batch, prompts).rollouts
     assert rollout == batch.rollouts[0] and not texts.is_taught(rollout)
-    assert texts.find_response(rollout) == (*encode_text(tokenizer, "cba"), tokenizer.eos_token_id)
+    assert texts.find_response(rollout) == ((*encode_text(tokenizer, "cba"), tokenizer.eos_token_id), True)
 
 
 def test_an_answer_that_does_not_fit_is_cut_without_an_end(
