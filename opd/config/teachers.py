@@ -231,7 +231,8 @@ class TextTeachers(_WithServers, ServerConfig):
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Temperature at which the expert answers."""
     steps: int | None = Field(None, ge=0)
-    """Steps in which answers take the place of the student's responses; afterwards only rewards teach the domain. Default: all."""
+    """Steps in which answers take the place of the student's responses (with `objective.reward.preference`, of the first to each prompt);
+    afterwards only rewards teach the domain. Default: all."""
     max_calls: int | None = Field(None, ge=1)
     """Most requests of the whole run for one expert, failed ones among them; default: no limit."""
     max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)

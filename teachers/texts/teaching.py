@@ -38,6 +38,11 @@ class TextDomain:
         """Return True if answers take the place of responses in this step."""
         return self.steps is None or step <= self.steps
 
+    def replaces(self, rollout: Rollout) -> bool:
+        """Return True if the answer takes the place of this response. For a discriminator, of several to one prompt only the first has to
+        go: it learns from the others, and the same text again would teach nothing."""
+        return self.teaches_in(rollout.step) and (not self.compares or rollout.sample_id == rollout.group)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextTeachingSpec:
@@ -109,7 +114,7 @@ class TextTeaching:
             prompt_id = by_group[rollout.group].id
             if problem := self._find_problem(rollout.domain, prompt_id):
                 left_out.append(QuarantinedPrompt(prompt_id=prompt_id, domain=rollout.domain, reason=problem))
-            elif self._spec.domains[rollout.domain].teaches_in(step):
+            elif self._spec.domains[rollout.domain].replaces(rollout):
                 rollouts.append(self._put_answer(rollout, prompt_id))
             else:
                 rollouts.append(rollout)
@@ -122,7 +127,7 @@ class TextTeaching:
 
     def is_taught(self, rollout: Rollout) -> bool:
         own = self._spec.domains.get(rollout.domain)
-        return own is not None and own.teaches_in(rollout.step)
+        return own is not None and own.replaces(rollout)
 
     def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
         prompt_id = rollout.group.partition("/")[2]

@@ -21,9 +21,9 @@ from opd.models.logit_rule import IDENTITY
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow
 from pipelines.specs import pool_spec
+from teachers import server_requests
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
-from teachers import server_requests
 from teachers.scorers.openai import OpenAIScorer
 from tests.listener import Listener
 from tests.rows import make_rollout, spans_of

@@ -28,7 +28,9 @@ def test_value_and_gradients_are_those_of_torch_on_taught_tokens_alone() -> None
     hidden_N_D = torch.randn(6, WIDTH, dtype=torch.float64, requires_grad=True)
     weight_V_D = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, requires_grad=True)
     weight_N = torch.tensor([0.5, 0.1, 0.2, 0.3, 0.7, 0.9], dtype=torch.float64)
-    head = LossHead(torch.nn.Parameter(weight_V_D.detach().clone()), Loss(objective=CrossEntropy(), chunk=4, vocab_size=VOCABULARY))
+    head = LossHead(
+        torch.nn.Parameter(weight_V_D.detach().clone()), Loss(objective=CrossEntropy(), chunk=4, vocab_size=VOCABULARY)
+    )
     value, stats = head(hidden_N_D, Tokens(batch.token_N, weight_N, batch.behaviour_N), batch.blocks)
     value.backward()
     ours = hidden_N_D.grad.clone()  # type: ignore[union-attr]

@@ -59,7 +59,10 @@ def test_two_writers_that_differ_in_length_alone_get_equal_rewards() -> None:
     assert compute_preferences(scores, features) == pytest.approx(0.5)
     assert np.abs(compute_slopes(scores, features)).max() < 1e-9
     uncontrolled = measure_features([""] * 2 * N, lengths, "none")
-    assert compute_preferences(scores, uncontrolled).max() < 1e-3 and np.abs(compute_slopes(scores, uncontrolled)).max() > 0
+    assert (
+        compute_preferences(scores, uncontrolled).max() < 1e-3
+        and np.abs(compute_slopes(scores, uncontrolled)).max() > 0
+    )
 
 
 def test_a_writer_who_is_better_at_every_length_is_preferred_all_the_same() -> None:
@@ -131,7 +134,13 @@ class Expert:
 
 def preference(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PreferenceRewards:
     monkeypatch.setattr(product, "DeepSpeedCritic", Table)
-    settings: dict[str, Any] = {"engine": None, "controls": "form", "length_ratio": 2.0, "updates": 1, "warm_up": 2} | changes
+    settings: dict[str, Any] = {
+        "engine": None,
+        "controls": "form",
+        "length_ratio": 2.0,
+        "updates": 1,
+        "warm_up": 2,
+    } | changes
     return PreferenceRewards(PreferenceSpec(**settings), {"a"}, Expert(), Letters())  # type: ignore[arg-type]
 
 
@@ -151,7 +160,9 @@ def test_it_learns_alone_and_then_rewards_what_the_expert_would_write(monkeypatc
     for step in (2, 3):
         assert judge.judge(rollouts(step)) == {}
         readings = judge.learn(step, rollouts(step))
-        assert readings["preference_loss"] == pytest.approx(np.log(2)) if step == 2 else readings["preference_loss"] < 0.69
+        assert (
+            readings["preference_loss"] == pytest.approx(np.log(2)) if step == 2 else readings["preference_loss"] < 0.69
+        )
     for step in range(4, 20):
         judge.learn(step, rollouts(step))
     rewards = judge.judge(rollouts(20))

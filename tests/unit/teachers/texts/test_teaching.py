@@ -89,7 +89,14 @@ def teach(writer: Writer, tokenizer: Any, tmp_path: Path) -> Callable[..., TextT
     def start(max_quarantined: float = 1.0, max_new_tokens: int = 16, **more: Any) -> TextTeaching:
         server = {"base_url": writer.url, "model": "expert", "api": "chat", "max_tokens": 16, "timeout_s": 5.0}
         server |= {key: more.pop(key) for key in list(more) if key in TextServerSpec.__dataclass_fields__}
-        domain = {"steps": 2, "compares": False, "max_calls": None, "max_cost": None, "input_price": 1.0, "output_price": 2.0}
+        domain = {
+            "steps": 2,
+            "compares": False,
+            "max_calls": None,
+            "max_cost": None,
+            "input_price": 1.0,
+            "output_price": 2.0,
+        }
         own = TextDomain(expert="e", server=TextServerSpec(**server), **domain | more)
         spec = TextTeachingSpec(
             domains={"a": own}, stop_token_ids=(tokenizer.eos_token_id,), max_new_tokens=max_new_tokens, max_model_len=32,
@@ -155,6 +162,16 @@ def test_a_discriminator_reads_answers_after_the_steps_of_imitation(
     (rollout,) = texts.teach(batch, prompts).rollouts
     assert rollout == batch.rollouts[0] and not texts.is_taught(rollout)
     assert texts.find_response(rollout) == ((*encode_text(tokenizer, "cba"), tokenizer.eos_token_id), True)
+
+
+def test_a_discriminator_keeps_the_other_responses_to_a_prompt(teach: Callable[..., TextTeaching]) -> None:
+    texts = teach(compares=True)
+    batch, prompts = step_of(1, "abc")
+    (first,) = batch.rollouts
+    batch = replace(batch, rollouts=(first, replace(first, sample_id="second", episode="second")))
+    taught, other = texts.teach(batch, prompts).rollouts
+    assert texts.is_taught(taught) and not any(taught.sampled_mask)
+    assert not texts.is_taught(other) and other == batch.rollouts[1]
 
 
 def test_an_answer_that_does_not_fit_is_cut_without_an_end(
@@ -241,9 +258,7 @@ def test_a_server_that_refuses_every_request_stops_the_run(
     assert len(writer.requests) == 1
 
 
-def test_names_with_a_date_and_names_that_the_user_states(
-    teach: Callable[..., TextTeaching], writer: Writer
-) -> None:
+def test_names_with_a_date_and_names_that_the_user_states(teach: Callable[..., TextTeaching], writer: Writer) -> None:
     writer.spoil = changed(model="expert-2026-01-02")
     assert len(teach().teach(*step_of(1, "abc")).rollouts) == 1
     assert "served_model" in teach(served_model="other").teach(*step_of(1, "xy")).quarantined[0].reason
