@@ -212,9 +212,9 @@ class PriceConfig(Strict):
     """The price of a million tokens, in the currency of your choice."""
 
     input: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Of prompts."""
+    """Price of prompts."""
     output: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Of answers."""
+    """Price of answers."""
 
 
 class TextTeachers(_WithServers, ServerConfig):

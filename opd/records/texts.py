@@ -21,8 +21,9 @@ class TextAnswer:
     attempts: int = 1
     """Requests that were sent for it."""
     prompt_tokens: int = 0
-    """As the server counts them, in its own tokens; so is the next."""
+    """Tokens of the prompt, as the server counts them in its own."""
     completion_tokens: int = 0
+    """Tokens of the answer, counted alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

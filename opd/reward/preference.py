@@ -151,12 +151,12 @@ class PreferenceRewards:
         self._engine.wait_ready()
 
     def begin_save(self, path: Path) -> None:
-        """As `opd.credit.interfaces.Credit.begin_save`."""
+        """Copy the state and begin to write it into this directory, which exists. Raises: StorageError."""
         self._state_files = (write_state(path, json.dumps({"steps_learned": self._steps_learned})),)
         self._engine.begin_save(path)
 
     def saved(self, wait_s: float) -> Sequence[WrittenFile] | None:
-        """As `opd.credit.interfaces.Credit.saved`."""
+        """Return the files of the last `begin_save`; None if not all are written after `wait_s`. Raises: StorageError."""
         files = self._engine.saved(wait_s)
         return None if files is None else (*files, *self._state_files)
 
