@@ -26,6 +26,8 @@ from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
+from opd.train.discriminator import DiscriminatorSpec
+from opd.train.discriminator_rank import DiscriminatorOptions
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
@@ -135,8 +137,18 @@ def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
 
 def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
     """Return the spec of the critic: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    rate = learning_rate(config.trainer)
+    engine = CriticEngineSpec(
+        rank=critic_options(config, baseline, vocab_size),
+        rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
     return CriticSpec(
-        engine=_judging_engine(config, critic_options(config, baseline, vocab_size), baseline.lr_ratio),
+        engine=engine,
         gae=GaeSpec(
             gamma=baseline.gamma,
             policy_lambda=baseline.policy_lambda,
@@ -149,28 +161,26 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
 
 
 def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_size: int) -> PreferenceSpec:
-    """Return the spec of the discriminator, whose engine is that of a critic."""
-    options = critic_options(config, CriticBaseline(kind="critic"), vocab_size)
-    return PreferenceSpec(
-        engine=_judging_engine(config, replace(options, name="discriminator"), preference.lr_ratio),
-        controls=preference.controls,
-        length_ratio=preference.length_ratio,
-        updates=preference.updates,
-        warm_up=preference.warm_up,
-    )
-
-
-def _judging_engine(config: PipelineConfig, rank: CriticOptions, lr_ratio: float) -> CriticEngineSpec:
-    """Return the spec of an engine with the trainer's steps, whose learning rate is `lr_ratio` times the trainer's."""
-    rate = learning_rate(config.trainer)
-    return CriticEngineSpec(
-        rank=rank,
-        rate=replace(rate, peak=rate.peak * lr_ratio),
+    """Return the spec of the discriminator: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    trainer, rate = rank_options(config, vocab_size), learning_rate(config.trainer)
+    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {
+        "name": "discriminator"
+    }
+    engine = DiscriminatorSpec(
+        rank=DiscriminatorOptions(**shared, chunk=config.objective.chunk),
+        rate=replace(rate, peak=rate.peak * preference.lr_ratio),
         micro_batch_tokens=config.trainer.micro_batch_tokens,
         gpus=config.cluster.trainer_gpus,
         roles=roles_at_once(config),
         one_machine=config.cluster.address == LOCAL,
         start_timeout_s=config.cluster.start_timeout_s,
+    )
+    return PreferenceSpec(
+        engine=engine,
+        controls=preference.controls,
+        length_ratio=preference.length_ratio,
+        updates=preference.updates,
+        warm_up=preference.warm_up,
     )
 
 

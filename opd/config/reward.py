@@ -107,7 +107,7 @@ class PreferenceConfig(Strict):
     length_ratio: float = Field(2.0, ge=1, allow_inf_nan=False)
     """A response that is more than so many times as long, or as short, as the expert's answer earns 0, and so does one that was cut
     where the answer was not."""
-    lr_ratio: float = Field(1.0, gt=0, allow_inf_nan=False)
+    lr_ratio: float = Field(0.25, gt=0, allow_inf_nan=False)
     """The discriminator's learning rate over the trainer's."""
     updates: int = Field(1, ge=1)
     """Its updates in each step."""

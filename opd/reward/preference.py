@@ -1,7 +1,7 @@
 """Rewards of a discriminator: how it prefers the student's response to the answer of a text-only expert to the same prompt.
 
-The discriminator is a second model with a value head, which reads prompt and answer. Its score s of an answer is the mean of its values
-behind the answer's tokens. In each step it learns from pairs of one prompt, the student's response i and the expert's answer j:
+The discriminator is a second language model. Its score s of an answer is the mean log-prob of the answer's tokens. In each step it
+learns from pairs of one prompt, the student's response i and the expert's answer j:
 
     L = -mean log sigmoid(r_j - r_i),     reward of the response = sigmoid(r_i - r_j)
 
@@ -13,8 +13,7 @@ has nothing that they explain either: the discriminator does not learn them.
 A student could use that: where all its responses are much longer than the answers, length explains everything. So a response that is
 far off in length, or cut, earns 0 by rule, and the discriminator does not see it.
 
-A step of the critic toward returns takes the very gradient of L: the slope of its loss w (v - g)^2 by a value is 2 w (v - g), so that
-g = v - slope / 2w. Shapes: n pairs, 2n their answers, the student's first; F features.
+Shapes: n pairs, 2n their answers, the student's first; F features.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -31,13 +30,11 @@ import numpy as np
 from opd.credit.state import read_state, write_state
 from opd.errors import RunError
 from opd.interfaces import Decoder, TextExperts
-from opd.records.types import Rollout, WrittenFile
-from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
+from opd.records.types import Rollout, Span, WrittenFile
+from opd.train.discriminator import DeepSpeedDiscriminator, DiscriminatorSpec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from opd.credit.interfaces import Floats
 
     Doubles = NDArray[np.float64]
 
@@ -48,7 +45,7 @@ Controls = Literal["none", "length", "form"]
 class PreferenceSpec:
     """Settings of the discriminator."""
 
-    engine: CriticEngineSpec
+    engine: DiscriminatorSpec
     controls: Controls
     length_ratio: float
     """Most times that a response may be as long, or as short, as the expert's answer."""
@@ -105,7 +102,7 @@ class PreferenceRewards:
         self.domains = frozenset(domains)
         self._experts = experts
         self._tokenizer = tokenizer
-        self._engine = DeepSpeedCritic(spec.engine)
+        self._engine = DeepSpeedDiscriminator(spec.engine)
         self._steps_learned = 0
         self._state_files: tuple[WrittenFile, ...] = ()
 
@@ -116,7 +113,7 @@ class PreferenceRewards:
             return {}
         rewards = dict.fromkeys((rollout.sample_id for rollout in written), 0.0)
         pairs = self._pair_answers(written)
-        scores = _mean_values(0, self._engine.values(_list_rows(pairs))) if pairs else {}
+        scores = self._score(rollouts[0].step, pairs) if pairs else {}
         for own in self._divide_by_domain(pairs):
             preferred = compute_preferences(*self._look_at(own, scores))
             rewards |= {pair.student.sample_id: float(p) for pair, p in zip(own, preferred, strict=True)}
@@ -130,8 +127,7 @@ class PreferenceRewards:
             return {}
         readings: dict[str, float] = {}
         for _ in range(self._spec.updates):
-            values = self._engine.values(_list_rows(pairs))
-            scores = _mean_values(step, values)
+            scores = self._score(step, pairs)
             slopes: dict[str, float] = defaultdict(float)
             preferred: list[float] = []
             for own in self._divide_by_domain(pairs):
@@ -141,8 +137,7 @@ class PreferenceRewards:
                     slopes[row.sample_id] += float(value)
                 preferred += compute_preferences(*looked_at).tolist()
             readings = readings or _summarise_pairs(preferred)
-            states = {sample_id: value_N[:-1] for sample_id, value_N in values.items()}
-            self._engine.update(step, make_returns(states, slopes), states)
+            self._engine.update(step, slopes)
         self._steps_learned += 1
         return readings
 
@@ -180,10 +175,18 @@ class PreferenceRewards:
                     student=_make_row(rollout.sample_id, rollout.prompt_ids, rollout.response_ids),
                     # All responses to a prompt are compared with the same answer, which is one row.
                     expert=_make_row(f"{rollout.group} of the expert", rollout.prompt_ids, answer),
-                    responses=(rollout.response_ids, answer),
                 )
             )
         return pairs
+
+    def _score(self, step: int, pairs: Sequence[AnswerPair]) -> dict[str, float]:
+        """Return sample id -> score of each answer. Raises: RunError for one that is not finite."""
+        rows = [row for pair in pairs for row in (pair.student, pair.expert)]
+        scores = self._engine.scores(list({row.sample_id: row for row in rows}.values()))
+        broken = next((sample_id for sample_id, score in scores.items() if not np.isfinite(score)), None)
+        if broken is not None:
+            raise RunError(f"step {step}: the discriminator's score of {broken} is not finite: its weights broke")
+        return scores
 
     def _is_far_off(self, tokens: int, other: int) -> bool:
         return max(tokens, other) > self._spec.length_ratio * min(tokens, other)
@@ -195,9 +198,8 @@ class PreferenceRewards:
     def _look_at(self, pairs: Sequence[AnswerPair], scores: Mapping[str, float]) -> tuple[Doubles, Doubles]:
         """Return [2n] the scores and [2n, F] the features of these pairs' answers."""
         rows = [*(pair.student for pair in pairs), *(pair.expert for pair in pairs)]
-        responses = [pair.responses[side] for side in (0, 1) for pair in pairs]
-        texts = [self._tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
-        features = measure_features(texts, list(map(len, responses)), self._spec.controls)
+        texts = [self._tokenizer.decode(row.response_ids, skip_special_tokens=True) for row in rows]
+        features = measure_features(texts, [row.num_trained for row in rows], self._spec.controls)
         return np.array([scores[row.sample_id] for row in rows], np.float64), features
 
 
@@ -208,43 +210,12 @@ class AnswerPair:
     domain: str
     student: Rollout
     expert: Rollout
-    responses: tuple[tuple[int, ...], tuple[int, ...]]
-    """The student's and the expert's own tokens."""
-
-
-def make_returns(values: Mapping[str, Floats], slopes: Mapping[str, float]) -> dict[str, Floats]:
-    """Return sample id -> [N] the returns toward which a step of the critic takes the gradient that these slopes are.
-
-    `values`: sample id -> [N] the critic's values; `slopes`: sample id -> slope of the loss by their mean. The critic's loss is the mean
-    of (value - return)^2 over all values.
-    """
-    total = sum(map(len, values.values()))
-    return {
-        sample_id: (value_N - slopes[sample_id] / len(value_N) * total / 2).astype(np.float32)
-        for sample_id, value_N in values.items()
-    }
 
 
 def _make_row(sample_id: str, prompt_ids: tuple[int, ...], response_ids: tuple[int, ...]) -> Rollout:
-    """Return a row in which the states before the trained tokens are those behind the response's tokens: it begins one token later, and
-    one is added at its end, which no state sees."""
-    ids = (*prompt_ids, *response_ids)
-    begin = len(prompt_ids) + min(1, len(response_ids))
-    return Rollout.from_tokens(sample_id, ids[:begin], (*ids[begin:], ids[-1]))
-
-
-def _list_rows(pairs: Sequence[AnswerPair]) -> list[Rollout]:
-    rows = [row for pair in pairs for row in (pair.student, pair.expert)]
-    return list({row.sample_id: row for row in rows}.values())
-
-
-def _mean_values(step: int, values: Mapping[str, Floats]) -> dict[str, float]:
-    """Return sample id -> mean of the values behind the tokens. Raises: RunError for one that is not finite."""
-    scores = {sample_id: float(value_N[:-1].mean(dtype=np.float64)) for sample_id, value_N in values.items()}
-    broken = next((sample_id for sample_id, score in scores.items() if not np.isfinite(score)), None)
-    if broken is not None:
-        raise RunError(f"step {step}: the discriminator's score of {broken} is not finite: its weights broke")
-    return scores
+    """Return a row of which every token behind the prompt counts as written, and none as sampled."""
+    row = Rollout.from_tokens(sample_id, prompt_ids, response_ids)
+    return replace(row, spans=(Span(length=len(response_ids), origin="taught", policy_version=0),))
 
 
 def _summarise_pairs(preferred: Sequence[float]) -> dict[str, float]:

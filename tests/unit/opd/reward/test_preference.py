@@ -19,7 +19,6 @@ from opd.reward.preference import (
     PreferenceSpec,
     compute_preferences,
     compute_slopes,
-    make_returns,
     measure_features,
 )
 from opd.reward.stream import RewardStream
@@ -74,17 +73,8 @@ def test_a_writer_who_is_better_at_every_length_is_preferred_all_the_same() -> N
     assert (slopes[:N] > 0).all() and (slopes[N:] < 0).all(), "the student's scores go down, the expert's up"
 
 
-def test_a_step_toward_the_returns_is_a_step_down_the_loss() -> None:
-    """Slope of the critic's loss, the mean of (v - g)^2 over all values: 2 (v - g) / total."""
-    values = {"a": np.array([1.0, 2.0, 3.0], np.float32), "b": np.array([0.5], np.float32)}
-    returns = make_returns(values, {"a": 0.6, "b": -0.2})
-    slope_of_a = 2 * (values["a"] - returns["a"]) / 4
-    assert slope_of_a == pytest.approx([0.2, 0.2, 0.2], abs=1e-6), "0.6 by the mean is a third of it by each value"
-    assert 2 * (values["b"] - returns["b"]) / 4 == pytest.approx([-0.2], abs=1e-6)
-
-
 class Table:
-    """In place of DeepSpeed's ranks: a value for each id of a token, which a step moves toward the returns."""
+    """In place of DeepSpeed's ranks: a log-prob for each id of a token, which a step moves."""
 
     RATE = 2.0
 
@@ -93,22 +83,17 @@ class Table:
         self.rows: dict[str, Rollout] = {}
         self.steps: list[int] = []
 
-    def states(self, row: Rollout) -> list[int]:
-        """The token that stands before each trained one."""
-        return [*row.prompt_ids[-1:], *row.response_ids[:-1]]
-
-    def values(self, rows: Sequence[Rollout]) -> dict[str, Any]:
+    def scores(self, rows: Sequence[Rollout]) -> dict[str, float]:
         self.rows = {row.sample_id: row for row in rows}
-        return {i: np.array([*self.table[self.states(row)], 99.0], np.float32) for i, row in self.rows.items()}
+        assert all(not any(row.sampled_mask) and row.num_trained == len(row.response_ids) for row in rows)
+        return {i: float(self.table[list(row.response_ids)].mean()) for i, row in self.rows.items()}
 
-    def update(self, step: int, returns: Mapping[str, Any], old: Mapping[str, Any]) -> tuple[float, float]:
+    def update(self, step: int, slopes: Mapping[str, float]) -> float:
         self.steps.append(step)
-        total = sum(map(len, returns.values()))
-        slopes = np.zeros_like(self.table)
+        assert slopes.keys() == self.rows.keys()
         for i, row in self.rows.items():
-            np.add.at(slopes, self.states(row), 2 * (old[i] - returns[i]) / total)
-        self.table -= self.RATE * slopes
-        return 0.0, 0.0
+            np.add.at(self.table, list(row.response_ids), -self.RATE * slopes[i] / len(row.response_ids))
+        return 0.0
 
     def wait_ready(self) -> None: ...
 
@@ -133,7 +118,7 @@ class Expert:
 
 
 def preference(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> PreferenceRewards:
-    monkeypatch.setattr(product, "DeepSpeedCritic", Table)
+    monkeypatch.setattr(product, "DeepSpeedDiscriminator", Table)
     settings: dict[str, Any] = {
         "engine": None,
         "controls": "form",
