@@ -31,17 +31,23 @@ class TextServerSpec:
     """How an expert is asked."""
 
     base_url: str
+    """Address with version."""
     model: str
+    """Name under which the server knows the expert."""
     api: Literal["chat", "completions"]
+    """Which of the two APIs the server has."""
     max_tokens: int
     """Most tokens of an answer, in the server's own."""
     temperature: float = 0.0
+    """Temperature at which the expert answers."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of each request."""
     served_model: str | None = None
     """Name of the model that answers must have; None: `model`, or that with a date or version behind a dash."""
     api_key_env: str | None = None
+    """Environment variable with the server's key."""
     timeout_s: float = 120.0
+    """Deadline of one request."""
     needs_usage: bool = False
     """True if an answer that does not say how many tokens it took cannot be used."""
 

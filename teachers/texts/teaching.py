@@ -22,13 +22,17 @@ class TextDomain:
     """A domain whose expert only writes text."""
 
     expert: str
+    """The expert's name."""
     server: TextServerSpec
+    """How it is asked."""
     steps: int | None
     """Steps in which answers take the place of the student's responses; None: all."""
     compares: bool
     """True if after these steps a discriminator compares the student's responses with answers, so that the expert is still asked."""
     max_calls: int | None
+    """Most requests of the run; None: no limit."""
     max_cost: float | None
+    """Money after which no further answer is asked for; None: no limit."""
     input_price: float
     """Money for a million tokens of prompts."""
     output_price: float
