@@ -51,7 +51,7 @@ SAME_WEIGHTS = (
     "teachers.base_url",
     "teachers.max_calls",
     "teachers.max_cost",
-    "teachers.price.*",
+    "teachers.price*",
     "trainer.head_memory",
     "trainer.activation_offloading",
     "objective.reward.timeout_s",

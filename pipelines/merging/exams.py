@@ -67,9 +67,9 @@ class StartingExams:
         strangers = find_unexamined(inputs.scoring)
         digests = {d: teacher.digest for d, teacher in inputs.teachers.items() if teacher.name not in strangers}
         for domain in (domain for domain in inputs.teachers if domain in inputs.exams and domain not in digests):
-            self.display.say(
-                f"expert {inputs.teachers[domain].name} reads tokens of its own, or is a server: it takes no exam on {domain}"
-            )
+            teacher = inputs.teachers[domain]
+            reason = "reads tokens of its own" if teacher.has_model else "only writes text, behind a server"
+            self.display.say(f"expert {teacher.name} {reason}: it takes no exam on {domain}")
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(
