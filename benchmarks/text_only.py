@@ -54,7 +54,7 @@ def make_variants(args: argparse.Namespace, url: str) -> list[Variant]:
     reward = [f"objective.reward={json.dumps(preference)}", f"rollout.n={args.n}"]
     return [
         Variant(PREFERENCE, (*learn(steps=steps), *reward)),
-        Variant("text then nothing", (*learn(steps=steps), f"domains.{name}.reward=false")),
+        Variant("text then nothing", (*learn(steps=steps), f"domains.{name}.reward=false", reward[-1])),
         Variant("text", tuple(learn())),
         Variant("log-probs", tuple(alone[:1])),
     ]
