@@ -290,3 +290,9 @@ def test_completions_get_the_text_as_it_stands_and_the_users_keys(
     assert writer.requests == [
         {"model": "expert", "prompt": "abc", "temperature": 0.0, "max_tokens": 16, "stop": ["\n"]}
     ]
+
+
+def test_models_that_take_no_temperature_and_another_limit(teach: Callable[..., TextTeaching], writer: Writer) -> None:
+    teach(temperature=None, request={"max_completion_tokens": 99}).teach(*step_of(1, "abc"))
+    (request,) = writer.requests
+    assert request.keys() == {"model", "messages", "max_completion_tokens"}
