@@ -3,8 +3,8 @@
     python -m benchmarks.text_only --quick
     python -m benchmarks.text_only --seeds 0 1 2 --questions exam --json text-only.json
 
-Ways: the expert's log-probs as ever; its answers as text in every step; its answers for some steps, then a discriminator's preference; and
-the base trained on as many answers, apart from the merge. The headroom is that of this expert's domain alone.
+Ways: its answers as text for some steps, and a discriminator's preference; the text of these steps alone; its answers as text in every step;
+its log-probs as ever; and the base trained on as many answers as the first asked for, apart from the merge. The headroom is that of this expert's domain alone.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def make_variants(args: argparse.Namespace, url: str) -> list[Variant]:
     preference = {"baseline": args.baseline, "weight": args.reward_weight, "preference": json.loads(args.preference)}
     reward = [f"objective.reward={json.dumps(preference)}", f"rollout.n={args.n}"]
     return [
-        Variant("log-probs", tuple(alone[:1])),
-        Variant("text", tuple(learn())),
         Variant(PREFERENCE, (*learn(steps=steps), *reward)),
-        Variant("text then nothing", (*learn(steps=steps), f"domains.{name}.reward=false")),
+        Variant("text then nothing", (*learn(steps=steps), f"domains.{name}.reward=false", reward[-1])),
+        Variant("text", tuple(learn())),
+        Variant("log-probs", tuple(alone[:1])),
     ]
 
 

@@ -6,7 +6,8 @@
 
 `merge`: the quickstart with the expert of one domain as it is, with its token ids permuted, and trained anew with a byte-level BPE of the
 prompts' text, in which most of the domain's answers are pairs of letters. `alone`: this domain and this expert only, our loss and TRL's
-(`benchmarks.gold`) on as many responses that the student writes itself. Learning rates are chosen on prompts held out of training.
+(`benchmarks.gold`) on as many responses that the student writes itself. Learning rates are chosen on prompts held out of training. What is finished is read, so
+the same command goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks import gold
+from benchmarks.asked import claim
 from benchmarks.gold import GoldOptions
 from benchmarks.machine import machine
 from benchmarks.variants import ROOT, Place, Variant, _tiny, merge, opd
@@ -294,18 +297,21 @@ class Alone:
             max_new_tokens=pipeline["rollout"]["max_new_tokens"],
             seed=seed,
         )
-        options_file.write_text(json.dumps(asdict(options)), encoding="utf-8")
-        with log.open("a") as output:
-            command = [self._args.trl_python, "-m", "benchmarks.gold", str(options_file)]
-            done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
-        if done.returncode:
-            raise SystemExit("\n".join(log.read_text(encoding="utf-8").splitlines()[-12:]))
-        report = where.runs / f"{name}-exam.json"
-        words = ["evaluate", options.output, "--pipeline", str(where.pipeline), "--output", str(report)]
-        opd(log, where.cwd, *words)
+        output, report = Path(options.output), where.runs / f"{name}-exam.json"
+        claim(output, asdict(options))
+        if not (output / gold.TOKENS).exists():
+            options_file.write_text(json.dumps(asdict(options)), encoding="utf-8")
+            with log.open("a") as lines:
+                command = [self._args.trl_python, "-m", "benchmarks.gold", str(options_file)]
+                done = subprocess.run(command, cwd=ROOT, stdout=lines, stderr=subprocess.STDOUT, check=False)
+            if done.returncode:
+                raise SystemExit("\n".join(log.read_text(encoding="utf-8").splitlines()[-12:]))
+        if not report.exists():
+            words = ["evaluate", str(output), "--pipeline", str(where.pipeline), "--output", str(report)]
+            opd(log, where.cwd, *words)
         return {
             "accuracy": json.loads(report.read_text(encoding="utf-8"))["accuracy"],
-            "tokens": json.loads((Path(options.output) / "tokens.json").read_text(encoding="utf-8")),
+            "tokens": json.loads((output / gold.TOKENS).read_text(encoding="utf-8")),
             "wall_s": round(time.monotonic() - began, 1),
         }
 

@@ -335,7 +335,7 @@ class TextExperts(Protocol):
 
     def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
         """Return [R] the expert's answer to the rollout's prompt, in the student's tokens, and True unless it is cut. `teach` has had the
-        step before."""
+        step before, in this session or an earlier one. Raises: RunError if the answer is lost."""
         ...
 
     def spent(self) -> Mapping[str, TextSpending]:

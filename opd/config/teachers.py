@@ -227,9 +227,9 @@ class TextTeachers(_WithServers, ServerConfig):
     served_model: str | None = Field(None, min_length=1)
     """Name of the model in the server's answers; default: `model`, or that with a date or version behind a dash."""
     request: dict[str, Any] = {}
-    """Further keys of each request, such as `{reasoning_effort: low}`."""
-    temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Temperature at which the expert answers."""
+    """Further keys of each request, such as `{reasoning_effort: low}`. With `max_completion_tokens` no `max_tokens` is sent."""
+    temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
+    """Temperature at which the expert answers; null: not sent, for models that take none."""
     steps: int | None = Field(None, ge=0)
     """Steps in which answers take the place of the student's responses (with `objective.reward.preference`, of the first to each prompt);
     afterwards only rewards teach the domain. Default: all."""

@@ -38,8 +38,8 @@ class TextServerSpec:
     """Which of the two APIs the server has."""
     max_tokens: int
     """Most tokens of an answer, in the server's own."""
-    temperature: float = 0.0
-    """Temperature at which the expert answers."""
+    temperature: float | None = 0.0
+    """Temperature at which the expert answers; None: the server's."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of each request."""
     served_model: str | None = None
@@ -117,8 +117,11 @@ class TextServer:
             asked: dict[str, Any] = {"messages": chat}
         else:
             asked = {"prompt": prompt.text}
-        limits = {"temperature": spec.temperature, "max_tokens": spec.max_tokens}
-        return {"model": spec.model, **asked, **limits, **spec.request}
+        if spec.temperature is not None:
+            asked["temperature"] = spec.temperature
+        if "max_completion_tokens" not in spec.request:  # the newer name, which some models insist on
+            asked["max_tokens"] = spec.max_tokens
+        return {"model": spec.model, **asked, **spec.request}
 
     def _parse_text(self, response: Any) -> tuple[str, bool]:
         """Return the text, and whether the expert ended it itself. Raises: UnusableAnswer."""

@@ -74,6 +74,7 @@ class TextTeaching:
         self._tokenizer = tokenizer
         self._specials = special_texts(tokenizer)
         self._end_id = find_turn_end(tokenizer, spec.stop_token_ids)
+        self._path = path
         self._file = AnswersFile(path)
         self._servers = {domain: TextServer(own.expert, own.server) for domain, own in spec.domains.items()}
         self._calls = {
@@ -136,7 +137,10 @@ class TextTeaching:
     def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
         prompt_id = rollout.group.partition("/")[2]
         answer = self._find(rollout.domain, prompt_id)
-        assert answer is not None, f"{prompt_id}: the expert was not asked"
+        if answer is None:
+            raise RunError(
+                f"{self._path}: no answer to prompt {prompt_id}, which this run had; put the file back as it was"
+            )
         return self._encode(answer, len(rollout.prompt_ids))
 
     def spent(self) -> dict[str, TextSpending]:

@@ -87,8 +87,8 @@ def test_four_engines_in_one_merge_that_is_killed_and_resumed(
     page = (whole / "report.html").read_text()
     assert "Loss of objective adaptive_kl" in page and "Loss of objective sampled" in page
 
-    kill_when_logged(file, broken, 5)
-    manifest = json.loads((broken / "targets" / "step-000005" / "step.json").read_text())
+    kill_when_logged(file, broken, 6)
+    manifest = json.loads((broken / "targets" / "step-000006" / "step.json").read_text())
     assert {manifest["kind"][1]} | {kind[1] for kind in manifest["kinds"].values()} == {
         "hidden_states",
         "sampled_logprobs",

@@ -164,6 +164,12 @@ def test_a_discriminator_reads_answers_after_the_steps_of_imitation(
     assert texts.find_response(rollout) == ((*encode_text(tokenizer, "cba"), tokenizer.eos_token_id), True)
 
 
+def test_answers_that_a_replayed_step_needs_and_that_are_lost_are_named(teach: Callable[..., TextTeaching]) -> None:
+    (rollout,) = step_of(3, "abc")[0].rollouts
+    with pytest.raises(RunError, match=r"texts.jsonl: no answer to prompt a/abc"):
+        teach(compares=True).find_response(rollout)
+
+
 def test_a_discriminator_keeps_the_other_responses_to_a_prompt(teach: Callable[..., TextTeaching]) -> None:
     texts = teach(compares=True)
     batch, prompts = step_of(1, "abc")
@@ -284,3 +290,9 @@ def test_completions_get_the_text_as_it_stands_and_the_users_keys(
     assert writer.requests == [
         {"model": "expert", "prompt": "abc", "temperature": 0.0, "max_tokens": 16, "stop": ["\n"]}
     ]
+
+
+def test_models_that_take_no_temperature_and_another_limit(teach: Callable[..., TextTeaching], writer: Writer) -> None:
+    teach(temperature=None, request={"max_completion_tokens": 99}).teach(*step_of(1, "abc"))
+    (request,) = writer.requests
+    assert request.keys() == {"model", "messages", "max_completion_tokens"}
