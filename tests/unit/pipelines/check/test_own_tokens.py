@@ -60,7 +60,7 @@ def test_an_expert_of_the_same_lineage_is_fine() -> None:
     ("expert", "level", "text"),
     [
         (measured(TokensComparison(overlap=0.1)), "warn", "another lineage"),
-        (measured(TokensComparison(teacher_mass=0.9, overlap=0.8)), "warn", "lacks have 10% of the probability"),
+        (measured(TokensComparison(teacher_mass=0.8, overlap=0.8)), "warn", "lacks have 20% of the probability"),
         (measured(unreadable=("the special token '<x>'",)), "fail", "cannot read 1 of 8"),
         (measured(TokensComparison(broken="teacher a: no")), "fail", "teacher a: no"),
     ],
