@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.devices import find_devices_problem
 from opd.config.domains import KEPT, STUDENT, RegisteredExperts
-from opd.config.teachers import OpenAITeachers, Teachers, build_expert_engine, rename_engine_keys
+from opd.config.teachers import OpenAITeachers, Teachers, TextTeachers, build_expert_engine, rename_engine_keys
 from opd.settings.auto import OpenNumber
 
 if TYPE_CHECKING:
@@ -42,8 +42,16 @@ def list_own_engines(config: PipelineConfig) -> dict[str, tuple[str, Mapping[str
         if expert.engine is not None:
             engines[name] = (f"experts.{name}.engine", expert.engine)
         elif expert.model == STUDENT and trainer_has_start(config):
-            engines[name] = ("keep" if name == KEPT else f"experts.{name}", {"kind": "trainer"})
+            engines[name] = (name_student_key(config, name), {"kind": "trainer"})
     return engines
+
+
+def name_student_key(config: PipelineConfig, expert: str) -> str:
+    """Return the place in the pipeline that makes the student a teacher under this name."""
+    if expert == KEPT:
+        return "keep"
+    own = not isinstance(config.experts, RegisteredExperts) and expert in config.experts
+    return f"experts.{expert}" if own else f"domains.{config.inline_experts[expert].domain}.teachers"
 
 
 def list_engines(config: PipelineConfig) -> list[tuple[Teachers, list[str], str]]:
@@ -53,9 +61,9 @@ def list_engines(config: PipelineConfig) -> list[tuple[Teachers, list[str], str]
     Raises: PydanticCustomError for an own engine that is wrong.
     """
     own_engines, experts = list_own_engines(config), config.experts
-    names = experts.use if isinstance(experts, RegisteredExperts) else list(experts)
-    shared = [] if names == "all" else [name for name in names if name not in own_engines]
-    shared += [KEPT] if config.keep is not None and KEPT not in own_engines else []
+    names = experts.use if isinstance(experts, RegisteredExperts) else []
+    every = [*(() if names == "all" else names), *config.inline_experts]
+    shared = [name for name in every if name not in own_engines]
     engines: list[tuple[Teachers, list[str], str]] = []
     if shared or names == "all" or not own_engines:
         engines.append((config.teachers, shared, "teachers"))
@@ -76,6 +84,13 @@ def find_engines_problem(config: PipelineConfig) -> PydanticCustomError | None:
         for name in experts.engines:
             if name not in experts.use:
                 return _engine_error(f"experts.engines.{name}", name, f"an expert of `use`: {', '.join(experts.use)}")
+    for name, expert in config.inline_experts.items():
+        if expert.model is None and not isinstance(config.engine_of(name), TextTeachers):
+            return _engine_error(
+                f"experts.{name}.model", "nothing", "a directory, or an engine that only writes text: kind text"
+            )
+        if expert.model is None and expert.base is not None:
+            return _engine_error(f"experts.{name}.base", str(expert.base), "nothing: the expert has no `model`")
     for section, names, key in list_engines(config):
         problem = find_devices_problem(config.cluster, config.trainer, config.rollout, section, config.schedule)
         problem = problem or _find_server_problem(config, section, names)

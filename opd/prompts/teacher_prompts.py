@@ -4,13 +4,18 @@
 
 The student's response follows these ids as it was sampled: its own ids are appended and never encoded again, so that a token of
 the response is the same token to student and teacher, at the same place in the response.
+
+An episode has its prompt once, and then turns and what the environment answers. Both go to the teacher as the student read them:
+
+    student   its opening       | turn | answer | turn | ...
+    teacher   its own opening   | turn | answer | turn | ...
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -20,10 +25,10 @@ import numpy as np
 import pyarrow as pa
 
 from opd.config.teacher_prompts import ROW, TeacherPromptConfig
-from opd.errors import ConfigError, PromptError
+from opd.errors import ConfigError, PromptError, RunError
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
-from opd.prompts.encode import encode_prompts, is_blank, render_prompt
+from opd.prompts.encode import encode_prompts, is_blank, mark_prompt, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows
 from opd.prompts.table import ENCODED_AT_ONCE, PromptTable, make_cache_key
@@ -34,6 +39,8 @@ PROVEN = 8
 """Rows of a domain for which it is proven that the template takes a response. What it does with one depends on few of their properties."""
 ANSWER = "zq7zq"
 """Response with which a template is tried; it occurs in no template."""
+OBSERVATION = "qz4qz"
+"""What an environment answers to it."""
 LEAKED = 16
 """Characters of a shortest text whose presence in the student's prompt tells something: short answers are there by chance."""
 _THOUGHTS = re.compile(r"</?think>|\s")
@@ -115,7 +122,7 @@ def load_teacher_tokenizer(tokenizer: Any, config: TeacherPromptConfig, key: str
                 wanted="a file with a chat template in jinja2",
                 fix="correct the path",
             ) from None
-    if not teacher_tokenizer.chat_template:
+    if not teacher_tokenizer.chat_template and config.has_messages:
         raise ConfigError.at(
             f"{key}.template",
             found="nothing, and a student without a chat template",
@@ -148,6 +155,29 @@ class TeacherPromptTable:
         return {int(number): index for index, number in enumerate(self.rows.row_numbers())}
 
 
+@dataclass(frozen=True, eq=False)
+class TeacherOpenings:
+    """The tokens with which a teacher reads an episode in place of the student's opening. Implements `opd.records.types.TeacherPrompts`.
+
+    All after the opening is shared, also where it stands in the prompt of a later segment.
+    """
+
+    student: TeacherPromptTable
+    teacher: TeacherPromptTable
+
+    def __call__(self, rollout: Rollout) -> tuple[int, ...]:
+        """Return [P] the token ids that the teacher reads before the segment's response. Raises: RunError for an episode that begins
+        otherwise than the student's table says."""
+        opening = self.student(rollout)
+        if rollout.prompt_ids[: len(opening)] != opening:
+            raise RunError(
+                f"episode {rollout.episode} of domain {rollout.domain}: it begins with other tokens than its prompt, because `reset` of "
+                "its environment returned a text, or has other tools here than in the first task; a teacher with a prompt of its own "
+                "reads episodes that begin with prompt and tools alone"
+            )
+        return (*self.teacher(rollout), *rollout.prompt_ids[len(opening) :])
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TeacherPromptSpec:
     """All that decides what a teacher reads in a domain."""
@@ -162,9 +192,15 @@ class TeacherPromptSpec:
     day: date | None
     """See `encode_prompt`."""
     student_variables: Mapping[str, Any]
-    """Variables of the student's chat template."""
+    """Variables of the student's chat template, as far as the teacher gets them too."""
+    text: str = ""
+    """Text with which each prompt begins; see `mark_prompt`."""
     own_tokens: bool = False
     """True if the tokenizer is another one than the student's."""
+    has_turns: bool = False
+    """True if the prompts begin episodes, in which messages of an environment follow the response."""
+    encode_opening: Callable[[Messages], Sequence[int]] | None = None
+    """Encodes the messages that open an episode, with the tools of its environment; None: there are none to list."""
 
     def list_variables(self, line: PromptLine) -> dict[str, Any]:
         """Return the variables of the teacher's chat template for a row."""
@@ -178,11 +214,17 @@ class TeacherPromptSpec:
         """
         if is_blank(line.prompt):
             return "", []
+        line = line.model_copy(update={"prompt": mark_prompt(line.prompt, self.text)}) if self.text else line
         return (line.prompt, []) if self._writer is None else self._writer.write_messages(line)
+
+    @property
+    def has_messages(self) -> bool:
+        """True if the teacher reads messages even where the row is plain text."""
+        return self.config is not None and self.config.has_messages
 
     @cached_property
     def _writer(self) -> TeacherPromptWriter | None:
-        return None if self.config is None else TeacherPromptWriter(self.config)
+        return TeacherPromptWriter(self.config) if self.config is not None and self.config.has_messages else None
 
 
 def render_teacher_prompt(spec: TeacherPromptSpec, rows: Rows, domain: str, place: int) -> str:
@@ -203,10 +245,11 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
     Raises: PromptError for a row for which there is none, or after which the template does not take a response.
     """
     rows = prompts.rows
-    cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer")
+    # The key of the cache knows nothing of tools.
+    cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer") and spec.encode_opening is None
     settings = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json") if spec.config else None}
     tokens = open_batches(
-        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings)}" if cached else "",
+        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings, spec.text)}" if cached else "",
         SCHEMA,
         lambda: in_batches(_encode_rows(spec, rows, prompts.domain), SCHEMA),
         cached=cached,
@@ -250,7 +293,11 @@ def _encode_batch(
     from jinja2 import TemplateError
 
     try:
-        return encode_prompts(spec.tokenizer, prompts, spec.day, variables, required)
+        encoded = encode_prompts(spec.tokenizer, prompts, spec.day, variables, required)
+        if spec.encode_opening is None:
+            return encoded
+        openings = zip(prompts, encoded, strict=True)
+        return [ids if isinstance(messages, str) else spec.encode_opening(messages) for messages, ids in openings]
     except (TemplateError, ValueError, TypeError) as error:
         if len(prompts) == 1:
             raise _make_error(spec, rows, domain, start, str(error)) from None
@@ -262,8 +309,8 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
     """Prove for the first rows that a response may follow the teacher's prompt just as it follows the student's.
 
     With an answer behind it, the template writes the same prompt and then the answer as it is. What it writes between the two is
-    what the student's template writes there, too, apart from thoughts. If both read messages by the student's own template, nothing
-    is to be proven. Raises: PromptError.
+    what the student's template writes there, too, apart from thoughts; in an episode also what it writes after the answer, up to the
+    next turn. If both read messages by the student's own template, nothing is to be proven. Raises: PromptError.
     """
     from jinja2 import TemplateError
 
@@ -274,36 +321,42 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
         try:
             messages, _ = spec.write_prompt(line)
             assert not isinstance(messages, str)
-            gap = _find_gap(spec.tokenizer, messages, spec.day, spec.list_variables(line))
+            gaps = _find_gaps(spec.tokenizer, messages, spec.day, spec.list_variables(line), turns=spec.has_turns)
         except (TemplateError, ValueError, TypeError) as error:
             raise _make_error(spec, prompts.rows, prompts.domain, place, str(error)) from None
-        if gap != _find_student_gap(spec, line):
-            fault = f"a chat template that writes {gap!r:.60} between its prompt and an answer; the student's response has no such text"
-            raise _make_error(spec, prompts.rows, prompts.domain, place, fault)
+        sides = zip(gaps, _find_student_gaps(spec, line), ("its prompt and an answer", "two turns"), strict=True)
+        for gap, student_gap, between in sides:
+            if gap != student_gap:
+                has = f"has {student_gap!r:.60} there" if student_gap else "has no such text"
+                fault = f"a chat template that writes {gap!r:.60} between {between}; what the student writes and reads {has}"
+                raise _make_error(spec, prompts.rows, prompts.domain, place, fault)
 
 
 def _may_differ(spec: TeacherPromptSpec, line: PromptLine) -> bool:
     """Return True if the teacher's template may treat a response otherwise than the student's does."""
     if isinstance(line.prompt, str):
-        return spec.config is not None
+        return spec.has_messages
     return spec.own_tokens or (spec.config is not None and spec.config.template is not None)
 
 
-def _find_student_gap(spec: TeacherPromptSpec, line: PromptLine) -> str:
-    """Return what the student's chat template writes between a prompt and an answer; nothing for a prompt of plain text."""
+def _find_student_gaps(spec: TeacherPromptSpec, line: PromptLine) -> tuple[str, str]:
+    """Return `_find_gaps` of the student's chat template; of plain text, which has nothing between its pieces."""
     from jinja2 import TemplateError
 
     if isinstance(line.prompt, str):
-        return ""
+        return "", OBSERVATION if spec.has_turns else ""
     variables = {**spec.student_variables, **line.variables}
     try:
-        return _find_gap(spec.student_tokenizer, line.prompt, spec.day, variables)
+        return _find_gaps(spec.student_tokenizer, line.prompt, spec.day, variables, turns=spec.has_turns)
     except (TemplateError, ValueError, TypeError):
-        return ""  # nothing is known of a template that refuses an answer
+        return "", ""  # nothing is known of a template that refuses an answer
 
 
-def _find_gap(tokenizer: Any, messages: Messages, day: date | None, variables: Mapping[str, Any]) -> str:
-    """Return what a chat template writes between a prompt and an answer, without thoughts and white space.
+def _find_gaps(
+    tokenizer: Any, messages: Messages, day: date | None, variables: Mapping[str, Any], *, turns: bool
+) -> tuple[str, str]:
+    """Return what a chat template writes between a prompt and an answer and, with `turns`, between this and the next one, which follows
+    an observation; both without thoughts and white space.
 
     Raises: ValueError for a template that does not write the prompt and then the answer; what `render_prompt` raises.
     """
@@ -311,13 +364,15 @@ def _find_gap(tokenizer: Any, messages: Messages, day: date | None, variables: M
     # Templates that open the thoughts of a new turn do not do so in a turn that is over.
     head = re.sub(r"<think>\s*(</think>\s*)?\Z", "", prompt)
     answered = [*messages, {"role": "assistant", "content": ANSWER}]
-    whole = render_prompt(tokenizer, answered, day, **{**variables, "add_generation_prompt": False})
-    gap, answer, _ = whole[len(head) :].partition(ANSWER)
+    if turns:
+        answered.append({"role": "user", "content": OBSERVATION})
+    whole = render_prompt(tokenizer, answered, day, **{**variables, "add_generation_prompt": turns})
+    gap, answer, following = whole[len(head) :].partition(ANSWER)
     if not whole.startswith(head) or not answer:
         raise ValueError(
             "a chat template that cuts or changes what it has written once an answer follows, or the answer"
         )
-    return _THOUGHTS.sub("", gap)
+    return _THOUGHTS.sub("", gap), _THOUGHTS.sub("", following) if turns else ""
 
 
 def find_leaks(config: TeacherPromptConfig, rows: Rows) -> dict[str, list[int]]:

@@ -17,6 +17,8 @@ from opd.environments import find_environment, find_import_name
 from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam
 from opd.prompts import PromptTable
+from opd.prompts.conversation import Messages
+from opd.records.environments import Tool
 from opd.records.types import Prompt
 from opd.rollouts.endpoint.options import AgentOptions
 from opd.rollouts.endpoint.program import search_path
@@ -43,7 +45,7 @@ def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[
         if domain.environment is not None:
             options[name] = _environment_options(config, name, domain, judged)
         elif domain.agent is not None:
-            options[name] = _agent_options(config, domain, judged)
+            options[name] = _agent_options(config, name, domain, judged)
     return options
 
 
@@ -62,14 +64,14 @@ def _environment_options(
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
-        chat_template_kwargs=config.student.chat_template_kwargs,
+        chat_template_kwargs=config.chat_template_kwargs_of(name),
         compaction=_compaction_options(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
         sub_agents=sub_agents_options(config, name, environment),
     )
 
 
-def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> AgentOptions:
+def _agent_options(config: PipelineConfig, name: str, domain: DomainConfig, judged: Path | None) -> AgentOptions:
     """Return the options of a domain's agent. Files of the current directory in its command become absolute paths, because the
     program runs in another directory."""
     agent = domain.agent
@@ -89,7 +91,7 @@ def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | 
         max_broken=agent.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
-        chat_template_kwargs=config.student.chat_template_kwargs,
+        chat_template_kwargs=config.chat_template_kwargs_of(name),
         guard=guard_of_domain(config, domain, judged),
     )
 
@@ -152,18 +154,24 @@ def refuse_other_tasks(
         if environment is None:
             continue
         if not environment.replay:  # a replay plays no episode in training
-            _refuse_tasks(prompts[name].rows.label, environment, prompts[name])
+            begin_first_task(prompts[name].rows.label, environment, prompts[name])
         if name in exams:
-            _refuse_tasks(f"domains.{name}.eval", environment, exams[name].prompts)
+            begin_first_task(f"domains.{name}.eval", environment, exams[name].prompts)
 
 
-def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]) -> None:
+def begin_first_task(
+    where: str, environment: EnvironmentConfig, prompts: PromptTable | Sequence[Prompt]
+) -> tuple[str | Messages, Sequence[Tool]]:
+    """Begin the first task, or if that fails one in the middle or the last one, and return its first observation and tools.
+
+    Raises: PromptError, at `where`, if none can be begun.
+    """
     class_path, problem = find_import_name(environment.name, where), ""
     for index in sorted({0, len(prompts) // 2, len(prompts) - 1}):
-        refusal = asyncio.run(_explain_bad_task(class_path, environment, prompts[index]))
-        if not refusal:
-            return
-        problem = problem or f"prompt {prompts[index].id}: {refusal}"
+        try:
+            return asyncio.run(_begin_task(class_path, environment, prompts[index]))
+        except (CallFailed, CallOverdue) as error:
+            problem = problem or f"prompt {prompts[index].id}: {error}"
     raise PromptError.at(
         where,
         found=problem,
@@ -172,21 +180,21 @@ def _refuse_tasks(where: str, environment: EnvironmentConfig, prompts: PromptTab
     )
 
 
-async def _explain_bad_task(environment_name: str, config: EnvironmentConfig, prompt: Prompt) -> str:
-    """Return why an episode of this task cannot begin; empty if it can."""
+async def _begin_task(
+    environment_name: str, config: EnvironmentConfig, prompt: Prompt
+) -> tuple[str | Messages, Sequence[Tool]]:
+    """Begin and close an episode of this task, and return its first observation and tools. Raises: CallFailed, CallOverdue."""
     make = find_environment(environment_name, "environment")
     thread = OwnThread(config.step_timeout_s)
     try:
         environment = await thread.call("the class", lambda: make(**config.options))
         try:
-            await thread.call("reset", environment.reset, prompt.metadata, 0)
+            observation = await thread.call("reset", environment.reset, prompt.metadata, 0)
+            return observation, await thread.call("tools", lambda: environment.tools)
         finally:
             await thread.call("close", environment.close)
-    except (CallFailed, CallOverdue) as error:
-        return str(error)
     finally:
         thread.end_when_idle()
-    return ""
 
 
 def _needs_template(options: EpisodeOptions | AgentOptions, prompts: PromptTable, tokenizer: Any) -> bool:

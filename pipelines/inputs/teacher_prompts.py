@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from opd.errors import ConfigError, PromptError
 from opd.prompts import PromptTable, is_here
 from opd.prompts.chat_templates import refuse_runaway_template
 from opd.prompts.teacher_prompts import (
+    TeacherOpenings,
     TeacherPromptSpec,
     TeacherPromptTable,
     find_leaks,
@@ -29,6 +30,7 @@ from opd.settings.suggestions import did_you_mean
 from opd.vocabularies.response_encoder import ResponseEncoder
 from pipelines.inputs.own_tokens import reads_own_tokens
 from pipelines.inputs.prompts import Tell, find_unread_variable
+from pipelines.inputs.teacher_openings import load_openings, refuse_unfit_episodes
 from pipelines.routes import RoutedExpert
 
 Scoring = Mapping[str, tuple[WeightedTeacher, ...]]
@@ -42,8 +44,8 @@ def name_prompt(config: PipelineConfig, expert: str) -> str:
 
 
 def refuse_unfit_prompts(config: PipelineConfig, scorers: Mapping[str, RoutedExpert], scoring: Scoring) -> None:
-    """Refuse prompts of experts that are not in the merge, of engines that cannot read them, of domains with episodes, and those longer
-    than the expert's context. Raises: ConfigError."""
+    """Refuse prompts of experts that are not in the merge, of engines that cannot read them, of domains whose episodes they do not open,
+    and those longer than the expert's context. Raises: ConfigError."""
     for name, prompt in config.teacher_prompts.items():
         key = name_prompt(config, name)
         if name not in scorers:
@@ -61,13 +63,7 @@ def refuse_unfit_prompts(config: PipelineConfig, scorers: Mapping[str, RoutedExp
                 fix="give the expert another engine, such as {kind: transformers}",
             )
         for domain in (domain for domain, assigned in scoring.items() if name in [a.teacher.name for a in assigned]):
-            if config.domains[domain].has_episodes:
-                raise ConfigError.at(
-                    key,
-                    found=f"a prompt of its own, and domain {domain} with episodes of several turns",
-                    wanted="domains in which the student answers once",
-                    fix=f"leave the prompt out, or give domain {domain} an expert without one",
-                )
+            refuse_unfit_episodes(config, domain, key)
         context, limit = scorers[name].info.context, _find_limit(config, prompt)
         if context is not None and limit > context:
             raise ConfigError.at(
@@ -120,16 +116,22 @@ def with_teacher_columns(
     return changed
 
 
-def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, student_tokenizer: Any) -> TeacherPromptSpec:
-    """Return all that decides what an expert with a prompt or tokens of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
+def build_prompt_spec(
+    config: PipelineConfig, expert: str, domain: str, tokenizer: Any, student_tokenizer: Any
+) -> TeacherPromptSpec:
+    """Return all that decides what an expert with a prompt or tokens of its own reads in a domain. `tokenizer`: of
+    `load_teacher_tokenizers`."""
+    prompt = config.teacher_prompts.get(expert)
+    reads_effort = prompt is None or prompt.effort is not False
     return TeacherPromptSpec(
         key=name_prompt(config, expert),
-        config=config.teacher_prompts.get(expert),
+        config=prompt,
         own_tokens=reads_own_tokens(config, expert),
         tokenizer=tokenizer,
         student_tokenizer=student_tokenizer,
         day=config.student.template_date,
-        student_variables=config.student.chat_template_kwargs,
+        student_variables=config.chat_template_kwargs_of(domain, effort=reads_effort),
+        text=config.effort_text_of(domain) if reads_effort else "",
     )
 
 
@@ -140,20 +142,25 @@ def add_teacher_prompts(
     student_tokenizer: Any,
     prompts: Mapping[str, PromptTable],
     scoring: Scoring,
+    stop_token_ids: Sequence[int],
     tell: Tell,
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     """Return the teachers of each domain, each with its own prompts if it has some.
 
-    `tokenizers`: `load_teacher_tokenizers`. `encoders`: of experts with tokens of their own. `prompts`: the student's, by domain. `tell` gets a sentence about rows in which a column
-    for teachers stands in the student's prompt. Raises: PromptError.
+    `tokenizers`: `load_teacher_tokenizers`. `encoders`: of experts with tokens of their own. `prompts`: the student's, by domain.
+    `stop_token_ids` end its turns. `tell` gets a sentence about rows in which a column for teachers stands in the student's prompt.
+    Raises: PromptError, ConfigError.
     """
 
     def add_prompts(domain: str, assigned: WeightedTeacher) -> WeightedTeacher:
         name = assigned.teacher.name
         if name not in tokenizers:
             return assigned
-        spec = build_prompt_spec(config, name, tokenizers[name], student_tokenizer)
-        table = load_teacher_prompts(spec, prompts[domain])
+        spec = build_prompt_spec(config, name, domain, tokenizers[name], student_tokenizer)
+        if config.domains[domain].environment is not None:
+            table: TeacherPromptTable | TeacherOpenings = load_openings(config, spec, prompts[domain], stop_token_ids)
+        else:
+            table = load_teacher_prompts(spec, prompts[domain])
         if spec.config is not None:
             _refuse_too_long(config, spec.key, spec.config, prompts[domain], table)
             _refuse_leaks(spec.key, spec.config, prompts[domain], tell)
@@ -163,13 +170,21 @@ def add_teacher_prompts(
 
 
 def _refuse_too_long(
-    config: PipelineConfig, key: str, prompt: TeacherPromptConfig, prompts: PromptTable, table: TeacherPromptTable
+    config: PipelineConfig,
+    key: str,
+    prompt: TeacherPromptConfig,
+    prompts: PromptTable,
+    table: TeacherPromptTable | TeacherOpenings,
 ) -> None:
-    """Refuse a teacher's prompt after which the longest response that the student may write does not fit. Raises: PromptError."""
+    """Refuse a teacher's prompt after which the longest response, or episode, that the student may write does not fit. Raises:
+    PromptError."""
     rollout, limit = config.rollout, _find_limit(config, prompt)
-    responses = np.minimum(rollout.max_new_tokens, rollout.max_model_len - prompts.lengths)
+    if isinstance(table, TeacherOpenings):  # an episode may fill the student's context
+        own, responses = table.teacher.lengths, rollout.max_model_len - table.student.lengths[prompts.indices]
+    else:
+        own, responses = table.lengths, np.minimum(rollout.max_new_tokens, rollout.max_model_len - prompts.lengths)
     # A prompt that leaves the student no room for a response is quarantined when it comes.
-    needed = np.where(responses > 0, table.lengths[prompts.indices] + responses, 0)
+    needed = np.where(responses > 0, own[prompts.indices] + responses, 0)
     longest = int(np.argmax(needed))
     if needed[longest] > limit:
         raise PromptError.at(

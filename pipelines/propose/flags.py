@@ -108,8 +108,13 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
         )
         for name, model in models.items()
     }
-    keep = None if flags.keep is None else _check_file(str(flags.keep))
-    return InitAnswers(student=flags.student, experts=experts, keep=keep)
+    keep = "" if flags.keep is None else str(flags.keep)
+    if ask is not None and not keep:
+        question = (
+            "General prompts on which the student stays as it is (empty: none; what is not trained may be forgotten)"
+        )
+        keep = ask_until_valid(ask, tell, question, lambda text: text and _check_file(text))
+    return InitAnswers(student=flags.student, experts=experts, keep=_check_file(keep) if keep else None)
 
 
 def _refuse_missing(flags: Flags) -> None:

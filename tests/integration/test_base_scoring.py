@@ -108,6 +108,7 @@ def test_ranks_say_what_scoring_workers_say_and_go_on_bit_for_bit(
     stop(trainer)
 
 
+@pytest.mark.slow  # two merges; that ranks go on bit for bit is in the test above
 def test_a_merge_of_lora_experts_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     """The whole command: the log has the responses alone, and a resume scores them again."""
     student = Path(pipeline["student"]["model"])

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
     "groups_of_two_lora": (4, {"zero_optimization": {"zero_hpz_partition_size": 2}}, True),
 }
 """Case -> ranks, settings, whether adapters are trained."""
-QUICK = ("all_in_memory", "groups_of_two")
+QUICK = ("all_in_memory",)
 
 
 def build_module(model: Path, lora: bool, settings: dict[str, Any]) -> Says:

@@ -1,5 +1,5 @@
-"""A merge with a teacher that has a system message, one that reads a column which the student never sees, and general prompts that
-are kept, through the real engines."""
+"""A merge with a teacher that has a system message before episodes of two turns, one that reads a column which the student never sees,
+and general prompts that are kept, through the real engines."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ from tests.integration.conftest import write_pipeline, write_prompts
 from tests.integration.test_merge import kill_when_logged, opd, records
 
 SYSTEM = "say the word: "
+WORLD = """
+from opd.records.environments import Outcome
+
+class Echo:
+    tools = ()
+    def reset(self, metadata, seed):
+        self.turns = 0
+        return ""
+    def step(self, action):
+        self.turns += 1
+        return Outcome(observation=" more=", reward=0.5, done=self.turns == 2)
+    def close(self):
+        pass
+"""
 
 
 def with_own_prompts(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +43,8 @@ def with_own_prompts(root: Path, pipeline: dict[str, Any]) -> dict[str, Any]:
     file.write_text("".join(json.dumps(row | {"solution": f"it is {row['answer']}. "}) + "\n" for row in rows))
     for name, text in (("left", SYSTEM), ("right", "{{ row.solution }}")):
         pipeline["experts"][name]["prompt"] = {"system": text, "template": str(template), "max_model_len": 80}
+    (root / "world.py").write_text(WORLD)
+    pipeline["domains"]["left-domain"]["environment"] = {"name": "world:Echo"}
     pipeline["keep"] = {"prompts": str(write_prompts(root / "general.jsonl", "gen", 20, 3)), "weight": 0.5}
     pipeline["trainer"] |= {"steps": 5, "samples_per_step": 20}
     return pipeline
@@ -60,6 +76,7 @@ def check_scores(rows: list[TargetRow], pipeline: dict[str, Any]) -> None:
         torch.testing.assert_close(states.states(torch.float32), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow  # three starts of all engines; the ranks that teach are in the test below
 def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
     tmp_path: Path, pipeline: dict[str, Any]
 ) -> None:
@@ -82,6 +99,7 @@ def test_own_prompts_and_kept_prompts_in_a_merge_that_is_killed_and_resumed(
     kill_when_logged(file, broken, 4)
     rows = [row for step in sorted((broken / "targets").glob("step-*")) for row in logged_rows(step)]
     assert {row.teacher for row in rows} == {"left", "right", "kept"}
+    assert {len({*row.rollout.turns}) for row in rows if row.teacher == "left"} == {2}
     check_scores(rows, pipeline)
     resumed = opd("merge", "--resume", broken, cwd=tmp_path, timeout_s=400)
     assert resumed.returncode == 0 and "resumed from step 2" in resumed.stdout + resumed.stderr, resumed.stderr

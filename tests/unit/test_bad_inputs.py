@@ -1017,7 +1017,7 @@ class Case:
 
 
 CASES = (
-    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused; the message names tokens. A tokenizer.json that lacks a token of another file is refused, too.", other_tokenizer),
+    Case(1, "Teacher's tokenizer differs: other bytes, other or more added tokens", "Refused without [`aligned_states`](tokenizers.md); the message names tokens. A tokenizer.json that lacks a token of another file is refused, too.", other_tokenizer),
     Case(2, "Same vocabulary size, permuted ids", "Refused, with the first id that differs.", permuted_ids),
     Case(3, "Output heads padded to other sizes", "Allowed: rows beyond the tokenizer's ids are cut off before the softmax. An `openai` server cannot cut and is refused.", padded_head),
     Case(4, "Student's vocabulary is shorter than the teacher's", "Refused; the missing tokens are listed.", short_student),

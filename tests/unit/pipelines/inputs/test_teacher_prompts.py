@@ -9,18 +9,25 @@ from typing import Any
 import pytest
 
 from opd.config import load_pipeline
+from opd.environments.number import GuessTheNumber
+from opd.environments.sorting import Sorting
 from opd.errors import ConfigError, OpdError, PromptError
+from opd.live.interfaces import Display
 from opd.records.types import Rollout
+from opd.run.paths import RunPaths
 from opd.train.deepspeed import read_teacher_prompts
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.show_prompts import show_prompts
+from pipelines.merging.exams import StartingExams
 from pipelines.merging.manifest import make_manifest
 from pipelines.specs import base_scoring, trainer_spec
 from pipelines.teacher_groups import divide_by_engine
+from tests.exams import Measuring
 from tests.unit.pipelines.inputs.test_read import register
 
 JOIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 SECRET = "the secret is "
+ENVIRONMENTS = {"sorting": Sorting.tasks(6, seed=0), "number": GuessTheNumber.tasks(6, seed=0)}
 
 
 @pytest.fixture
@@ -231,6 +238,39 @@ def test_what_is_kept_has_the_start_student_for_a_teacher(world: Any, registered
     }
 
 
+@pytest.mark.parametrize("registered", [False, True])
+def test_the_student_keeps_two_games_beside_a_merged_domain(world: Any, registered: bool) -> None:
+    rows = {name: "".join(json.dumps(row) + "\n" for row in ENVIRONMENTS[name]) for name in ENVIRONMENTS}
+    for name, text in rows.items():
+        (world.root / f"{name}.jsonl").write_text(text)
+        world.data["domains"][name] = {"prompts": f"{name}.jsonl", "environment": {"name": name}, "teachers": "student"}
+    world.data["rollout"]["max_model_len"] = 64
+    if registered:
+        register(world)
+    inputs = read(world)
+    assert {name: inputs.scoring[name][0].teacher.name for name in rows} == dict.fromkeys(rows, "student")
+    assert inputs.scoring["sorting"][0].teacher.model_dir.resolve() == (world.root / "base").resolve()
+    assert inputs.warnings == ()  # two domains, one teacher: nobody is under two names
+    manifest = make_manifest(load_pipeline(world.write()), inputs)
+    assert manifest["experts"]["student"]["domains"] == [*rows]
+
+
+def test_the_student_taught_by_itself_under_two_names_is_no_mistake(world: Any) -> None:
+    for expert in world.data["experts"].values():
+        expert["model"] = "student"
+    assert read(world).warnings == ()
+
+
+def test_an_expert_of_the_registry_is_not_taken_for_the_student(world: Any) -> None:
+    registry = register(world)
+    registry.add("student", world.root / "up", "upper", world.root / "upper.jsonl")
+    registry.remove("up")
+    world.data["experts"] = {"use": "all"}
+    world.data["domains"]["upper"]["teachers"] = "student"
+    with pytest.raises(ConfigError, match=r"which is the student in domains\.upper\.teachers"):
+        read(world)
+
+
 @pytest.mark.parametrize("engine", ["trainer", "transformers"])
 def test_with_lora_the_ranks_keep_by_the_base_that_they_hold(world: Any, make_adapter: Any, engine: str) -> None:
     (world.root / "general.jsonl").write_text(json.dumps({"prompt": "abc"}) + "\n")
@@ -263,3 +303,13 @@ def test_ranks_that_score_by_the_base_get_its_own_prompts(told: Any) -> None:
     sent = [sample(inputs, "reverse", 2), sample(inputs, "upper", 0)]
     read_by = read_teacher_prompts(spec.teacher_prompts, sent)
     assert read_by == {"rev": {sent[0].sample_id: inputs.scoring["reverse"][0].prompts(sent[0])}}  # type: ignore[misc]
+
+
+def test_an_expert_with_a_prompt_of_its_own_takes_no_exam_with_the_students(told: Any) -> None:
+    config, paths, said = load_pipeline(told.write()), RunPaths(told.root / "run"), list[str]()
+    paths.root.mkdir()
+    shown: Any = type("Shown", (Display,), {"say": lambda _, line: said.append(line)})()
+    parts: Any = Measuring(paths, shown)
+    before, expert = StartingExams(parts, config, read_inputs(config), paths, shown).measure_exams()
+    assert set(before.scores) == {"reverse", "upper"} and set(expert.scores) == {"upper"}
+    assert "expert rev reads a prompt of its own: it takes no exam on reverse" in said

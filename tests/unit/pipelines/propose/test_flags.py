@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,20 +102,35 @@ def answers(*given: str) -> Callable[[str, str], str]:
 
 def test_what_no_flag_says_is_asked_until_it_is_right() -> None:
     told: list[str] = []
-    asked = answers("bas", "base", "math", "low", "law", "", "other.csv", "other.parquet", "law-train.jsonl")
+    asked = answers(
+        "bas",
+        "base",
+        "math",
+        "low",
+        "law",
+        "",
+        "other.csv",
+        "other.parquet",
+        "law-train.jsonl",
+        "other.csv",
+        "math.csv",
+    )
     given = complete_flags(Flags(), asked, told.append)
-    assert given.student == Path("base")
+    assert given.student == Path("base") and given.keep == Path("math.csv")
     assert {name: (e.model, e.prompts) for name, e in given.experts.items()} == {
         "math": (Path("math"), Path("other.parquet")),
         "law": (Path("law"), Path("law-train.jsonl")),
     }
-    assert [line.splitlines()[0] for line in told] == ["error: bas", "error: low", "error: other.csv"]
+    assert [line.splitlines()[0] for line in told] == ["error: bas", "error: low", *["error: other.csv"] * 2]
 
 
 def test_what_flags_say_is_not_asked() -> None:
     flags = Flags(student=Path("base"), experts=("math", "law"), prompts=("law=other.parquet",))
-    given = complete_flags(flags, answers("math.csv"), lambda line: None)
+    given = complete_flags(flags, answers("math.csv", ""), lambda line: None)
     assert given.experts["math"].prompts == Path("math.csv") and given.experts["law"].prompts == Path("other.parquet")
+    assert given.keep is None
+    flags = replace(flags, keep=Path("math.csv"))
+    assert complete_flags(flags, answers("math.csv"), lambda line: None).keep == Path("math.csv")
 
 
 @pytest.mark.parametrize(
