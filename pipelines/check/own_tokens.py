@@ -110,6 +110,8 @@ def judge_tokens(measured: Sequence[MeasuredTokens], max_quarantined: float) -> 
                 domain=expert.domain,
                 message=f"expert `{expert.expert}` and the student rank the same token first on {compared.overlap:.0%} of the tokens "
                 f"that both have, less than {FAR_APART:.0%}: of another lineage",
-                fix="train the student on some text of the expert's first (`opd experts train` with the student as base), or "
-                "choose a student that is nearer to it",
+                fix=f"let the student learn some of its answers first: `vllm serve` it, and begin with a round of some 50 steps "
+                f"with experts.{expert.expert}={{domain: {expert.domain}, engine: {{kind: text, base_url: "
+                f"http://127.0.0.1:8000/v1, model: {expert.expert}, temperature: 1}}}} and "
+                f"domains.{expert.domain}.objective={{kind: sft}} (docs/tokenizers.md); or choose a student that is nearer to it",
             )
