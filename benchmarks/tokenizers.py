@@ -32,7 +32,7 @@ from benchmarks import gold
 from benchmarks.asked import claim
 from benchmarks.gold import GoldOptions
 from benchmarks.machine import machine
-from benchmarks.variants import ROOT, Place, Variant, _tiny, merge, opd
+from benchmarks.variants import ROOT, Place, Variant, make_tiny, merge, opd
 from experts.registry import Registry
 from opd.prompts.table import is_held_out
 from opd.text import format_or_dash
@@ -162,7 +162,7 @@ def open_place(args: argparse.Namespace, size: Size) -> Iterator[tuple[Place, di
     with tempfile.TemporaryDirectory(prefix="opd-tokenizers-") as scratch:
         if args.quick:
             cwd, runs = Path(scratch), Path(scratch) / "runs"
-            data = _tiny(cwd)
+            data = make_tiny(cwd)
         else:
             cwd, runs = Path.cwd(), args.folder.absolute()
             data = yaml.safe_load(find_pipeline("quickstart").read_text(encoding="utf-8"))
