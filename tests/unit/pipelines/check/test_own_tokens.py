@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from opd.config import load_pipeline
 from opd.records.types import Rollout, Teacher
 from opd.vocabularies.response_encoder import ResponseEncoder
 from pipelines.check.comparison import Comparer, TokensComparison
@@ -60,7 +64,7 @@ def test_an_expert_of_the_same_lineage_is_fine() -> None:
     ("expert", "level", "text"),
     [
         (measured(TokensComparison(overlap=0.1)), "warn", "another lineage"),
-        (measured(TokensComparison(teacher_mass=0.9, overlap=0.8)), "warn", "lacks have 10% of the probability"),
+        (measured(TokensComparison(teacher_mass=0.8, overlap=0.8)), "warn", "lacks have 20% of the probability"),
         (measured(unreadable=("the special token '<x>'",)), "fail", "cannot read 1 of 8"),
         (measured(TokensComparison(broken="teacher a: no")), "fail", "teacher a: no"),
     ],
@@ -68,3 +72,14 @@ def test_an_expert_of_the_same_lineage_is_fine() -> None:
 def test_what_is_wrong_with_an_expert_is_said(expert: MeasuredTokens, level: str, text: str) -> None:
     (finding,) = judge_tokens([expert], 0.001)
     assert finding.level == level and text in finding.message
+
+
+def test_the_warm_up_that_is_proposed_is_a_pipeline(world: Any) -> None:
+    """The expert of another lineage is served, and its answers are learned first."""
+    (finding,) = judge_tokens([replace(measured(TokensComparison(overlap=0.1)), domain="reverse", expert="rev")], 0.001)
+    proposed = re.findall(r"(?:experts|domains)\.\S+=\{.*?\}(?= \(| and)", finding.fix)
+    config = load_pipeline(world.write(), proposed)
+    assert len(proposed) == 2 and config.inline_experts["rev"].model is None
+    assert config.engine_of("rev").payload == "text"
+    objective = config.domains["reverse"].objective
+    assert objective is not None and objective.kind == "sft"
