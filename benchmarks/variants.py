@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
     """Merge every variant with every seed, show the table, and write the JSON."""
     facts = machine(os.cpu_count() or 1, "torch", "transformers", "deepspeed", "ray")
     outcomes: list[Outcome] = []
-    with place(args, _tiny) as where:
+    with place(args, make_tiny) as where:
         for seed in args.seeds:
             for variant in variants:
                 outcomes.append(merge(where, variant, seed, args.set))
@@ -153,7 +153,7 @@ def written(data: dict[str, Any], file: Path, args: argparse.Namespace) -> Path:
     return file
 
 
-def _tiny(folder: Path) -> dict[str, Any]:
+def make_tiny(folder: Path) -> dict[str, Any]:
     """A base and two experts of two steps each, and their pipeline."""
     opd(
         folder / "prompts.log", folder, "prompts", "make", "letters", "--output", "prompts", "--domains", ",".join(TINY)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
     from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.records.texts import TextSpending
     from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
@@ -314,6 +315,31 @@ class Trainer(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
+        ...
+
+
+class TextExperts(Protocol):
+    """The experts that only write text."""
+
+    def teach(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """Return the step's batch with experts' answers in the place of the student's responses, where the step learns them as text.
+
+        Experts are asked about prompts that they have not answered in this run. A response without an answer is quarantined.
+        `prompts` are those of the step. Raises: RunError if too many are, or if a budget ends; StorageError.
+        """
+        ...
+
+    def is_taught(self, rollout: Rollout) -> bool:
+        """Return True if the rollout's response is an expert's answer."""
+        ...
+
+    def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
+        """Return [R] the expert's answer to the rollout's prompt, in the student's tokens, and True unless it is cut. `teach` has had the
+        step before."""
+        ...
+
+    def spent(self) -> Mapping[str, TextSpending]:
+        """Return expert -> what its answers have taken since the run began."""
         ...
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
-from opd.config.domains import STUDENT, ExpertConfig
+from opd.config.domains import ExpertConfig
 from opd.config.objectives import OBJECTIVES, find_objective_section
-from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TrainerTeachers
+from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TextTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.suggestions import did_you_mean
@@ -70,8 +70,8 @@ def route_domains(
 
 
 def find_expert_dir(config: PipelineConfig, expert: ExpertConfig) -> Path:
-    """Return the directory of an expert that the pipeline itself describes."""
-    return config.student.model if expert.model == STUDENT else Path(expert.model)
+    """Return the directory of an expert that the pipeline itself describes; the student's for one that has none."""
+    return expert.own_dir or config.student.model
 
 
 def engines_by_teacher(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> dict[str, Teachers]:
@@ -83,6 +83,25 @@ def engines_by_teacher(config: PipelineConfig, assigned: Sequence[WeightedTeache
 def domain_payload(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> str:
     """Return the payload of a domain's teachers, which is the same for all of them."""
     return next(iter(engines_by_teacher(config, assigned).values())).payload
+
+
+def text_routes(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]]
+) -> dict[str, tuple[str, TextTeachers]]:
+    """Return domain -> name and engine of its expert, for domains whose expert only writes text."""
+    found = {}
+    for domain, assigned in routes.items():
+        section = config.engine_of(assigned[0].teacher.name)
+        if isinstance(section, TextTeachers):
+            found[domain] = (assigned[0].teacher.name, section)
+    return found
+
+
+def preferred_domains(config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[str]:
+    """Return the domains that a discriminator rewards: those of text-only experts, with `objective.reward.preference`."""
+    if config.objective.reward is None or config.objective.reward.preference is None:
+        return set()
+    return {domain for domain in text_routes(config, routes) if config.domains[domain].reward is not False}
 
 
 def scoring_routes(

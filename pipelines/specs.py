@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, has_short_first_round, scored_model_len, sync_tolerance
-from opd.config.reward import CriticBaseline
+from opd.config.payloads import TEXT
+from opd.config.reward import CriticBaseline, PreferenceConfig
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.records.types import TeacherPrompts, WeightedTeacher
+from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
@@ -24,6 +26,8 @@ from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
+from opd.train.discriminator import DiscriminatorSpec
+from opd.train.discriminator_rank import DiscriminatorOptions
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
@@ -32,11 +36,13 @@ from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import base_teacher_weights, domain_payload
+from pipelines.routes import base_teacher_weights, domain_payload, preferred_domains, text_routes
 from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
+from teachers.texts.server import TextServerSpec
+from teachers.texts.teaching import TextDomain, TextTeachingSpec
 
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
@@ -153,6 +159,30 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
         ),
         updates=baseline.updates,
         warm_up=baseline.warm_up,
+    )
+
+
+def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_size: int) -> PreferenceSpec:
+    """Return the spec of the discriminator: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    trainer, rate = rank_options(config, vocab_size), learning_rate(config.trainer)
+    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {
+        "name": "discriminator"
+    }
+    engine = DiscriminatorSpec(
+        rank=DiscriminatorOptions(**shared, chunk=config.objective.chunk),
+        rate=replace(rate, peak=rate.peak * preference.lr_ratio),
+        micro_batch_tokens=config.trainer.micro_batch_tokens,
+        gpus=config.cluster.trainer_gpus,
+        roles=roles_at_once(config),
+        one_machine=config.cluster.address == LOCAL,
+        start_timeout_s=config.cluster.start_timeout_s,
+    )
+    return PreferenceSpec(
+        engine=engine,
+        controls=preference.controls,
+        length_ratio=preference.length_ratio,
+        updates=preference.updates,
+        warm_up=preference.warm_up,
     )
 
 
@@ -365,4 +395,48 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
 
 def teacherless_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Return the spec of the pool that asks no teacher."""
-    return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)
+    payload = TEXT if config.teachers.payload == TEXT else "none"
+    return TeacherlessSpec(
+        dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined, payload=payload
+    )
+
+
+def text_spec(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], stop_token_ids: Sequence[int]
+) -> TextTeachingSpec | None:
+    """Return the spec of the experts that only write text; None if there are none. `routes`: `Teaching.routes`."""
+    texts = text_routes(config, routes)
+    if not texts:
+        return None
+    compared = preferred_domains(config, routes)
+    domains = {}
+    for domain, (expert, section) in texts.items():
+        server = TextServerSpec(
+            base_url=section.base_url,
+            model=section.model,
+            api=section.api,
+            max_tokens=config.rollout.max_new_tokens,
+            temperature=section.temperature,
+            request=section.request,
+            served_model=section.served_model,
+            api_key_env=section.api_key_env,
+            timeout_s=section.server_timeout_s,
+            needs_usage=bool(section.price.input or section.price.output),
+        )
+        domains[domain] = TextDomain(
+            expert=expert,
+            server=server,
+            steps=section.steps,
+            compares=domain in compared,
+            max_calls=section.max_calls,
+            max_cost=section.max_cost,
+            input_price=section.price.input,
+            output_price=section.price.output,
+        )
+    return TextTeachingSpec(
+        domains=domains,
+        stop_token_ids=tuple(stop_token_ids),
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_model_len=config.rollout.max_model_len,
+        max_quarantined=config.teachers.max_quarantined,
+    )

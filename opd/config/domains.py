@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -66,16 +67,18 @@ STUDENT = "student"
 
 
 def _choose_model_kind(value: Any) -> str:
-    return "~student" if value == STUDENT else "~path"
+    return "~student" if value == STUDENT else "~nothing" if value is None else "~path"
 
 
 class ExpertConfig(Strict):
     model: Annotated[
-        Annotated[Literal["student"], Tag("~student")] | Annotated[UserPath, Tag("~path")],
+        Annotated[Literal["student"], Tag("~student")]
+        | Annotated[UserPath, Tag("~path")]
+        | Annotated[None, Tag("~nothing")],
         Discriminator(_choose_model_kind),
-    ]
+    ] = None
     """Hugging Face directory, or PEFT directory of a LoRA adapter; safetensors only. `student`: the student as the merge (or the
-    round) begins, see docs/teacher_prompts.md."""
+    round) begins, see docs/teacher_prompts.md. Nothing: an expert that only writes text, see docs/text_only.md."""
     base: UserPath | None = None
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
@@ -87,6 +90,11 @@ class ExpertConfig(Strict):
     engine: dict[str, Any] | None = None
     """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
     Experts with equal engines share workers. Default: `teachers`."""
+
+    @property
+    def own_dir(self) -> Path | None:
+        """The expert's own directory; None for the student itself, and for an expert that only writes text."""
+        return None if self.model in (STUDENT, None) else Path(str(self.model))
 
 
 class RegisteredExperts(Strict):

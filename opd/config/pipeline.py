@@ -52,6 +52,7 @@ from opd.config.teachers import (
     OpenAITeachers,
     Teachers,
     TeachersConfig,
+    TextTeachers,
     TrainerTeachers,
     TransformersTeachers,
     change_teachers,
@@ -441,7 +442,7 @@ def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
         )
     if reward is None:
         return None
-    if not any(domain.is_rewarded for domain in config.domains.values()):
+    if reward.preference is None and not any(domain.is_rewarded for domain in config.domains.values()):
         return _reward_error(
             "objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}"
         )
@@ -489,7 +490,7 @@ def _find_student_problem(config: PipelineConfig) -> PydanticCustomError | None:
     experts = {} if isinstance(config.experts, RegisteredExperts) else config.experts
     for name in (name for name in config.inline_experts if name not in experts):
         if isinstance(config.teachers, NoTeachers) or isinstance(
-            config.engine_of(name), OpenAITeachers | FlightTeachers
+            config.engine_of(name), OpenAITeachers | FlightTeachers | TextTeachers
         ):
             return PydanticCustomError(
                 "keep",

@@ -13,6 +13,7 @@ from opd.records.json_fields import make_record
 from opd.records.rewards import RewardRecord
 from opd.records.staleness import count_ages
 from opd.records.tails import is_looping
+from opd.records.texts import TextSpending
 from opd.records.types import DomainStats, PushReport, Rollout, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 
 OPTIONAL_FIELDS = (
     "reward",
+    "texts",
     "looping_by_domain",
     "episodes",
     "restarted",
@@ -166,6 +168,8 @@ class StepRecord:
     """Domain with an environment -> record."""
     reward: RewardRecord | None = None
     """The policy gradient beside the divergence; None without `objective.reward`."""
+    texts: Mapping[str, TextSpending] = field(default_factory=dict)
+    """Expert that only writes text -> what its answers have taken since the run began."""
     skipped: bool = False
     """True if no token was trained, as while a critic learns alone: there was no optimiser step."""
     restarted: tuple[str, ...] = ()

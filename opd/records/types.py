@@ -318,6 +318,8 @@ class Teacher:
     """For a LoRA expert: the digest that its base would have as an expert of its own. Equal bases are loaded once."""
     probe: Probe | None = None
     """Lets the worker that loads the expert check that it is the registered one; None: not registered, or without a probe."""
+    has_model: bool = True
+    """False if it only writes text, behind a server: `model_dir` is the student's, and must not stand for it."""
 
 
 TeacherPrompts = Callable[[Rollout], tuple[int, ...]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -113,7 +114,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
-    are records `curves` and what is measured from records. `efforts`, `episodes` (of agents), `by_length`, `guard`, `evaluations`,
+    are records `curves` and what is measured from records. `texts` (calls and money), `efforts`, `episodes` (of agents), `by_length`, `guard`,
+    `evaluations`,
     `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
     """
@@ -131,6 +133,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
+        report |= {"texts": result} if (result := _list_spending(run.records[-1])) else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
         report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
         last_steps = list(_group_steps(run.records, POINTS))[-1]
@@ -154,6 +157,11 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
     return report | _manifest_fields(run.manifest)
+
+
+def _list_spending(record: StepRecord) -> dict[str, Any]:
+    """Return expert that only writes text -> what its answers have taken until this step."""
+    return {expert: asdict(spent) for expert, spent in record.texts.items()}
 
 
 def domain_objectives(pipeline: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -310,13 +310,17 @@ def _split_sides(prompts: PromptTable, share: float, *, held_out: bool) -> Promp
 
 
 def refuse_unrewardable(
-    config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
+    config: PipelineConfig,
+    prompts: Mapping[str, PromptTable],
+    exams: Mapping[str, DomainExam],
+    preferred: Collection[str] = (),
 ) -> None:
-    """Refuse a rewarded domain with a training prompt that its verifier cannot judge, or must not judge. Raises: PromptError."""
+    """Refuse a rewarded domain with a training prompt that its verifier cannot judge, or must not judge. A discriminator judges the
+    domains in `preferred`. Raises: PromptError."""
     if config.objective.reward is None:
         return
     for name, domain in config.domains.items():
-        if not domain.is_rewarded or domain.has_episodes:
+        if not domain.is_rewarded or domain.has_episodes or name in preferred:
             continue
         table = prompts[name]
         for index in range(0, len(table), max(1, len(table) // TRIED)):

@@ -19,6 +19,7 @@ from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
 from pipelines.evaluation.models import Subject, evaluate_subjects, make_own_subject, with_room
+from pipelines.inputs.own_tokens import find_text_experts
 from pipelines.inputs.read import Inputs, as_teacher
 
 
@@ -100,16 +101,17 @@ class StartingExams:
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        # The engine has the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
-        prompted = self.config.teacher_prompts
+        # Exams have the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
+        prompted, text_experts = self.config.teacher_prompts, find_text_experts(inputs.scoring)
         digests = {
             domain: teacher.digest
             for domain, teacher in inputs.teachers.items()
-            if domain in self.own or domain in inputs.expert_exams or teacher.name not in prompted
+            if teacher.name not in text_experts and (domain in inputs.expert_exams or teacher.name not in prompted)
         }
         for domain, teacher in inputs.teachers.items():
             if domain in inputs.exams and domain not in digests:
-                self.display.say(f"expert {teacher.name} reads a prompt of its own: it takes no exam on {domain}")
+                reason = "only writes text" if teacher.name in text_experts else "reads a prompt of its own"
+                self.display.say(f"expert {teacher.name} {reason}: it takes no exam on {domain}")
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(

@@ -21,7 +21,7 @@ from tests.unit.sleeping import sleeping_pipeline
 def test_every_engine_has_a_pool() -> None:
     assert set(POOLS) == set(ENGINES)
     assert [engine for engine in ENGINES if POOLS[engine] is POOLS["flight"]] == ["flight"]
-    assert set(ENGINES) - {"flight", "trainer", "none"} == set(SCORERS)
+    assert set(ENGINES) - {"flight", "text", "trainer", "none"} == set(SCORERS)
 
 
 def test_every_name_that_a_key_takes_stands_for_something() -> None:

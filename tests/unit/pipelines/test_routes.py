@@ -144,7 +144,7 @@ def test_an_unknown_name_like_no_other_can_be_added(info: Any) -> None:
     assert refused(info, OWN | {"math": "zzz"})[3] == "fix:    add it under `experts`"
 
 
-@pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"none"}))
+@pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"none", "sft"}))
 def test_only_sums_over_teachers_mix(kind: str, info: Any) -> None:
     domains = OWN | {"math": {"algebra": 0.5, "proofs": 0.5}}
     if find_objective_section(kind).OBJECTIVE.mixes:
