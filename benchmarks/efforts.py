@@ -62,7 +62,7 @@ class Size:
         return {**size, "max_position_embeddings": 64}
 
 
-FULL = Size(rows=8000, base_steps=700, expert_steps=120, rl_steps=40, steps=150, samples=108)
+FULL = Size(rows=8000, base_steps=700, expert_steps=120, rl_steps=40, steps=200, samples=108)
 QUICK = Size(rows=60, base_steps=2, expert_steps=2, rl_steps=2, steps=2, samples=18)
 
 
@@ -158,7 +158,14 @@ def make_world(folder: Path, size: Size) -> Path:
             for domain in TASKS
         },
         "rollout": {"max_new_tokens": 14, "max_model_len": 40},
-        "trainer": {"ranks": 1, "steps": size.steps, "samples_per_step": size.samples, "lr": 1.5e-3},
+        "trainer": {
+            "ranks": 1,
+            "steps": size.steps,
+            "samples_per_step": size.samples,
+            "lr": 2.0e-3,
+            "warmup_steps": 10,
+            "lr_scheduler_type": "cosine",
+        },
         "evaluate": {"samples": 300},
     }
     return write_yaml(folder / "pipeline.yaml", pipeline)
