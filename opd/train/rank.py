@@ -428,7 +428,12 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
+            tables = source.read_tables()
+            self._heads[key] = Head(
+                source.read(self._hashed_heads).to(self._device),
+                source.rule,
+                None if tables is None else tables.to(self._device),
+            )
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
