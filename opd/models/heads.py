@@ -117,7 +117,7 @@ def head_key(head_V_D: Tensor, rule: LogitRule, tables: np.ndarray | None = None
     digest = blake3(str((head_V_D.dtype, tuple(head_V_D.shape), rule)).encode())
     digest.update(head_V_D.contiguous().view(torch.uint8).numpy().data)
     if tables is not None:
-        digest.update(tables.data)
+        digest.update(tables.tobytes())
     return digest.hexdigest()
 
 

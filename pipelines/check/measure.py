@@ -24,7 +24,7 @@ from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.records.types import EncodedRollout, Prompt, Rollout, Teacher
 from opd.text import Tell, format_or_dash
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, TeacherComparison, TokensComparison
 from pipelines.check.judge import (
@@ -117,9 +117,9 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         def compare_tokens(
-            teacher: Teacher, shared: SharedTokens, rollouts: Sequence[EncodedRollout]
+            teacher: Teacher, spelling: Spelling, rollouts: Sequence[EncodedRollout]
         ) -> TokensComparison:
-            call = comparer.submit(Comparer.compare_own_tokens, teacher, shared, rollouts)
+            call = comparer.submit(Comparer.compare_own_tokens, teacher, spelling, rollouts)
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()

@@ -10,17 +10,14 @@ from opd.interfaces import RolloutEngine
 from opd.records.types import EncodedRollout, Rollout, Teacher, WeightedTeacher
 from opd.text import format_or_dash
 from opd.vocabularies.response_encoder import UnreadableResponseError
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling
 from pipelines.check.comparison import TokensComparison
 from pipelines.check.judge import FAR_APART, CheckFinding
 from pipelines.inputs.read import Inputs
 
 COMPARED = 8
 """Number of responses of each domain on which student and expert are compared."""
-MOSTLY_SHARED = 0.9
-"""Probability of shared tokens below which the loss may fail. Letters against pairs of letters: at 0.94 a student needed three times the
-steps that it needs with an expert of its own tokens, at 0.47 it lost what it could."""
-CompareTokens = Callable[[Teacher, SharedTokens, Sequence[EncodedRollout]], TokensComparison]
+CompareTokens = Callable[[Teacher, Spelling, Sequence[EncodedRollout]], TokensComparison]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +36,8 @@ class MeasuredTokens:
         compared = self.compared
         return (
             f"{self.domain}: expert {self.expert} reads tokens of its own: {format_or_dash(compared.single, '.0%')} of the pieces of "
-            f"text are one token on both sides; shared tokens have {format_or_dash(compared.teacher_mass, '.1%')} of its "
-            f"probability and {format_or_dash(compared.student_mass, '.1%')} of the student's; gap "
+            f"text are one token on both sides; tokens that are not longer than its own have "
+            f"{format_or_dash(compared.student_mass, '.1%')} of the student's probability; gap "
             f"{format_or_dash(compared.gap, '.3f')} nats a token; same first token "
             f"{format_or_dash(compared.overlap, '.0%')}; unreadable {len(self.unreadable)} of {self.responses} responses"
         )
@@ -75,7 +72,7 @@ def _measure_expert(
         expert=expert.teacher.name,
         responses=len(rollouts),
         unreadable=tuple(unreadable),
-        compared=compare(expert.teacher, expert.encoder.shared, encoded),
+        compared=compare(expert.teacher, expert.encoder.spelling, encoded),
     )
 
 
@@ -93,16 +90,6 @@ def judge_tokens(measured: Sequence[MeasuredTokens], max_quarantined: float) -> 
                 message=f"expert `{expert.expert}` cannot read {len(expert.unreadable)} of {expert.responses} responses: "
                 f"{expert.unreadable[0]}",
                 fix="raise teachers.max_quarantined, which these count against, or take an expert whose tokenizer takes such text",
-            )
-        if compared.teacher_mass is not None and compared.teacher_mass < MOSTLY_SHARED:
-            yield CheckFinding(
-                level="warn",
-                domain=expert.domain,
-                message=f"tokens that the student lacks have {1 - compared.teacher_mass:.0%} of the probability of expert "
-                f"`{expert.expert}`: a token of the student's that begins such a one counts as another answer, so that the domain "
-                "is learned slowly or not at all",
-                fix="take an expert whose tokens are not longer than the student's, or a student with longer tokens; bound what a piece "
-                f"of text can do by domains.{expert.domain}.objective.advantage_clip, and watch the domain's accuracy (evaluate.every)",
             )
         if compared.overlap is not None and compared.overlap < FAR_APART:
             yield CheckFinding(

@@ -22,7 +22,6 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, scored_model_len
 from opd.config.domains import DomainConfig
 from opd.config.drift import count_worker_engines
-from opd.config.payloads import OWN_TOKENS
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import Teachers, TrainerTeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -370,22 +369,17 @@ def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
-    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's.
-
-    The head of an expert that reads tokens of its own comes with a row for each of the student's.
-    """
+    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    sizes = {}
+    infos = {}
     engines = divide_models(config, models)
     sending = [engine for engine in engines if len(engines) == 1 or sends_heads(engine[0])]
-    for section, expert in ((own.teachers, expert) for own, part in sending for expert in part.scorers.values()):
+    for expert in (expert for _, part in sending for expert in part.scorers.values()):
         changed = expert.adapter and any(
             f".{name}.weight".endswith((*EMBEDDINGS, *HEADS)) for name in expert.adapter.target_modules
         )
-        key = expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest
-        rows = models.student.vocab_size if section.payload == OWN_TOKENS else expert.info.vocab_rows
-        sizes[key] = rows * expert.info.hidden_size * width
-    return list(sizes.values())
+        infos[expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest] = expert.info
+    return [info.vocab_rows * info.hidden_size * width for info in infos.values()]
 
 
 def engine_weights(config: PipelineConfig, models: MergeModels) -> int:

@@ -233,7 +233,7 @@ class TransformersScorer:
     @torch.no_grad()
     def _build_answer(self, teacher: Teacher, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
         """Build the answer of a teacher, which is loaded, for one row from its states [N, D]; `head` is the key of the teacher's head."""
-        is_encoded = isinstance(rollout, EncodedRollout)
+        encoded = rollout if isinstance(rollout, EncodedRollout) else None
 
         def compute_logprobs() -> Tensor:
             head_V_D = self._read_head_weight()[: self._count_ids(teacher)]
@@ -247,8 +247,8 @@ class TransformersScorer:
                 head=head,
                 logprobs=compute_logprobs,
                 top_k=self._top_k,
-                sampled_ids=rollout.sampled.response_ids if is_encoded else None,
-                alignment=rollout.alignment if is_encoded else None,
+                sampled_ids=None if encoded is None else encoded.sampled.response_ids,
+                alignment=None if encoded is None else encoded.alignment,
                 spelling=self._spellings.get(teacher.name),
             )
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 from opd.config import PipelineConfig
 from opd.losses.aligned_kl import AlignedKL
 from opd.losses.reverse_kl import ReverseKL
-from opd.models.heads import Head, head_tensor
+from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
 from opd.payloads.aligned_states import AlignedStates
 from opd.prompts.encode import load_tokenizer
@@ -67,8 +67,11 @@ def gradient(rows: Sequence[TargetRow], made: Pool, objective: Any) -> Tensor:
     batch = build_micro_batch([(row,) for row in rows], torch.float32)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(batch.token_N), VOCABULARY, generator=generator).requires_grad_()
+    sources = made.heads()
     heads = {
-        key: Head(head_tensor(made.read_head(key)), IDENTITY) for block in batch.blocks for key in block.head_keys()
+        key: Head(sources[key].read(), IDENTITY, sources[key].read_tables())
+        for block in batch.blocks
+        for key in block.head_keys()
     }
     blocks = [block.with_heads(heads) for block in batch.blocks]
     weights = torch.ones(len(batch.token_N))
@@ -115,14 +118,15 @@ def test_another_tokenizer_scores_the_text_of_the_response(
     assert row.rollout == sent and isinstance(row.answer, AlignedStates)
     encoded = encoder.encode_rollout(sent, encoder.encode_response(sent.prompt_ids).token_ids)
     plain = plain_logprobs(model_dir, encoded.prompt_ids, encoded.response_ids)
-    place, wanted = 0, []
-    for count in encoded.alignment.teacher_counts:
-        wanted.append(sum(plain[place : place + count]))
-        place += count
     assert max(encoded.alignment.student_counts) > 1
-    assert row.answer.chunk_logprobs == pytest.approx(wanted, abs=1e-4)
-    assert sum(row.answer.student_counts) == len(sent.response_ids)
-    assert all(value <= 1e-5 for value in row.answer.shared_logprobs)
+    assert sum(row.answer.student_counts) == len(sent.response_ids) == len(row.answer.text_logprobs)
+    # What a piece of text gains because its last token may go on, the next one loses; the end of the turn does not go on.
+    assert sum(row.answer.text_logprobs) == pytest.approx(sum(plain), abs=1e-4)
+    assert any(row.answer.spelt) and max(row.answer.last_ids) >= 0
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    begin = [i for i, name in enumerate(names) if name.startswith(answer[0])]
+    first = torch.tensor([plain_logprobs(model_dir, encoded.prompt_ids, (i,))[0] for i in begin])
+    assert len(begin) > 1 and row.answer.text_logprobs[0] == pytest.approx(float(first.logsumexp(0)), abs=1e-4)
     assert torch.isfinite(gradient([row], made, AlignedKL())).all()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import exp, log
@@ -55,7 +55,9 @@ def gradient(
     return hidden.grad
 
 
-def build_blocks(answer: AlignedStates | HiddenStates, head: Head, ids: Sequence[int], behaviour: Sequence[float]) -> list[Block]:
+def build_blocks(
+    answer: AlignedStates | HiddenStates, head: Head, ids: Sequence[int], behaviour: Sequence[float]
+) -> list[Block]:
     rollout = make_rollout(
         sample_id="a", step=1, domain="d", prompt_ids=(0,), response_ids=tuple(ids), behaviour_logprobs=tuple(behaviour)
     )
@@ -188,7 +190,9 @@ def test_the_mean_over_responses_is_the_gradient_of_the_divergence_between_texts
             wanted[begun] += chance * divergence_gradient(pair, begun, row)
     assert total == pytest.approx(1)
     for begun, mean in means.items():
-        torch.testing.assert_close(mean, wanted[begun], rtol=1e-5, atol=1e-7, msg=lambda text, at=begun: f"{at}: {text}")
+        torch.testing.assert_close(
+            mean, wanted[begun], rtol=1e-5, atol=1e-7, msg=lambda text, at=begun: f"{at}: {text}"
+        )
 
 
 @cache
@@ -205,3 +209,113 @@ def divergence_gradient(pair: Pair, begun: tuple[int, ...], logits: Tensor) -> T
     (logp.exp() * (logp - text_logratios(pair, begun))).sum().backward()
     assert values.grad is not None
     return values.grad
+
+
+def score_singles(hidden_M_D: Tensor, head_U_D: Tensor, ids: Sequence[int], spelling: Spelling) -> AlignedStates:
+    """A teacher's answer to a response of which each token is one of its own, spelt by one of the student's."""
+    sampled = [spelling.tokens[i][0] for i in ids]
+    singles = align_tokens([1] * len(ids), [1] * len(ids))
+    return AlignedStates.of_states(
+        TeacherStates(
+            token_ids=ids,
+            hidden_N_D=hidden_M_D,
+            head="head",
+            logprobs=lambda: (hidden_M_D @ head_U_D.double().T).log_softmax(-1),
+            top_k=0,
+            sampled_ids=sampled,
+            alignment=singles,
+            spelling=spelling,
+        )
+    )
+
+
+def make_head(weight_U_D: Tensor, spelling: Spelling) -> Head:
+    return Head(weight_U_D, IDENTITY, torch.from_numpy(build_tables(spelling).pack()))
+
+
+def test_the_same_model_with_permuted_ids_gives_the_exact_gradient() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, head = torch.randn(6, D, generator=generator).double(), torch.randn(V, D, generator=generator).double()
+    logits, ids = torch.randn(6, V, generator=generator).double(), [3, 1, 1, 6, 0, 2]
+    permutation = torch.randperm(V, generator=generator).tolist()  # student's id -> teacher's
+    own_head = torch.empty_like(head)
+    own_head[permutation] = head
+    spelling = Spelling([(permutation.index(u),) for u in range(V)], V)
+    answer = score_singles(hidden, own_head, [permutation[i] for i in ids], spelling)
+    ours = gradient(answer, make_head(own_head, spelling), logits, ids)
+    exact = gradient(HiddenStates.from_states(hidden, "head"), Head(head, IDENTITY), logits, ids)
+    torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
+
+
+SPELT = [(2,), (), (0,), (5,), (0, 3), (6,), (0, 3, 1), (1,), (5, 2)]
+"""Of nine tokens of a teacher's. The student's tokens 3 and 4 are longer than the teacher's."""
+
+
+def measure_spelt(hidden_D: Tensor, head_U_D: Tensor, first: int) -> Tensor:
+    """Log-prob of all of the teacher's tokens whose spelling begins with one of the student's."""
+    logq_U = (head_U_D @ hidden_D).log_softmax(-1)
+    return logq_U[[u for u, own in enumerate(SPELT) if own[:1] == (first,)]].logsumexp(0)
+
+
+def test_the_exact_part_is_the_slope_of_the_divergence_among_the_tokens_that_the_teacher_tells() -> None:
+    generator = torch.Generator().manual_seed(4)
+    hidden, head = torch.randn(1, D, generator=generator).double(), torch.randn(9, D, generator=generator).double()
+    logits, spelling = torch.randn(1, V, generator=generator).double(), Spelling(SPELT, V)
+    covered = [0, 1, 2, 5, 6]
+    ours = gradient(score_singles(hidden, head, [2], spelling), make_head(head, spelling), logits, [0])
+
+    def divergence(values: Tensor) -> Tensor:
+        logpi = values[0, covered].log_softmax(-1)
+        logr = torch.stack([measure_spelt(hidden[0], head, v) for v in covered]).log_softmax(-1)
+        return (logpi.exp() * (logpi - logr)).sum()
+
+    compare_slopes(ours, divergence, logits)
+    # Without evidence no probability leaves the tokens that the teacher lacks.
+    assert ours[0, [3, 4]].abs().max() < 1e-12
+
+
+def test_after_a_token_that_may_go_on_the_exact_part_is_the_mean_of_the_policy_gradient() -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, head = torch.randn(2, D, generator=generator).double(), torch.randn(9, D, generator=generator).double()
+    logits, spelling = torch.randn(2, V, generator=generator).double(), Spelling(SPELT, V)
+    ours = gradient(score_singles(hidden, head, [2, 0], spelling), make_head(head, spelling), logits, [0, 2])
+    logq_U = (head @ hidden[0]).log_softmax(-1)
+    stay = logq_U[2] - logq_U[[2, 4, 6]].logsumexp(0)  # (0) and not (0, 3) or (0, 3, 1)
+    known = [0, 1, 2, 5, 6]  # 3 may be what goes on
+    logp = logits[1].log_softmax(-1)
+    pi = logp[known].softmax(-1)
+    ratio = torch.stack([logp[v] - measure_spelt(hidden[1], head, v) - stay for v in known])
+
+    def surrogate(values: Tensor) -> Tensor:
+        return (pi * ratio * values[0].log_softmax(-1)[known]).sum()
+
+    compare_slopes(ours[1:], surrogate, logits[1:])
+
+
+def compare_slopes(ours: Tensor, function: Callable[[Tensor], Tensor], logits: Tensor) -> None:
+    for v in range(V):
+        step = torch.zeros_like(logits)
+        step[0, v] = 1e-6
+        slope = (function(logits + step) - function(logits - step)) / 2e-6
+        assert float(ours[0, v]) == pytest.approx(float(slope), abs=1e-8)
+
+
+@pytest.mark.parametrize("pair", [PAIRS["letters, pairs"], PAIRS["words, letters"]])
+def test_a_clip_bounds_what_a_sampled_token_may_weigh(pair: Pair) -> None:
+    ids = (0, 1) if pair.student[2] == "$" else (2,)
+    logits = torch.full((len(ids), len(pair.student)), 30.0, dtype=torch.float64)
+    logits[range(len(ids)), list(ids)] = 0.0
+    free, bounded = (gradient(pair.answer(ids), pair.head, logits, ids, clip)[-1, ids[-1]] for clip in (None, 0.5))
+    assert float(free) < -20
+    assert float(bounded) == pytest.approx(-0.5)
+
+
+def test_probabilities_too_small_for_their_type_leave_the_gradient_finite() -> None:
+    spelling = Spelling(SPELT, V)
+    head = torch.zeros(9, D)
+    head[[4, 6, 8], 0] = -1.0
+    hidden = torch.full((2, D), 300.0).double()
+    answer = score_singles(hidden, head, [2, 3], spelling)
+    (block,) = build_blocks(answer, make_head(head, spelling), [0, 5], (-1.0, -1.0))
+    chunk = block.select_chunk(slice(0, 2), V).view_chunk(torch.tensor([0, 5]), torch.float32)
+    assert torch.isfinite(chunk.logq_C_V[:, [0, 1, 2, 5, 6]]).all()  # type: ignore[attr-defined]

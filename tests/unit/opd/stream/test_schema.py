@@ -165,7 +165,7 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "sampled_logprobs": {"teacher_logprobs"},
         "top_k": {"topk_ids", "topk_logprobs"},
         "aligned_states": {
-            *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "chunk_logprobs", "shared_logprobs")
+            *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "spelt", "last_ids", "text_logprobs")
         },
         "none": set(),
     }
@@ -436,8 +436,9 @@ def unscored(i: int, domain: str) -> TargetRow:
 def aligned(i: int, domain: str) -> TargetRow:
     """Two chunks, of the first trained tokens and the last one."""
     rollout = row(i, response=3 + 2 * i, domain=domain).rollout
+    num = rollout.num_trained
     answer = AlignedStates(
-        "head", D, bytes(2 * D * 4), [rollout.num_trained - 1, 1], [2, 1], [-1.5, -0.25], [-0.125, 0.0]
+        "head", D, bytes(3 * D * 4), [num - 1, 1], [2, 1], [False, True], [7, -1], [-1.5, *[0.0] * (num - 2), -0.25]
     )
     return TargetRow(rollout=rollout, teacher="foreign", answer=answer)
 
@@ -448,8 +449,10 @@ def aligned(i: int, domain: str) -> TargetRow:
         {"student_counts": [1, 1]},
         {"student_counts": [2, 0]},
         {"teacher_counts": [3]},
-        {"chunk_logprobs": [-1.0]},
-        {"shared_logprobs": []},
+        {"spelt": [True]},
+        {"last_ids": [-1, -1]},
+        {"last_ids": [7, -2]},
+        {"text_logprobs": [-1.0, -0.25]},
         {"hidden": bytes(4)},
     ],
 )
