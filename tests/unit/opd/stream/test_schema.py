@@ -15,6 +15,7 @@ from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.payloads.aligned_states import AlignedStates
 from opd.payloads.none import Unscored
+from opd.payloads.text import WrittenAnswer
 from opd.records.types import Rollout
 from opd.stream.schema import (
     VERSION,
@@ -167,6 +168,7 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "aligned_states": {
             *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "spelt", "last_ids", "text_logprobs")
         },
+        "text": set(),
         "none": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
@@ -470,6 +472,7 @@ def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> No
     made = {
         "hidden_states": lambda i, name: row(i, response=1 + i, domain=name),
         "none": unscored,
+        "text": lambda i, name: dataclasses.replace(unscored(i, name), answer=WrittenAnswer()),
         "aligned_states": aligned,
     }
     make = made.get(payload, lambda i, name: answered(payload, i, domain=name))
