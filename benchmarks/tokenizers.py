@@ -39,7 +39,7 @@ from opd.text import format_or_dash
 from pipelines.catalog import find_pipeline
 
 OWN_TOKENS = {"engine": {"kind": "transformers", "payload": "aligned_states"}}
-OBJECTIVE = {"kind": "aligned_kl", "advantage_clip": 2.0}
+OBJECTIVE = {"kind": "aligned_kl"}
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<unk>"]
 HOLDOUT = 0.1
 """Share of the training prompts on which learning rates are chosen."""
