@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, groupby, pairwise
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import pyarrow as pa
 
 from opd.interfaces import ScoredRow
@@ -111,8 +110,8 @@ class AlignedStates(Answer):
         spelt: list[bool] = []
         last_ids: list[int] = []
         text_logprobs: list[float] = []
+        # Log of the probability that the teacher ends its token where the chunk before ends, given the text up to there.
         stay = 0.0
-        """Log of the probability that the teacher ends its token where the chunk before ends, given the text up to there."""
         for (start, stop), (place, end) in zip(pairwise(starts), pairwise(places), strict=True):
             last = stop - 1
             prefixes = _measure_prefixes(states.spelling, ids[last], logq_M_U[last]) or [logq_M[last]]
@@ -158,13 +157,13 @@ class AlignedStates(Answer):
 def _measure_prefixes(spelling: Spelling | None, token: int, logq_U: Tensor) -> list[float]:
     """Return for each part with which the spelling of one of the teacher's tokens begins the log-prob of all tokens whose spelling
     begins so, too; the last part is the whole spelling. Nothing is returned for a token without a spelling."""
+    import torch
+
     if spelling is None:
         return []
     own = spelling.tokens[token]
-    # A view of a tensor cannot be taken by numpy's ids, but a numpy array can.
-    values = logq_U.numpy()
-    parts = (spelling.find_tokens(own[:length]) for length in range(1, len(own) + 1))
-    return [float(np.logaddexp.reduce(values[ids])) for ids in parts]
+    parts = (torch.from_numpy(spelling.find_tokens(own[:length])) for length in range(1, len(own) + 1))
+    return [float(logq_U[ids].double().logsumexp(0)) for ids in parts]
 
 
 def _build_block(head: str, rows: Sequence[ScoredRow], dtype: torch.dtype) -> AlignedRun:

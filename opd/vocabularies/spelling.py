@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 
 import numpy as np
 
@@ -92,8 +93,9 @@ def spell_tokens(teacher: ByteTable, shared: SharedTokens, encode: Callable[[byt
     return Spelling(tokens, len(shared.teacher_ids))
 
 
+@cache
 def build_tables(spelling: Spelling) -> SpellingTables:
-    """Return the lists of a spelling."""
+    """Return the lists of a spelling; they are built once."""
     single_ids = np.full(spelling.student_size, -1, np.int32)
     others: list[tuple[int, int]] = []
     by_spelling: dict[Tokens, list[int]] = defaultdict(list)
