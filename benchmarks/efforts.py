@@ -200,7 +200,6 @@ def train_by_rewards(folder: Path, size: Size, prompts: str, exam: str) -> None:
         "base": {"model": str(folder / "models" / "base")},
         "method": "grpo",
         "rollout": {"max_new_tokens": 14, "max_model_len": 40},
-        "objective": {"kind": "reverse_kl", "normalize": "sequence_mean"},  # else long answers have most of the loss
         "trainer": {
             "ranks": 1,
             "steps": size.rl_steps,
