@@ -26,9 +26,9 @@ from teachers.pool import Pool
 from tests.conftest import build_tokenizer, read_rows
 from tests.losses import chunked_objective
 from tests.tokenizers import permute_model, train_sentencepiece
-from tests.unit.teachers.conftest import rollout
+from tests.unit.teachers.conftest import VOCABULARY, rollout
 from tests.unit.teachers.test_own_prompts import plain_logprobs
-from tests.unit.teachers.test_pool import VOCABULARY, pool
+from tests.unit.teachers.test_pool import pool
 
 
 def foreign_pool(model_dir: Path, workers: int = 1) -> tuple[Pool, ResponseEncoder]:

@@ -15,6 +15,7 @@ from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.payloads.aligned_states import AlignedStates
 from opd.payloads.none import Unscored
+from opd.payloads.text import WrittenAnswer
 from opd.records.types import Rollout
 from opd.stream.schema import (
     VERSION,
@@ -168,6 +169,7 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
             *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "chunk_logprobs", "shared_logprobs")
         },
         "none": set(),
+        "text": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
@@ -433,6 +435,10 @@ def unscored(i: int, domain: str) -> TargetRow:
     return TargetRow(rollout=row(i, domain=domain).rollout, teacher="nobody", answer=Unscored())
 
 
+def written(i: int, domain: str) -> TargetRow:
+    return TargetRow(rollout=row(i, domain=domain).rollout, teacher="writer", answer=WrittenAnswer())
+
+
 def aligned(i: int, domain: str) -> TargetRow:
     """Two chunks, of the first trained tokens and the last one."""
     rollout = row(i, response=3 + 2 * i, domain=domain).rollout
@@ -467,6 +473,7 @@ def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> No
     made = {
         "hidden_states": lambda i, name: row(i, response=1 + i, domain=name),
         "none": unscored,
+        "text": written,
         "aligned_states": aligned,
     }
     make = made.get(payload, lambda i, name: answered(payload, i, domain=name))
