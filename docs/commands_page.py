@@ -65,8 +65,6 @@ def _section(name: str, command: Command) -> str:
     rows = [(f"`{_argument(p, types)}`", _meaning(p)) for p in arguments if _meaning(p) != A_PIPELINE]
     rows += [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options if "--set" not in param.opts]
     lines += [_table(rows), ""] if rows else []
-    examples = _paragraphs(command.epilog)
-    lines += examples if examples[2:] != [f"    {name}", ""] else []
     return "\n".join(lines)
 
 

@@ -187,7 +187,7 @@ def _build_texts(config: PipelineConfig, inputs: Inputs, paths: RunPaths, displa
         return None
     display.doing("experts that only write text answer")
     texts = TextTeaching(spec, inputs.tokenizer, paths.texts)
-    texts.prove({domain: inputs.prompts[domain][0] for domain in spec.domains})
+    texts.prove({domain: inputs.prompts[domain][0] for domain in spec.domains}, paths.merge_root)
     return texts
 
 

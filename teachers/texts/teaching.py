@@ -13,6 +13,7 @@ from opd.prompts.turn_ends import find_turn_end
 from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.texts import TextAnswer, TextSpending
 from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch, Span
+from opd.text import quote_for_shell
 from teachers.texts.answers_file import AnswersFile
 from teachers.texts.server import TextServer, TextServerSpec
 
@@ -83,8 +84,8 @@ class TextTeaching:
         }
         """Expert -> requests since the run began."""
 
-    def prove(self, prompts: Mapping[str, Prompt]) -> None:
-        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt.
+    def prove(self, prompts: Mapping[str, Prompt], run_dir: Path) -> None:
+        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt. `run_dir`: what a resume is given.
 
         Raises: ConfigError for an expert whose answer cannot be used; StorageError.
         """
@@ -100,7 +101,8 @@ class TextTeaching:
                     f"experts.{own.expert}.engine",
                     found=problem,
                     wanted=f"a server that answers prompt {prompt.id}",
-                    fix="correct the keys of the engine, or try the server with the same request",
+                    fix=f"see that it does, then `opd merge --resume {quote_for_shell(run_dir)}`; other keys of the engine go there"
+                    f" as --set experts.{own.expert}.engine.KEY=VALUE",
                 )
 
     def teach(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:

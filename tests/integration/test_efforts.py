@@ -33,7 +33,7 @@ def with_efforts(pipeline: dict[str, Any]) -> dict[str, Any]:
     pipeline["efforts"] = {name: {"text": text} for name, text in TAGS.items()}
     # On the way to the expert: the start student is a second teacher there.
     pipeline["domains"]["right-domain-max"] = {"extrapolate": 0.5}
-    pipeline["trainer"] |= {"steps": 4, "samples_per_step": 16}
+    pipeline["trainer"] |= {"steps": 5, "samples_per_step": 16}
     return pipeline
 
 
@@ -59,7 +59,7 @@ def check_scores(rows: list[Any], pipeline: dict[str, Any]) -> None:
 
 def test_two_efforts_in_a_merge_that_is_killed_and_resumed(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     file, run = write_pipeline(tmp_path, with_efforts(pipeline)), tmp_path / "run"
-    kill_when_logged(file, run, 3)
+    kill_when_logged(file, run, 4)
     rows = [row for step in sorted((run / "targets").glob("step-*")) for row in logged_rows(step)]
     weights = {(row.rollout.domain, row.teacher): row.weight for row in rows}
     assert weights == {

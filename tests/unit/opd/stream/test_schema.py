@@ -168,8 +168,8 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "aligned_states": {
             *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "spelt", "last_ids", "text_logprobs")
         },
-        "text": set(),
         "none": set(),
+        "text": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
@@ -435,6 +435,10 @@ def unscored(i: int, domain: str) -> TargetRow:
     return TargetRow(rollout=row(i, domain=domain).rollout, teacher="nobody", answer=Unscored())
 
 
+def written(i: int, domain: str) -> TargetRow:
+    return TargetRow(rollout=row(i, domain=domain).rollout, teacher="writer", answer=WrittenAnswer())
+
+
 def aligned(i: int, domain: str) -> TargetRow:
     """Two chunks, of the first trained tokens and the last one."""
     rollout = row(i, response=3 + 2 * i, domain=domain).rollout
@@ -472,7 +476,7 @@ def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> No
     made = {
         "hidden_states": lambda i, name: row(i, response=1 + i, domain=name),
         "none": unscored,
-        "text": lambda i, name: dataclasses.replace(unscored(i, name), answer=WrittenAnswer()),
+        "text": written,
         "aligned_states": aligned,
     }
     make = made.get(payload, lambda i, name: answered(payload, i, domain=name))

@@ -235,9 +235,9 @@ def test_a_bad_answer_is_refused_at_the_start_and_quarantined_later(
     writer.spoil = lambda text, reply: spoil(text, reply) if text == "bad" else None
     texts = teach(needs_usage=True)
     with pytest.raises(ConfigError) as error:
-        texts.prove({"a": prompts[1]})
+        texts.prove({"a": prompts[1]}, Path("runs/a"))
     assert "experts.e.engine" in str(error.value) and reason in str(error.value)
-    texts.prove({"a": prompts[0]})
+    texts.prove({"a": prompts[0]}, Path("runs/a"))
     taught = texts.teach(batch, prompts)
     assert [rollout.sample_id for rollout in taught.rollouts] == ["000001/a/abc", "000001/a/de"]
     (left_out,) = taught.quarantined
