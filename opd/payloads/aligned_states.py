@@ -311,13 +311,11 @@ class AlignedLogits(BlockChunk):
 
     def view_chunk(self, token_C: Tensor, dtype: torch.dtype) -> AlignedChunk:
         logq_C_V = self._spell_logprobs(dtype)
-        joins_C_V = logq_C_V.isnan()  # False everywhere
         if bool((self.columns.before_N >= 0).any()):
-            logq_C_V, joins_C_V = self._add_extensions(logq_C_V)
+            logq_C_V = self._add_extensions(logq_C_V)
         columns = self.columns
         return AlignedChunk(
             logq_C_V=logq_C_V,
-            joins_C_V=joins_C_V,
             first_in_chunk_C=columns.first_N,
             spelt_C=columns.spelt_N,
             length_C=columns.length_N.to(dtype),
@@ -340,8 +338,8 @@ class AlignedLogits(BlockChunk):
         others_C_V = p_C_V.clamp_(min=_smallest(p_C_V)).log_().masked_fill_(~begun_V, float("-inf"))
         return logq_C_V.logaddexp(others_C_V)
 
-    def _add_extensions(self, logq_C_V: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log-probs [C, V] with what goes on with the teacher's last token, and [C, V] True where something does.
+    def _add_extensions(self, logq_C_V: Tensor) -> Tensor:
+        """Return the log-probs [C, V] with what goes on with the teacher's last token.
 
         The teacher either ended this token or wrote a longer one that begins so. A softmax over these has the chances of both.
         """
@@ -362,7 +360,7 @@ class AlignedLogits(BlockChunk):
         place_CV = row_E * self.vocab_size + next_E
         p_E = (longer_E - total_C[row_E]).exp().clamp(min=_smallest(longer_E))
         goes_on_C_V = torch.zeros_like(logq_C_V).flatten().scatter_add_(0, place_CV, p_E).view_as(logq_C_V)
-        return (logq_C_V + (own_C - total_C)[:, None]).logaddexp(goes_on_C_V.log()), goes_on_C_V > 0
+        return (logq_C_V + (own_C - total_C)[:, None]).logaddexp(goes_on_C_V.log())
 
 
 def _smallest(values: Tensor) -> float:
@@ -379,8 +377,6 @@ class AlignedChunk(TeacherChunk):
     logq_C_V: Tensor
     """The teacher's log-probs of the student's tokens at the token's chunk, given the text before; -inf for tokens that are longer than
     the teacher's."""
-    joins_C_V: Tensor
-    """True for tokens that may go on with the teacher's last token before the chunk."""
     first_in_chunk_C: Tensor
     """True for the first token of its chunk."""
     spelt_C: Tensor
