@@ -249,7 +249,8 @@ class TransformersScorer:
                 top_k=self._top_k,
                 sampled_ids=None if encoded is None else encoded.sampled.response_ids,
                 alignment=None if encoded is None else encoded.alignment,
-                spelling=self._spellings.get(teacher.name),
+                # The tokens of a probe are the teacher's own; there is no text of the student's to compare with.
+                spelling=None if encoded is None else self._spellings.get(teacher.name),
             )
         )
 

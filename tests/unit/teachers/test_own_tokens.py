@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from opd.config import PipelineConfig
+from opd.errors import RunError
 from opd.losses.aligned_kl import AlignedKL
 from opd.losses.reverse_kl import ReverseKL
 from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
 from opd.payloads.aligned_states import AlignedStates
 from opd.prompts.encode import load_tokenizer
-from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.records.types import Probe, Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow
 from opd.train.batch import build_micro_batch
 from opd.vocabularies.response_encoder import ResponseEncoder
@@ -31,12 +33,12 @@ from tests.unit.teachers.test_own_prompts import plain_logprobs
 from tests.unit.teachers.test_pool import pool
 
 
-def foreign_pool(model_dir: Path, workers: int = 1) -> tuple[Pool, ResponseEncoder]:
+def foreign_pool(model_dir: Path, workers: int = 1, probe: Probe | None = None) -> tuple[Pool, ResponseEncoder]:
     """A pool whose teacher has the tokenizer of its own directory; it reads the student's prompts as text."""
     own, tokenizer = build_tokenizer(), load_tokenizer(model_dir)
     encoder = ResponseEncoder(own, tokenizer, {own.eos_token_id: tokenizer.eos_token_id})
     teacher = WeightedTeacher(
-        teacher=Teacher(name="foreign", model_dir=model_dir),
+        teacher=Teacher(name="foreign", model_dir=model_dir, probe=probe),
         weight=1.0,
         prompts=lambda rollout: encoder.encode_response(rollout.prompt_ids).token_ids,
         encoder=encoder,
@@ -128,6 +130,21 @@ def test_another_tokenizer_scores_the_text_of_the_response(
     first = torch.tensor([plain_logprobs(model_dir, encoded.prompt_ids, (i,))[0] for i in begin])
     assert len(begin) > 1 and row.answer.text_logprobs[0] == pytest.approx(float(first.logsumexp(0)), abs=1e-4)
     assert torch.isfinite(gradient([row], made, AlignedKL())).all()
+
+
+def test_the_probe_of_its_registration_is_in_its_own_tokens(
+    make_model_dir: Callable[..., Path], tmp_path: Path, in_process: Any
+) -> None:
+    tokenizer = train_sentencepiece(340, ["rev abcabc= cbacba", "the fox"])
+    model_dir = make_model_dir(tmp_path / "other", tokenizer=tokenizer)
+    # The last ids are pieces of text, some of which begin others.
+    ids = tuple(range(len(tokenizer) - 60, len(tokenizer)))
+    probe = Probe(token_ids=ids, logprobs=tuple(plain_logprobs(model_dir, ids[:1], ids[1:])), dtype="float32")
+    made, _ = foreign_pool(model_dir, probe=probe)
+    assert made.heads()
+    other = replace(probe, logprobs=tuple(value - 1 for value in probe.logprobs))
+    with pytest.raises(RunError, match="differ by 1"):
+        foreign_pool(model_dir, probe=other)
 
 
 def test_a_response_that_the_teacher_cannot_read_is_left_out_by_its_id(
