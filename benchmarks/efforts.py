@@ -15,9 +15,7 @@ import json
 import os
 import random
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
@@ -26,7 +24,7 @@ from typing import Any
 import yaml
 
 from benchmarks.machine import machine
-from benchmarks.variants import Place, Variant, carry_out, given, opd
+from benchmarks.variants import Variant, carry_out, given, opd, open_world
 from opd.environments.game import take_unique
 
 EVERY = {"low": 0, "high": 2, "max": 1}
@@ -226,18 +224,6 @@ def write_yaml(file: Path, data: dict[str, Any]) -> Path:
     return file
 
 
-@contextmanager
-def open_place(args: argparse.Namespace) -> Iterator[Place]:
-    """The folder of all models and runs."""
-    if args.quick:
-        with tempfile.TemporaryDirectory(prefix="opd-efforts-") as scratch:
-            yield Place(Path(scratch), make_world(Path(scratch), QUICK), Path(scratch) / "runs")
-    else:
-        folder = args.folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        yield Place(folder, make_world(folder, FULL), folder / "runs")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Three efforts of three tasks in one student.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -247,8 +233,8 @@ def main() -> None:
     args = parser.parse_args()
     facts = machine(os.cpu_count() or 1, "torch", "transformers", "deepspeed", "ray")
     merges: list[dict[str, Any]] = []
-    with open_place(args) as where:
-        where.runs.mkdir(parents=True, exist_ok=True)
+    size = QUICK if args.quick else FULL
+    with open_world(None if args.quick else args.folder, lambda folder: make_world(folder, size)) as where:
         for seed in args.seeds:
             for variant in VARIANTS[:1] if args.quick else VARIANTS:
                 paths = where.run(variant.name, seed)

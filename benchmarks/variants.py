@@ -130,6 +130,15 @@ def tell(outcome: Outcome) -> None:
 
 
 @contextmanager
+def open_world(folder: Path | None, make_world: Callable[[Path], Path]) -> Iterator[Place]:
+    """A folder of models and runs; `make_world` writes both into it and returns the pipeline. None: a folder that is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="opd-world-") as scratch:
+        cwd = Path(scratch) if folder is None else folder.absolute()
+        (cwd / "runs").mkdir(parents=True, exist_ok=True)
+        yield Place(cwd, make_world(cwd), cwd / "runs")
+
+
+@contextmanager
 def place(args: argparse.Namespace, tiny: Callable[[Path], dict[str, Any]]) -> Iterator[Place]:
     """A folder with the pipeline that all variants share; `tiny` makes that of `--quick` and what it names."""
     if args.quick:

@@ -338,7 +338,7 @@ class TextExperts(Protocol):
         step before, in this session or an earlier one. Raises: RunError if the answer is lost."""
         ...
 
-    def spent(self) -> Mapping[str, TextSpending]:
+    def sum_spending(self) -> Mapping[str, TextSpending]:
         """Return expert -> what its answers have taken since the run began."""
         ...
 

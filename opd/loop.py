@@ -216,7 +216,7 @@ def _compute_reward_step(parts: Components, step: int, scored: _ScoredStep, cloc
 def _make_record(parts: Components, scored: _ScoredStep, trained: StepReport, pushed: PushReport) -> StepRecord:
     """Make the step's record; `run` adds what comes after the push: times, accuracy, alarms."""
     record = build_step_record(scored.batch, scored.targets, trained, pushed)
-    record = record if parts.texts is None else replace(record, texts=parts.texts.spent())
+    record = record if parts.texts is None else replace(record, texts=parts.texts.sum_spending())
     if parts.rewards is None:
         return record
     return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))

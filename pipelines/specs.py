@@ -125,16 +125,29 @@ def trainer_spec(
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         teacher_prompts=base_teacher_prompts(config, scoring),
         weighs_turns=any(turn_weights(config)),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.shares_prefixes,
         short_first=has_short_first_round(config),
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
+        **shared_ranks_settings(config),
     )
+
+
+def shared_ranks_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Return the fields of `RanksSpec` that the trainer, the critic and the discriminator have in common."""
+    return {
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "gpus": config.cluster.trainer_gpus,
+        "roles": roles_at_once(config),
+        "one_machine": config.cluster.address == LOCAL,
+        "start_timeout_s": config.cluster.start_timeout_s,
+    }
+
+
+def copy_model_options(config: PipelineConfig, vocab_size: int, name: str) -> dict[str, Any]:
+    """Return the trainer's `ModelOptions` for a model beside the student, called `name`."""
+    trainer = rank_options(config, vocab_size)
+    return {own.name: getattr(trainer, own.name) for own in fields(ModelOptions)} | {"name": name}
 
 
 def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
@@ -143,11 +156,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
     engine = CriticEngineSpec(
         rank=critic_options(config, baseline, vocab_size),
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
+        **shared_ranks_settings(config),
     )
     return CriticSpec(
         engine=engine,
@@ -164,18 +173,11 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
 
 def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_size: int) -> PreferenceSpec:
     """Return the spec of the discriminator: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
-    trainer, rate = rank_options(config, vocab_size), learning_rate(config.trainer)
-    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {
-        "name": "discriminator"
-    }
+    rate, options = learning_rate(config.trainer), copy_model_options(config, vocab_size, "discriminator")
     engine = DiscriminatorSpec(
-        rank=DiscriminatorOptions(**shared, chunk=config.objective.chunk),
+        rank=DiscriminatorOptions(**options, chunk=config.objective.chunk),
         rate=replace(rate, peak=rate.peak * preference.lr_ratio),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
+        **shared_ranks_settings(config),
     )
     return PreferenceSpec(
         engine=engine,
@@ -188,11 +190,10 @@ def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_
 
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
     """Return the options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
-    trainer = rank_options(config, vocab_size)
-    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {"name": "critic"}
+    options = copy_model_options(config, vocab_size, "critic")
     if baseline.max_grad_norm is not None:
-        shared["max_grad_norm"] = baseline.max_grad_norm
-    return CriticOptions(**shared, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
+        options["max_grad_norm"] = baseline.max_grad_norm
+    return CriticOptions(**options, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
 
 
 def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> RankOptions:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AlignedStates(Answer):
-    """What a teacher says of the chunks of one response."""
+    """A teacher's answer about the chunks of one response."""
 
     GROUP: ClassVar[Columns] = (("head", pa.string()), ("hidden_size", pa.int32()))
     ROW: ClassVar[Columns] = (
@@ -187,8 +187,8 @@ def _build_block(head: str, rows: Sequence[ScoredRow], dtype: torch.dtype) -> Al
         ratio_K = torch.zeros(len(count_K), dtype=torch.float64).index_add_(0, chunk_N, text_N - behaviour_N)
         logq_N = text_N.where(spelt_K[chunk_N], ratio_K[chunk_N] + behaviour_N)
         # The states of a chunk are one or two; those of the chunk before end where its own begin.
-        stop_K = torch.tensor(answer.state_counts(), dtype=torch.long).cumsum(0) + num_states
-        start_K = stop_K - torch.tensor(answer.state_counts(), dtype=torch.long)
+        state_count_K = torch.tensor(answer.state_counts(), dtype=torch.long)
+        start_K = state_count_K.cumsum(0) - state_count_K + num_states
         before_K = torch.tensor([-1, *answer.last_ids][: len(count_K)], dtype=torch.long)
         states.append(bytes_to_states(bytearray(answer.hidden), answer.hidden_size, dtype))
         num_states += len(states[-1])
@@ -335,7 +335,7 @@ class AlignedLogits(BlockChunk):
         p_C_L = logq_C_U[:, tables.other_L].exp()
         p_C_V = logq_C_V.new_zeros(logq_C_V.shape).scatter_add_(1, tables.first_L.expand_as(p_C_L), p_C_L)
         # A sum of numbers that are all too small counts as the smallest one that there is.
-        others_C_V = p_C_V.clamp_(min=_smallest(p_C_V)).log_().masked_fill_(~begun_V, float("-inf"))
+        others_C_V = p_C_V.clamp_(min=_smallest_normal(p_C_V)).log_().masked_fill_(~begun_V, float("-inf"))
         return logq_C_V.logaddexp(others_C_V)
 
     def _add_extensions(self, logq_C_V: Tensor) -> Tensor:
@@ -358,12 +358,12 @@ class AlignedLogits(BlockChunk):
         most_C = own_C.scatter_reduce(0, row_E, longer_E, "amax")
         total_C = (own_C - most_C).exp().scatter_add(0, row_E, (longer_E - most_C[row_E]).exp()).log() + most_C
         place_CV = row_E * self.vocab_size + next_E
-        p_E = (longer_E - total_C[row_E]).exp().clamp(min=_smallest(longer_E))
+        p_E = (longer_E - total_C[row_E]).exp().clamp(min=_smallest_normal(longer_E))
         goes_on_C_V = torch.zeros_like(logq_C_V).flatten().scatter_add_(0, place_CV, p_E).view_as(logq_C_V)
         return (logq_C_V + (own_C - total_C)[:, None]).logaddexp(goes_on_C_V.log())
 
 
-def _smallest(values: Tensor) -> float:
+def _smallest_normal(values: Tensor) -> float:
     """Return the smallest normal number of a tensor's type."""
     import torch
 

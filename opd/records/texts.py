@@ -28,7 +28,7 @@ class TextAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSpending:
-    """What an expert's answers have taken since the run began."""
+    """Calls, tokens and money that an expert's answers have taken since the run began."""
 
     calls: int = 0
     """Requests, those that failed among them."""

@@ -18,7 +18,7 @@ from opd.payloads.text import WrittenAnswer
 from opd.records.types import Rollout
 from opd.stream.schema import TargetRow
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch
-from opd.train.components import Component
+from opd.train.components import UpdateWork
 from opd.train.load import load_model_share
 from opd.train.student import Student
 from opd.train.zero import ModelOptions, ZeroEngine
@@ -30,16 +30,6 @@ class DiscriminatorOptions(ModelOptions):
 
     chunk: int
     """Tokens whose logits exist at one time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceWork:
-    """One rank's part of one update."""
-
-    step: int
-    lr: float
-    component: Component
-    """Weight of each sample's tokens in a sum of -log p."""
 
 
 class DiscriminatorRank(ZeroEngine):
@@ -67,7 +57,7 @@ class DiscriminatorRank(ZeroEngine):
                 scores[rollout.sample_id] = float(own.mean())
         return scores
 
-    def update(self, work: PreferenceWork) -> float:
+    def update(self, work: UpdateWork) -> float:
         """Take an optimiser step on all micro-batches. Returns the norm of the gradient. Raises: RunError if it is not finite."""
         for index, rollouts in enumerate(self._micro_batches):
             batch = self._build_batch(rollouts)

@@ -145,7 +145,7 @@ class TextTeaching:
             )
         return self._encode(answer, len(rollout.prompt_ids))
 
-    def spent(self) -> dict[str, TextSpending]:
+    def sum_spending(self) -> dict[str, TextSpending]:
         return {own.expert: self._sum_spending(own) for own in self._spec.domains.values()}
 
     def _ask(self, domain: str, prompts: Sequence[Prompt]) -> None:

@@ -8,8 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from teachers import server_requests
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
-from tests.listener import Listener
+from tests.listener import answer_posts
 from tests.rows import make_rollout, spans_of
 
 VOCABULARY = 76
@@ -95,26 +94,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.setattr(server_requests, "BACKOFF_S", 0.01)
     state = Served()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, body = state.answer(self.path, self.headers["Authorization"], question)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            if 300 <= status < 400:
-                self.send_header("Location", "/v1/completions")
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Mapping[str, str], question: Any) -> tuple[int, bytes]:
+        return state.answer(path, headers.get("Authorization"), question)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = Listener(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield state
-    server.shutdown()
-    server.server_close()
+    with answer_posts(answer) as address:
+        state.url = f"{address}/v1"
+        yield state
 
 
 @pytest.fixture

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from opd.records.types import Prompt, RolloutBatch, Span
 from teachers import server_requests
 from teachers.texts.server import TextServerSpec
 from teachers.texts.teaching import TextDomain, TextTeaching, TextTeachingSpec
-from tests.listener import Listener
+from tests.listener import answer_posts
 from tests.rows import make_rollout
 
 Reply = tuple[int, Any]
@@ -56,25 +55,13 @@ def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
     monkeypatch.setattr(server_requests, "BACKOFF_S", 0.01)
     state = Writer()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, reply = state.answer(self.path, request)
-            body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Mapping[str, str], request: Any) -> tuple[int, bytes]:
+        status, reply = state.answer(path, request)
+        return status, reply if isinstance(reply, bytes) else json.dumps(reply).encode()
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = Listener(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield state
-    server.shutdown()
-    server.server_close()
+    with answer_posts(answer) as address:
+        state.url = f"{address}/v1"
+        yield state
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +135,8 @@ def test_nobody_is_asked_twice_not_even_after_a_resume(
     resumed = teach()
     assert resumed.teach(twice, prompts) == first and len(writer.requests) == 2
     resumed.teach(*step_of(2, "new"))
-    assert teach().spent() == resumed.spent()
-    spent = resumed.spent()["e"]
+    assert teach().sum_spending() == resumed.sum_spending()
+    spent = resumed.sum_spending()["e"]
     assert (spent.calls, spent.failed, spent.prompt_tokens, spent.completion_tokens) == (3, 0, 8, 8)
     assert spent.cost == (8 * 1.0 + 8 * 2.0) / 1e6
 
@@ -242,7 +229,10 @@ def test_a_bad_answer_is_refused_at_the_start_and_quarantined_later(
     assert [rollout.sample_id for rollout in taught.rollouts] == ["000001/a/abc", "000001/a/de"]
     (left_out,) = taught.quarantined
     assert left_out.prompt_id == "a/bad" and reason in left_out.reason
-    spent, failed = texts.spent()["e"], 2 if attempts > 1 else 1  # what failed in a way that may pass is asked anew
+    spent, failed = (
+        texts.sum_spending()["e"],
+        2 if attempts > 1 else 1,
+    )  # what failed in a way that may pass is asked anew
     assert (spent.calls, spent.failed) == (2 + attempts * failed, failed)
     with pytest.raises(RunError, match=r"1 of 3 responses have no answer .*max_quarantined 0.1"):
         teach(max_quarantined=0.1, needs_usage=True).teach(batch, prompts)
