@@ -19,6 +19,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+TOKENS = "tokens.json"
+"""File beside the model with the number of response tokens; it is written last."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GoldOptions:
@@ -29,7 +32,7 @@ class GoldOptions:
     prompts: str
     """A JSON file with the prompts."""
     output: str
-    """Gets the model, and `tokens.json` with the number of response tokens."""
+    """Gets the model, and the file `TOKENS`."""
     settings: dict[str, Any]
     """Settings of TRL's `GOLDConfig` that differ from its defaults."""
     steps: int
@@ -148,7 +151,7 @@ def scale_rate(options: GoldOptions, step: int) -> float:
 def main() -> None:
     options = GoldOptions(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     tokens = train(options)
-    (Path(options.output) / "tokens.json").write_text(json.dumps(tokens))
+    (Path(options.output) / TOKENS).write_text(json.dumps(tokens))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -25,7 +23,7 @@ from typing import Any
 import yaml
 
 from benchmarks.machine import machine
-from benchmarks.variants import Place, Variant, merge, opd
+from benchmarks.variants import Place, Variant, merge, opd, open_world
 from experts.suites.letters import make_rows
 from opd.text import format_or_dash
 
@@ -146,18 +144,6 @@ def train_on_text(where: Place, size: Size, seed: int) -> float:
     return float(json.loads(output.read_text(encoding="utf-8"))["accuracy"]["reverse"])
 
 
-@contextmanager
-def open_place(args: argparse.Namespace) -> Iterator[Place]:
-    """The folder of all models and runs."""
-    if args.quick:
-        with tempfile.TemporaryDirectory(prefix="opd-privileged-") as scratch:
-            yield Place(Path(scratch), make_world(Path(scratch), QUICK), Path(scratch) / "runs")
-    else:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        folder = args.folder.absolute()
-        yield Place(folder, make_world(folder, FULL), folder / "runs")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="A teacher that alone reads the solution, beside three controls.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
@@ -168,8 +154,8 @@ def main() -> None:
     facts = machine(os.cpu_count() or 1, "torch", "transformers", "deepspeed", "ray")
     accuracy: dict[str, dict[int, float]] = {}
     tokens: dict[str, dict[int, int]] = {}
-    with open_place(args) as where:
-        where.runs.mkdir(parents=True, exist_ok=True)
+    size = QUICK if args.quick else FULL
+    with open_world(None if args.quick else args.folder, lambda folder: make_world(folder, size)) as where:
         for seed in args.seeds:
             for variant in VARIANTS:
                 outcome = merge(where, variant, seed, [])
@@ -177,7 +163,7 @@ def main() -> None:
                 accuracy.setdefault(variant.name, {})[seed] = outcome.accuracy["after"]["reverse"]
                 tokens.setdefault(variant.name, {})[seed] = outcome.tokens
                 save(args.json, facts, accuracy, tokens)
-            accuracy.setdefault(TEXT, {})[seed] = train_on_text(where, QUICK if args.quick else FULL, seed)
+            accuracy.setdefault(TEXT, {})[seed] = train_on_text(where, size, seed)
             save(args.json, facts, accuracy, tokens)
     for name, by_seed in accuracy.items():
         values = list(by_seed.values())

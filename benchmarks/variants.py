@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace, variants: Sequence[Variant], title: str) -
     """Merge every variant with every seed, show the table, and write the JSON."""
     facts = machine(os.cpu_count() or 1, "torch", "transformers", "deepspeed", "ray")
     outcomes: list[Outcome] = []
-    with place(args, _tiny) as where:
+    with place(args, make_tiny) as where:
         for seed in args.seeds:
             for variant in variants:
                 outcomes.append(merge(where, variant, seed, args.set))
@@ -127,6 +127,15 @@ def tell(outcome: Outcome) -> None:
     """One line about it."""
     headroom = format_or_dash(outcome.mean_headroom, ".3f")
     print(f"{outcome.variant}, seed {outcome.seed}: mean headroom {headroom}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def open_world(folder: Path | None, make_world: Callable[[Path], Path]) -> Iterator[Place]:
+    """A folder of models and runs; `make_world` writes both into it and returns the pipeline. None: a folder that is deleted at the end."""
+    with tempfile.TemporaryDirectory(prefix="opd-world-") as scratch:
+        cwd = Path(scratch) if folder is None else folder.absolute()
+        (cwd / "runs").mkdir(parents=True, exist_ok=True)
+        yield Place(cwd, make_world(cwd), cwd / "runs")
 
 
 @contextmanager
@@ -153,7 +162,7 @@ def written(data: dict[str, Any], file: Path, args: argparse.Namespace) -> Path:
     return file
 
 
-def _tiny(folder: Path) -> dict[str, Any]:
+def make_tiny(folder: Path) -> dict[str, Any]:
     """A base and two experts of two steps each, and their pipeline."""
     opd(
         folder / "prompts.log", folder, "prompts", "make", "letters", "--output", "prompts", "--domains", ",".join(TINY)

@@ -21,7 +21,7 @@ SHELL_OPTIONS = ("install_completion", "show_completion")
 """Options of `opd` itself that typer adds; they have no function behind them."""
 
 A_PIPELINE = "A pipeline file, or the name of a shipped one."
-"""Meaning of an argument that the page explains once, at its top."""
+"""Meaning of an argument that the page explains once, at its top, as it does `--set`."""
 
 Command = Any
 """A command or a group of typer, whose class lies elsewhere in each release."""
@@ -63,10 +63,8 @@ def _section(name: str, command: Command) -> str:
         links = (f"[`{name} {word}`](#{anchor(f'{name} {word}')})" for word in inner)
         lines += [", ".join(links) + ".", ""]
     rows = [(f"`{_argument(p, types)}`", _meaning(p)) for p in arguments if _meaning(p) != A_PIPELINE]
-    rows += [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options]
+    rows += [(f"`{_spelt(param, types)}`", _meaning(param)) for param in options if "--set" not in param.opts]
     lines += [_table(rows), ""] if rows else []
-    examples = _paragraphs(command.epilog)
-    lines += examples if examples[2:] != [f"    {name}", ""] else []
     return "\n".join(lines)
 
 

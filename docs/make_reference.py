@@ -269,7 +269,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "shipped": shipped_files,
     "suites": suites,
     "commands": command_reference,
-    "cluster-keys": lambda: str(Tables(ClusterSpec, "###")),
+    "cluster-keys": cluster_keys,
     "shipped-plans": shipped_plans,
 }
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # they need pyarrow and torch, which those who only name them
     from opd.models.logit_rule import LogitRule
     from opd.prompts.conversation import Messages
     from opd.records.rewards import PolicyReport, RewardRecord, RewardStep
+    from opd.records.texts import TextSpending
     from opd.stream.part_files import PartsDirectory
     from opd.stream.schema import TargetRow
     from opd.stream.targets import TargetStream
@@ -321,6 +322,31 @@ class Trainer(Protocol):
         ...
 
 
+class TextExperts(Protocol):
+    """The experts that only write text."""
+
+    def teach(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
+        """Return the step's batch with experts' answers in the place of the student's responses, where the step learns them as text.
+
+        Experts are asked about prompts that they have not answered in this run. A response without an answer is quarantined.
+        `prompts` are those of the step. Raises: RunError if too many are, or if a budget ends; StorageError.
+        """
+        ...
+
+    def is_taught(self, rollout: Rollout) -> bool:
+        """Return True if the rollout's response is an expert's answer."""
+        ...
+
+    def find_response(self, rollout: Rollout) -> tuple[tuple[int, ...], bool]:
+        """Return [R] the expert's answer to the rollout's prompt, in the student's tokens, and True unless it is cut. `teach` has had the
+        step before, in this session or an earlier one. Raises: RunError if the answer is lost."""
+        ...
+
+    def sum_spending(self) -> Mapping[str, TextSpending]:
+        """Return expert -> what its answers have taken since the run began."""
+        ...
+
+
 class DirectSource(Protocol):
     """The trainer's ranks in one direct push: see `opd.transfer`. Each pending answer is the reason of a failure, or an empty text."""
 
@@ -374,8 +400,9 @@ class WeightSync(Protocol):
 
 
 class Evaluator(Protocol):
-    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
-        """Evaluate the weights that the rollout engine holds, on these domains or all; `model` is their name in reports."""
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str, as_expert: bool = False) -> Evaluation:
+        """Evaluate the weights that the rollout engine holds, on these domains or all; `model` is their name in reports. `as_expert`:
+        they are asked what the domains' experts are asked."""
         ...
 
 

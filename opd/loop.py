@@ -14,7 +14,7 @@ Prompts and seeds are functions of (seed, step); with `balance`, prompts also de
 of a run is the trainer's weights and optimiser, the step, the policy version, the rollouts that were written ahead, and, with rewards,
 what a baseline has learned.
 
-    each step:     take → generate (→ reward) → score → log (→ credit) → train → push
+    each step:     take → generate (→ teach) (→ reward) → score → log (→ credit) → train → push
     every K steps: checkpoint, written beside the next step; every E steps: evaluate
 """
 
@@ -35,6 +35,7 @@ from opd.interfaces import (
     Schedule,
     TargetLog,
     TeacherPool,
+    TextExperts,
     Traces,
     Trainer,
     WeightSync,
@@ -68,6 +69,8 @@ class Components:
     reporter: Reporter
     rewards: Rewards | None = None
     """Judges rollouts for the policy gradient beside the divergence; None without `objective.reward`."""
+    texts: TextExperts | None = None
+    """Experts that only write text; None if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +199,9 @@ def _score_rollouts(parts: Components, step: int, version: int, clock: PhaseCloc
 
 
 def _write_rollouts(parts: Components, step: int, version: int, prompts: Sequence[Prompt]) -> RolloutBatch:
-    """Have the student write the step's rollouts; with rewards, have them judged too."""
+    """Have the student write the step's rollouts; with experts that only write text, have these answer; with rewards, have all judged."""
     batch = parts.schedule.rollouts(step, version, prompts)
+    batch = batch if parts.texts is None else parts.texts.teach(batch, prompts)
     return batch if parts.rewards is None else parts.rewards.judged(batch, prompts)
 
 
@@ -212,6 +216,7 @@ def _compute_reward_step(parts: Components, step: int, scored: _ScoredStep, cloc
 def _make_record(parts: Components, scored: _ScoredStep, trained: StepReport, pushed: PushReport) -> StepRecord:
     """Make the step's record; `run` adds what comes after the push: times, accuracy, alarms."""
     record = build_step_record(scored.batch, scored.targets, trained, pushed)
+    record = record if parts.texts is None else replace(record, texts=parts.texts.sum_spending())
     if parts.rewards is None:
         return record
     return replace(record, reward=parts.rewards.record(scored.batch.rollouts, trained.policy))

@@ -22,8 +22,10 @@ from opd.live.progress import RunReporter
 from opd.loop import Components
 from opd.monitors.acting import RunMonitors
 from opd.prompts import Balance, BalancedPrompts, MixedPrompts, samples_by_weight
-from opd.reward.stream import CREDIT, RewardStream
+from opd.reward.preference import PreferenceRewards
+from opd.reward.stream import CREDIT, PREFERENCE, RewardStream
 from opd.reward.verified import VerifiedRewards
+from opd.rollouts.decoding import end_ids
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
@@ -36,19 +38,23 @@ from opd.settings.user_objects import import_object
 from opd.stream.log import ArrowTargetLog
 from opd.sync import SYNCS
 from opd.sync.proof import ProvenSync, SyncSpec, choose_probe_sequences
+from opd.tool_formats.thoughts import TAGS
 from opd.traces.trace_files import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
+from pipelines.routes import preferred_domains
 from pipelines.sizing.target_log import choose_log_limit
 from pipelines.specs import (
     TrainingFeatures,
     critic_spec,
     flight_spec,
     pool_spec,
+    preference_spec,
     rollout_spec,
     teacherless_spec,
+    text_spec,
     trainer_spec,
 )
 from pipelines.teacher_groups import TeacherGroup, divide_by_engine
@@ -56,6 +62,7 @@ from teachers.flight.client import FlightPool
 from teachers.joined_pools import JoinedPool, JoinedPools
 from teachers.no_teachers import TeacherlessPool
 from teachers.pool import Pool
+from teachers.texts.teaching import TextTeaching
 
 ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
 """`rollout.engine` -> class of the rollout engine."""
@@ -80,6 +87,7 @@ POOLS: dict[str, Callable[[TeacherGroup, int], AnyPool]] = {
     "vllm": _start_own_pool,
     "openai": _start_own_pool,
     "flight": _start_flight_pool,
+    "text": _start_teacherless_pool,
     "trainer": _start_teacherless_pool,
     "none": _start_teacherless_pool,
 }
@@ -88,7 +96,7 @@ POOLS: dict[str, Callable[[TeacherGroup, int], AnyPool]] = {
 
 def num_workers(config: PipelineConfig) -> int:
     """Return the number of processes that a merge runs beside the driver."""
-    trained_models = 2 if config.objective.has_critic else 1
+    trained_models = 1 + len(config.objective.judging_models)
     scoring_workers = sum(section.scoring_workers for section in config.engines)
     return config.rollout.workers + scoring_workers + trained_models * config.trainer.ranks
 
@@ -105,12 +113,15 @@ def build_merge(
 
     Raises: RunError if a worker does not come up.
     """
+    texts = _build_texts(config, inputs, paths, display)
     engine, trainer, pool = _start_roles(config, inputs, display, paths.judge_answers.absolute())
     metrics = MetricsFile(paths.metrics)
     prompts = prompt_source(config, inputs, metrics)
     if isinstance(prompts, BalancedPrompts):  # each step's record decides how the next one is dealt out
         sinks = [prompts, *sinks]
     credit = _build_credit(config, inputs, display)
+    preference = _build_preference(config, inputs, display, texts)
+    saved = CompanionSaver(trainer, credit, CREDIT) if credit else trainer
     log = ArrowTargetLog(
         paths.targets,
         pool,
@@ -128,14 +139,17 @@ def build_merge(
         log=log,
         trainer=trainer,
         sync=_build_sync(config, inputs, trainer, engine, display),
-        evaluator=EngineEvaluator(engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say),
+        evaluator=EngineEvaluator(
+            engine, inputs.exams, config.evaluate, inputs.tokenizer, display.say, inputs.expert_exams
+        ),
         monitors=RunMonitors(config.monitors, paths, inputs.tokenizer, sync_tolerance(config)),
         traces=TraceFiles(paths, inputs.tokenizer, config.checkpoint.every, config.trainer.steps),
         checkpoints=_build_checkpoints(
-            config, paths, CompanionSaver(trainer, credit, CREDIT) if credit else trainer, identity
+            config, paths, CompanionSaver(saved, preference, PREFERENCE) if preference else saved, identity
         ),
         reporter=RunReporter(metrics, paths, display, sinks),
-        rewards=_build_rewards(config, inputs, credit) if credit else None,
+        rewards=_build_rewards(config, inputs, credit, preference, texts) if credit else None,
+        texts=texts,
     )
 
 
@@ -166,6 +180,32 @@ def _build_credit(config: PipelineConfig, inputs: Inputs, display: Display) -> C
     return credit
 
 
+def _build_texts(config: PipelineConfig, inputs: Inputs, paths: RunPaths, display: Display) -> TextTeaching | None:
+    """Return the experts that only write text, each of which has answered; None if there are none. Raises: ConfigError, StorageError."""
+    spec = text_spec(config, inputs.routes, inputs.student.eos_token_ids)
+    if spec is None:
+        return None
+    display.doing("experts that only write text answer")
+    texts = TextTeaching(spec, inputs.tokenizer, paths.texts)
+    texts.prove({domain: inputs.prompts[domain][0] for domain in spec.domains}, paths.merge_root)
+    return texts
+
+
+def _build_preference(
+    config: PipelineConfig, inputs: Inputs, display: Display, texts: TextTeaching | None
+) -> PreferenceRewards | None:
+    """Return the rewards of a discriminator, ready; None without `objective.reward.preference`. Raises: RunError."""
+    reward = config.objective.reward
+    if reward is None or reward.preference is None:
+        return None
+    assert texts is not None, "refused when the pipeline is read"
+    spec = preference_spec(config, reward.preference, inputs.student.vocab_size)
+    preference = PreferenceRewards(spec, preferred_domains(config, inputs.routes), texts, inputs.tokenizer)
+    display.doing("the discriminator loads")
+    preference.wait_ready()
+    return preference
+
+
 def build_credit(baseline: BaselineConfig) -> Credit:
     """Return the credit of an `objective.reward.baseline` without a model of its own."""
     if isinstance(baseline, EmaBaseline):
@@ -176,14 +216,21 @@ def build_credit(baseline: BaselineConfig) -> Credit:
     return plain
 
 
-def _build_rewards(config: PipelineConfig, inputs: Inputs, credit: Credit) -> RewardStream:
+def _build_rewards(
+    config: PipelineConfig,
+    inputs: Inputs,
+    credit: Credit,
+    preference: PreferenceRewards | None,
+    texts: TextTeaching | None,
+) -> RewardStream:
     """Return the stream that adds the rewards to each step."""
     reward = config.objective.reward
     assert reward is not None
-    rewarded = [name for name, domain in config.domains.items() if domain.is_rewarded]
+    preferred = preference.domains if preference else frozenset()
+    rewarded = [name for name, domain in config.domains.items() if domain.is_rewarded and name not in preferred]
     verifiers = {name: inputs.exams[name].verifier for name in rewarded if not config.domains[name].has_episodes}
     verified = VerifiedRewards(verifiers, inputs.tokenizer, inputs.student.eos_token_ids, reward.timeout_s)
-    return RewardStream(reward, rewarded, verified, credit)
+    return RewardStream(reward, {*rewarded, *preferred}, verified, credit, preference, texts)
 
 
 def _build_sync(
@@ -274,12 +321,23 @@ def _start_roles(
         start_up.wait("rollout engine", engine)
     pools |= start_pools(remote=False)
     pool = pools[0] if len(groups) == 1 else _join_pools(config, groups, [pools[index] for index in range(len(groups))])
-    trainer = DeepSpeedTrainer(trainer_spec(config, inputs.student.vocab_size, inputs.scoring))
+    trainer = DeepSpeedTrainer(
+        trainer_spec(config, inputs.student.vocab_size, inputs.scoring, _find_end_token_ids(config, inputs))
+    )
     # The engine takes longest: meanwhile the trainer's ranks and the teachers prove how rows may be laid out for their models.
     start_up.wait("trainer", trainer)
     start_up.wait("teachers", pool)
     start_up.wait("rollout engine", engine)
     return engine, trainer, pool
+
+
+def _find_end_token_ids(config: PipelineConfig, inputs: Inputs) -> list[int]:
+    """Return the tokens at which an effort shows: those that end thoughts, or in their lack those that end turns."""
+    if not config.efforts:
+        return []
+    vocabulary = inputs.tokenizer.get_vocab()
+    ends = [vocabulary[end] for _, end in TAGS if end in vocabulary]
+    return ends or sorted(end_ids(inputs.tokenizer, inputs.student.eos_token_ids))
 
 
 def _join_pools(config: PipelineConfig, groups: Sequence[TeacherGroup], pools: Sequence[AnyPool]) -> JoinedPools:
@@ -322,9 +380,13 @@ def _build_checkpoints(
 
 def prompt_source(config: PipelineConfig, inputs: Inputs, metrics: MetricsFile) -> MixedPrompts | BalancedPrompts:
     """Return the prompts of every step; `metrics` has the records of the steps that the run has taken."""
-    weights, total = config.domain_weights, config.trainer.samples_per_step // config.rollout.n
+    weights, total, orders = (
+        config.domain_weights,
+        config.trainer.samples_per_step // config.rollout.n,
+        config.prompt_orders,
+    )
     if isinstance(config.balance, SamplesBalance):
-        return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n)
+        return MixedPrompts(inputs.prompts, samples_by_weight(total, weights), config.seed, config.rollout.n, orders)
     balance = Balance(config.balance, weights, total, config.seed)
     ahead = SCHEDULES[config.schedule.mode].STEPS_AHEAD
-    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n, ahead)
+    return BalancedPrompts(inputs.prompts, balance, config.seed, metrics.read(), config.rollout.n, ahead, orders)

@@ -81,7 +81,7 @@ def list_worker_groups(
 def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterator[_PlacedRole]:
     """Yield the roles of a merge, first those whose workers exchange weights and gradients: they choose their nodes first."""
     placement, ranks = config.cluster.placement, range(config.trainer.ranks)
-    for name in ("trainer", *(("critic",) if config.objective.has_critic else ())):
+    for name in ("trainer", *config.objective.judging_models):
         yield _PlacedRole(
             name=name,
             key=TRAINER,

@@ -1,6 +1,7 @@
 """Assign teachers to domains: those of `domains.*.teachers`, else the one expert whose `domain` it is.
 
-If the target lies beyond the experts, the start student is a teacher too, unless the trainer itself scores with it.
+If the target lies beyond the experts, or on the way to them, the start student is a teacher too, unless the trainer itself scores
+with it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from pathlib import Path
 from experts.adapter import AdapterInfo
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig, domain_extrapolation, trainer_has_start
-from opd.config.domains import STUDENT, ExpertConfig
+from opd.config.domains import ExpertConfig
 from opd.config.objectives import OBJECTIVES, find_objective_section
-from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TrainerTeachers
+from opd.config.teachers import FlightTeachers, OpenAITeachers, Teachers, TextTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.suggestions import did_you_mean
@@ -29,7 +30,8 @@ class RoutedExpert:
 
     teacher: Teacher
     domain: str
-    """The domain that it was trained for. The pipeline may let it serve other domains too."""
+    """The domain that it was trained for, also in the name that it has without efforts. The pipeline may let it serve other domains
+    too."""
     info: ModelInfo
     """The model; for an adapter, its base."""
     adapter: AdapterInfo | None = None
@@ -50,6 +52,7 @@ def route_domains(
     notices: list[str] = []
     for domain in config.domains:
         shares = _expert_weights(config, domain, experts)
+        _refuse_unmixable(config, domain, shares)
         total = sum(shares.values())
         if abs(total - 1) > 1e-6:
             shown = ", ".join(f"{name} {weight / total:.3g}" for name, weight in shares.items())
@@ -67,8 +70,8 @@ def route_domains(
 
 
 def find_expert_dir(config: PipelineConfig, expert: ExpertConfig) -> Path:
-    """Return the directory of an expert that the pipeline itself describes."""
-    return config.student.model if expert.model == STUDENT else Path(expert.model)
+    """Return the directory of an expert that the pipeline itself describes; the student's for one that has none."""
+    return expert.own_dir or config.student.model
 
 
 def engines_by_teacher(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) -> dict[str, Teachers]:
@@ -82,19 +85,38 @@ def domain_payload(config: PipelineConfig, assigned: Sequence[WeightedTeacher]) 
     return next(iter(engines_by_teacher(config, assigned).values())).payload
 
 
+def text_routes(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]]
+) -> dict[str, tuple[str, TextTeachers]]:
+    """Return domain -> name and engine of its expert, for domains whose expert only writes text."""
+    found = {}
+    for domain, assigned in routes.items():
+        section = config.engine_of(assigned[0].teacher.name)
+        if isinstance(section, TextTeachers):
+            found[domain] = (assigned[0].teacher.name, section)
+    return found
+
+
+def preferred_domains(config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[str]:
+    """Return the domains that a discriminator rewards: those of text-only experts, with `objective.reward.preference`."""
+    if config.objective.reward is None or config.objective.reward.preference is None:
+        return set()
+    return {domain for domain in text_routes(config, routes) if config.domains[domain].reward is not False}
+
+
 def scoring_routes(
     config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], start: Teacher
 ) -> dict[str, tuple[WeightedTeacher, ...]]:
     """Return the teachers of each domain, with their weights.
 
-    They are its experts and, where the target lies beyond them, the start student, unless the trainer asks it.
+    They are its experts and, where `extrapolate` is not 1, the start student, unless the trainer asks it.
 
     The target is prod_k expert_k^(lambda w_k) * start^(1 - lambda), normalised; lambda is the domain's `extrapolate`.
     """
     scoring = dict(routes)
     for domain, assigned in routes.items():
         factor = domain_extrapolation(config, domain)
-        if factor > 1:
+        if factor != 1:
             experts = tuple(
                 replace(weighted_teacher, weight=factor * weighted_teacher.weight) for weighted_teacher in assigned
             )
@@ -108,7 +130,7 @@ def start_student_weights(config: PipelineConfig) -> dict[str, float]:
     if not trainer_has_start(config):
         return {}
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
-    return {domain: 1 - factor for domain, factor in factors.items() if factor > 1}
+    return {domain: 1 - factor for domain, factor in factors.items() if factor != 1}
 
 
 def base_teacher_weights(
@@ -131,7 +153,7 @@ def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, R
     """Return expert -> weight in the pipeline, without experts of weight 0."""
     named = config.domains[domain].teachers
     if named is None:
-        return {_own_expert(domain, experts): 1.0}
+        return {_own_expert(config, domain, experts): 1.0}
     weights = {named: 1.0} if isinstance(named, str) else dict(named)
     key = f"domains.{domain}.teachers"
     for name in weights:
@@ -145,16 +167,35 @@ def _expert_weights(config: PipelineConfig, domain: str, experts: Mapping[str, R
     shares = {name: weight for name, weight in weights.items() if weight > 0}
     if not shares:
         raise ConfigError.at(key, found="weights of 0 only", wanted="at least one above 0", fix="raise one of them")
-    objective = config.objective_of(domain)
-    if len(shares) > 1 and not objective.OBJECTIVE.mixes:
-        mixing = [kind for kind in OBJECTIVES if find_objective_section(kind).OBJECTIVE.mixes]
+    return shares
+
+
+def _refuse_unmixable(config: PipelineConfig, domain: str, shares: Mapping[str, float]) -> None:
+    """Refuse teachers with positive weights, among them the start student of an `extrapolate` below 1, under an objective that cannot
+    mix them. Raises: ConfigError."""
+    objective, factor = config.objective_of(domain), domain_extrapolation(config, domain)
+    if objective.OBJECTIVE.mixes or (len(shares) == 1 and factor >= 1):
+        return
+    mixing = " or ".join(kind for kind in OBJECTIVES if find_objective_section(kind).OBJECTIVE.mixes)
+    if len(shares) > 1:
         raise ConfigError.at(
-            key,
+            f"domains.{domain}.teachers",
             found=f"{len(shares)} teachers with objective.kind {objective.kind}",
-            wanted=f"one teacher, or objective.kind {' or '.join(mixing)}",
+            wanted=f"one teacher, or objective.kind {mixing}",
             fix="give the domain one teacher or change the objective",
         )
-    return shares
+    raise ConfigError.at(
+        _name_extrapolation_key(config, domain),
+        found=f"{factor:g} with objective.kind {objective.kind}",
+        wanted=f"1 or more, or objective.kind {mixing}: the start student is a second teacher",
+        fix="raise it or change the objective",
+    )
+
+
+def _name_extrapolation_key(config: PipelineConfig, domain: str) -> str:
+    """Return the key of the pipeline that has a domain's `extrapolate`."""
+    own = config.domains[domain].extrapolate is not None
+    return f"domains.{domain}.extrapolate" if own else "objective.extrapolate"
 
 
 def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequence[WeightedTeacher]) -> None:
@@ -188,20 +229,19 @@ def _refuse_unfit_engines(config: PipelineConfig, domain: str, assigned: Sequenc
             wanted=problem.message(),
             fix=f"set domains.{domain}.objective to {{kind: {' or '.join(fitting)}}}, or another payload of the expert's engine",
         )
-    if domain_extrapolation(config, domain) > 1:
+    if domain_extrapolation(config, domain) != 1:
         _refuse_extrapolation(config, domain, sections[0])
 
 
 def _refuse_extrapolation(config: PipelineConfig, domain: str, section: Teachers) -> None:
-    """Refuse a target beyond the experts that cannot be computed from what the domain's engine sends. Raises: ConfigError."""
+    """Refuse a target with the start student that cannot be computed from what the domain's engine sends. Raises: ConfigError."""
     problem = config.objective_of(domain).problem_with_extrapolation(section.payload)
     expected = None if problem is None else problem.message()
     if expected is None and isinstance(section, OpenAITeachers) and not trainer_has_start(config):
         expected = "1, another engine, or student.lora: the start student scores every response, and has no server"
     if expected is not None:
-        own = config.domains[domain].extrapolate is not None
         raise ConfigError.at(
-            f"domains.{domain}.extrapolate" if own else "objective.extrapolate",
+            _name_extrapolation_key(config, domain),
             found=f"{domain_extrapolation(config, domain):g} with engine {section.engine} and payload {section.payload}",
             wanted=expected,
             fix=f"set domains.{domain}.extrapolate to 1",
@@ -242,8 +282,10 @@ def _refuse_several_sizes(config: PipelineConfig, routes: Mapping[str, Sequence[
         )
 
 
-def _own_expert(domain: str, experts: Mapping[str, RoutedExpert]) -> str:
+def _own_expert(config: PipelineConfig, domain: str, experts: Mapping[str, RoutedExpert]) -> str:
+    """Return the expert of a domain; without one that of all efforts of the domain. Raises: ConfigError."""
     names = [name for name, expert in experts.items() if expert.domain == domain]
+    names = names or [name for name, expert in experts.items() if expert.domain == config.split_effort(domain)[0]]
     if len(names) == 1:
         return names[0]
     if names:

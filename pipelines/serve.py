@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from opd.cluster import ray_session
 from opd.config import PipelineConfig
 from opd.config.payloads import OWN_TOKENS
-from opd.config.teachers import FlightTeachers, TrainerTeachers
+from opd.config.teachers import FlightTeachers, TextTeachers, TrainerTeachers
 from opd.errors import ConfigError
 from opd.machine.signals import raise_interrupt
 from pipelines.inputs.read import read_teachers, refuse_without_experts
@@ -34,7 +34,7 @@ def serve_teachers(
     Raises: OpdError before anything starts; RunError if a teacher does not load, or if the server cannot listen there.
     """
     engine = config.engines[0]
-    if isinstance(engine, FlightTeachers | TrainerTeachers):
+    if isinstance(engine, FlightTeachers | TextTeachers | TrainerTeachers):
         raise ConfigError.at(
             "teachers.engine",
             found=engine.engine,

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from opd.cluster import LOCAL
 from opd.config import PipelineConfig, has_short_first_round, scored_model_len, sync_tolerance
-from opd.config.reward import CriticBaseline
+from opd.config.payloads import TEXT
+from opd.config.reward import CriticBaseline, PreferenceConfig
 from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
 from opd.records.types import TeacherPrompts, WeightedTeacher
+from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
@@ -25,6 +27,8 @@ from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
 from opd.train.deepspeed import TrainerSpec
+from opd.train.discriminator import DiscriminatorSpec
+from opd.train.discriminator_rank import DiscriminatorOptions
 from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
@@ -33,11 +37,13 @@ from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
 from pipelines.inputs.environments import episode_options
-from pipelines.routes import base_teacher_weights, domain_payload
+from pipelines.routes import base_teacher_weights, domain_payload, preferred_domains, text_routes
 from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
+from teachers.texts.server import TextServerSpec
+from teachers.texts.teaching import TextDomain, TextTeachingSpec
 
 if TYPE_CHECKING:
     from experts.sft import ImitationSpec
@@ -110,24 +116,39 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
     )
 
 
-def trainer_spec(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> TrainerSpec:
-    """Return the spec of the trainer; `vocab_size` is the tokenizer's. `scoring`: `Teaching.scoring`."""
+def trainer_spec(
+    config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING, end_token_ids: Sequence[int] = ()
+) -> TrainerSpec:
+    """Return the spec of the trainer; `vocab_size` is the tokenizer's. `scoring`: `Teaching.scoring`. `end_token_ids`: see `RankOptions`."""
     return TrainerSpec(
-        rank=rank_options(config, vocab_size, scoring),
+        rank=replace(rank_options(config, vocab_size, scoring), end_token_ids=tuple(end_token_ids)),
         rate=learning_rate(config.trainer),
         domain_weights={name: domain.loss_weight for name, domain in config.domains.items()},
         teacher_prompts=base_teacher_prompts(config, scoring),
         weighs_turns=any(turn_weights(config)),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
         share_prompts=config.rollout.shares_prefixes,
         short_first=has_short_first_round(config),
         queue_bytes=config.teachers.queue,
         tolerance=sync_tolerance(config),
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
+        **shared_ranks_settings(config),
     )
+
+
+def shared_ranks_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Return the fields of `RanksSpec` that the trainer, the critic and the discriminator have in common."""
+    return {
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "gpus": config.cluster.trainer_gpus,
+        "roles": roles_at_once(config),
+        "one_machine": config.cluster.address == LOCAL,
+        "start_timeout_s": config.cluster.start_timeout_s,
+    }
+
+
+def copy_model_options(config: PipelineConfig, vocab_size: int, name: str) -> dict[str, Any]:
+    """Return the trainer's `ModelOptions` for a model beside the student, called `name`."""
+    trainer = rank_options(config, vocab_size)
+    return {own.name: getattr(trainer, own.name) for own in fields(ModelOptions)} | {"name": name}
 
 
 def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticSpec:
@@ -136,11 +157,7 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
     engine = CriticEngineSpec(
         rank=critic_options(config, baseline, vocab_size),
         rate=replace(rate, peak=rate.peak * baseline.lr_ratio),
-        micro_batch_tokens=config.trainer.micro_batch_tokens,
-        gpus=config.cluster.trainer_gpus,
-        roles=roles_at_once(config),
-        one_machine=config.cluster.address == LOCAL,
-        start_timeout_s=config.cluster.start_timeout_s,
+        **shared_ranks_settings(config),
     )
     return CriticSpec(
         engine=engine,
@@ -155,13 +172,29 @@ def critic_spec(config: PipelineConfig, baseline: CriticBaseline, vocab_size: in
     )
 
 
+def preference_spec(config: PipelineConfig, preference: PreferenceConfig, vocab_size: int) -> PreferenceSpec:
+    """Return the spec of the discriminator: the trainer's ranks, steps and optimiser, and a learning rate of its own."""
+    rate, options = learning_rate(config.trainer), copy_model_options(config, vocab_size, "discriminator")
+    engine = DiscriminatorSpec(
+        rank=DiscriminatorOptions(**options, chunk=config.objective.chunk),
+        rate=replace(rate, peak=rate.peak * preference.lr_ratio),
+        **shared_ranks_settings(config),
+    )
+    return PreferenceSpec(
+        engine=engine,
+        controls=preference.controls,
+        length_ratio=preference.length_ratio,
+        updates=preference.updates,
+        warm_up=preference.warm_up,
+    )
+
+
 def critic_options(config: PipelineConfig, baseline: CriticBaseline, vocab_size: int) -> CriticOptions:
     """Return the options of one rank of the critic: the trainer's, where the pipeline has no others for it."""
-    trainer = rank_options(config, vocab_size)
-    shared: dict[str, Any] = {f.name: getattr(trainer, f.name) for f in fields(ModelOptions)} | {"name": "critic"}
+    options = copy_model_options(config, vocab_size, "critic")
     if baseline.max_grad_norm is not None:
-        shared["max_grad_norm"] = baseline.max_grad_norm
-    return CriticOptions(**shared, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
+        options["max_grad_norm"] = baseline.max_grad_norm
+    return CriticOptions(**options, value_clip=baseline.value_clip, freeze_attention=baseline.freeze_attention)
 
 
 def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_SCORING) -> RankOptions:
@@ -374,4 +407,48 @@ def flight_spec(config: PipelineConfig, vocab_size: int) -> FlightSpec:
 
 def teacherless_spec(config: PipelineConfig) -> TeacherlessSpec:
     """Return the spec of the pool that asks no teacher."""
-    return TeacherlessSpec(dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined)
+    payload = TEXT if config.teachers.payload == TEXT else "none"
+    return TeacherlessSpec(
+        dtype=config.teachers.dtype, max_quarantined=config.teachers.max_quarantined, payload=payload
+    )
+
+
+def text_spec(
+    config: PipelineConfig, routes: Mapping[str, tuple[WeightedTeacher, ...]], stop_token_ids: Sequence[int]
+) -> TextTeachingSpec | None:
+    """Return the spec of the experts that only write text; None if there are none. `routes`: `Teaching.routes`."""
+    texts = text_routes(config, routes)
+    if not texts:
+        return None
+    compared = preferred_domains(config, routes)
+    domains = {}
+    for domain, (expert, section) in texts.items():
+        server = TextServerSpec(
+            base_url=section.base_url,
+            model=section.model,
+            api=section.api,
+            max_tokens=config.rollout.max_new_tokens,
+            temperature=section.temperature,
+            request=section.request,
+            served_model=section.served_model,
+            api_key_env=section.api_key_env,
+            timeout_s=section.server_timeout_s,
+            needs_usage=bool(section.price.input or section.price.output),
+        )
+        domains[domain] = TextDomain(
+            expert=expert,
+            server=server,
+            steps=section.steps,
+            compares=domain in compared,
+            max_calls=section.max_calls,
+            max_cost=section.max_cost,
+            input_price=section.price.input,
+            output_price=section.price.output,
+        )
+    return TextTeachingSpec(
+        domains=domains,
+        stop_token_ids=tuple(stop_token_ids),
+        max_new_tokens=config.rollout.max_new_tokens,
+        max_model_len=config.rollout.max_model_len,
+        max_quarantined=config.teachers.max_quarantined,
+    )

@@ -1,6 +1,7 @@
 """The pool that asks no teacher: it makes a row without a teacher's answer of every rollout.
 
-It serves a run without teachers, and one whose trainer ranks score by themselves (`opd.train.base_scoring`).
+It serves a run without teachers, one whose trainer ranks score by themselves (`opd.train.base_scoring`), and experts that only write
+text, whose answers stand in the rollouts (`teachers.texts`).
 
 The rows go through the same stream as scored rows. So the log, the feed of the ranks, the ranks and a resume need no
 special case, and the loop is the same as that of a merge.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from opd.models.heads import HeadSource
+from opd.payloads import answer_class
 from opd.payloads.none import Unscored
 from opd.records.types import LayoutProof, Rollout
 from opd.stream.part_files import PartsDirectory
@@ -22,7 +24,6 @@ from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherReq
 
 NOBODY = "nobody"
 """Value of the column `teacher` of these rows."""
-PAYLOAD = "none"
 SENDER = "rollouts"
 """Who sends the rows, as errors name it."""
 
@@ -35,6 +36,8 @@ class TeacherlessSpec:
     """Type of hidden states that the stream's header states, although no row has hidden states."""
     max_quarantined: float
     """Share of the responses that may be left out. This pool leaves none out; `TeacherRequest` wants the number."""
+    payload: str = "none"
+    """Payload of the rows, one whose answers have no column."""
 
 
 class TeacherlessPool:
@@ -53,7 +56,7 @@ class TeacherlessPool:
         request = TeacherRequest(
             rollouts=rollouts,
             teachers=dict.fromkeys(sorted({rollout.domain for rollout in rollouts}), expected),
-            kind=(self._spec.dtype, PAYLOAD),
+            kind=(self._spec.dtype, self._spec.payload),
             max_quarantined=self._spec.max_quarantined,
             sender=SENDER,
         )
@@ -65,6 +68,8 @@ class TeacherlessPool:
 
     def _iterate_parts(self, rollouts: Sequence[Rollout]) -> Iterator[StreamPart]:
         ordered = sorted(rollouts, key=lambda rollout: rollout.domain)
-        rows = ([TargetRow(rollout=rollout, teacher=NOBODY, answer=Unscored())] for rollout in ordered)
-        for part in write_parts(rows, self._spec.dtype, PAYLOAD, worker=0, broken={}, teachers=[NOBODY]):
+        payload, answers = self._spec.payload, answer_class(self._spec.payload)
+        assert issubclass(answers, Unscored), payload
+        rows = ([TargetRow(rollout=rollout, teacher=NOBODY, answer=answers())] for rollout in ordered)
+        for part in write_parts(rows, self._spec.dtype, payload, worker=0, broken={}, teachers=[NOBODY]):
             yield make_part(np.frombuffer(part, dtype=np.uint8), SENDER)

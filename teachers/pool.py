@@ -84,7 +84,7 @@ class Pool:
         self._engine = spec.engine
         self._first_worker = spec.first_worker
         encoders = {a.teacher.name: a.encoder for part in routes.values() for a in part if a.encoder is not None}
-        self._options = replace(spec.scorer, shared_tokens={name: own.shared for name, own in encoders.items()})
+        self._options = replace(spec.scorer, spellings={name: own.spelling for name, own in encoders.items()})
         self._workers = [self._spawn_worker(index) for index in range(spec.workers)]
         self._stopped = False
         self._teacher_heads: dict[str, tuple[Teacher, HeadSource]] = {}
@@ -162,8 +162,11 @@ class Pool:
         """
         heads_by_key: Heads = {}
         for teacher, head in self._teacher_heads.values():
-            handle = self._workers[0].on_demand(self._timeout_s, TeacherWorker.read_head, teacher)
-            heads_by_key.setdefault(head.key, replace(head, handle=handle))
+            worker, timeout_s = self._workers[0], self._timeout_s
+            handle = worker.on_demand(timeout_s, TeacherWorker.read_head, teacher)
+            has_tables = teacher.name in self._options.spellings
+            tables = worker.on_demand(timeout_s, TeacherWorker.read_tables, teacher.name) if has_tables else None
+            heads_by_key.setdefault(head.key, replace(head, handle=handle, tables=tables))
         return heads_by_key
 
     def read_head(self, key: str) -> np.ndarray:

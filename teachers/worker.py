@@ -14,6 +14,7 @@ from opd.records.types import LayoutProof, Teacher
 from opd.stream.part_files import PartsDirectory
 from opd.stream.part_summaries import make_summary
 from opd.stream.schema import PartRecord, TargetRow, cut_parts, write_stream
+from opd.vocabularies.spelling import build_tables
 from teachers.probe import check_probe
 from teachers.scorers import ScorerOptions, make_scorer
 from teachers.shares import TeacherRows
@@ -54,6 +55,10 @@ class TeacherWorker:
     def read_head(self, teacher: Teacher) -> np.ndarray:
         """Return the head's matrix, [V, D], as the array that goes into the object store."""
         return head_array(self._scorer.head(teacher))
+
+    def read_tables(self, name: str) -> np.ndarray:
+        """Return how the student spells the tokens of a teacher with another tokenizer, packed."""
+        return build_tables(self._options.spellings[name]).pack()
 
     def begin_rows(
         self,

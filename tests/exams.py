@@ -30,7 +30,7 @@ class Measuring:
         assert shape_of.name == "base", "the student's files are those that engines can reach"
         self.asked.append(f"hold {model_dir.name}")
 
-    def evaluate(self, domains: Any, *, model: str) -> Evaluation:
+    def evaluate(self, domains: Any, *, model: str, as_expert: bool = False) -> Evaluation:
         self.asked.append(model)
         self.exams.append(f"{model}: {', '.join(domains)}")
         score = DomainScore(accuracy=len(model) / 30, stderr=0.1, low=0.3, high=1 / 3, questions=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -66,25 +67,34 @@ STUDENT = "student"
 
 
 def _choose_model_kind(value: Any) -> str:
-    return "~student" if value == STUDENT else "~path"
+    return "~student" if value == STUDENT else "~nothing" if value is None else "~path"
 
 
 class ExpertConfig(Strict):
     model: Annotated[
-        Annotated[Literal["student"], Tag("~student")] | Annotated[UserPath, Tag("~path")],
+        Annotated[Literal["student"], Tag("~student")]
+        | Annotated[UserPath, Tag("~path")]
+        | Annotated[None, Tag("~nothing")],
         Discriminator(_choose_model_kind),
-    ]
+    ] = None
     """Hugging Face directory, or PEFT directory of a LoRA adapter; safetensors only. `student`: the student as the merge (or the
-    round) begins, see docs/teacher_prompts.md."""
+    round) begins, see docs/teacher_prompts.md. Nothing: an expert that only writes text, see docs/text_only.md."""
     base: UserPath | None = None
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
+    effort: Name | None = None
+    """The effort of the domain, one of `efforts`, that this expert is for; default: all of them."""
     prompt: TeacherPromptConfig | None = None
     """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
     engine: dict[str, Any] | None = None
     """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
     Experts with equal engines share workers. Default: `teachers`."""
+
+    @property
+    def own_dir(self) -> Path | None:
+        """The expert's own directory; None for the student itself, and for an expert that only writes text."""
+        return None if self.model in (STUDENT, None) else Path(str(self.model))
 
 
 class RegisteredExperts(Strict):
@@ -208,8 +218,10 @@ class DomainConfig(Strict):
     """Share of each step's samples, or of what `balance` says; `auto`: the same for all."""
     objective: AnyObjective | None = None
     """Objective of this domain alone, a kind with its keys, for what its teachers send; default: `objective`."""
-    extrapolate: float | None = Field(None, ge=1)
+    extrapolate: float | None = Field(None, gt=0)
     """Default: `objective.extrapolate`."""
+    effort: Name | None = None
+    """The effort of which the prompts tell the student; `efforts` sets it in the domains that it makes."""
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Weight of this domain's tokens (or responses) in the loss."""
     reward: Literal["auto"] | bool = "auto"

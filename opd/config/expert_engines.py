@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from opd.config.devices import find_devices_problem
 from opd.config.domains import KEPT, STUDENT, RegisteredExperts
-from opd.config.teachers import OpenAITeachers, Teachers, build_expert_engine, rename_engine_keys
+from opd.config.teachers import OpenAITeachers, Teachers, TextTeachers, build_expert_engine, rename_engine_keys
 from opd.settings.auto import OpenNumber
 
 if TYPE_CHECKING:
@@ -84,6 +84,13 @@ def find_engines_problem(config: PipelineConfig) -> PydanticCustomError | None:
         for name in experts.engines:
             if name not in experts.use:
                 return _engine_error(f"experts.engines.{name}", name, f"an expert of `use`: {', '.join(experts.use)}")
+    for name, expert in config.inline_experts.items():
+        if expert.model is None and not isinstance(config.engine_of(name), TextTeachers):
+            return _engine_error(
+                f"experts.{name}.model", "nothing", "a directory, or an engine that only writes text: kind text"
+            )
+        if expert.model is None and expert.base is not None:
+            return _engine_error(f"experts.{name}.base", str(expert.base), "nothing: the expert has no `model`")
     for section, names, key in list_engines(config):
         problem = find_devices_problem(config.cluster, config.trainer, config.rollout, section, config.schedule)
         problem = problem or _find_server_problem(config, section, names)

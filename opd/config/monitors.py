@@ -21,11 +21,11 @@ class SignalLimits(Strict):
     """The largest reading there can be."""
 
     over: int = Field(10, ge=1)
-    """Steps that a reading is taken over; there is none before."""
+    """Steps that a reading is taken over."""
     warn: float | None = Field(None, gt=0)
     """From here on: a line on the display, and the samples in `monitors/`."""
     pause: float | None = Field(None, gt=0)
-    """Also a checkpoint, and the merge ends with exit code 4; a resume goes on."""
+    """Also ends the merge with exit code 4, after a checkpoint; a resume goes on."""
     stop: float | None = Field(None, gt=0)
     """Also a checkpoint, and the merge ends with exit code 1; a resume goes on with another limit."""
 

@@ -28,6 +28,7 @@ OBJECTIVES = {
     "sampled": "opd.losses.sampled:SampledConfig",
     "top_k": "opd.losses.top_k:TopKConfig",
     "aligned_kl": "opd.losses.aligned_kl:AlignedKLConfig",
+    "sft": "opd.losses.sft:SFTConfig",
     "none": "opd.losses.none:NoDivergenceConfig",
 }
 """`objective.kind` -> the class of its section. Only the class of the kind in use is imported, when it is used."""
@@ -58,8 +59,9 @@ class ObjectiveConfig(Strict):
     """Mean over the step's trained tokens, or over its responses."""
     reward: RewardConfig | None = None
     """Train on a task reward beside the divergence, see docs/objectives.md#with-a-reward."""
-    extrapolate: float = Field(1.0, ge=1)
-    """Above 1: train beyond the experts, see docs/objectives.md#beyond-the-experts."""
+    extrapolate: float = Field(1.0, gt=0)
+    """Above 1: train beyond the experts; below 1: toward a point on the way to them; see
+    docs/objectives.md#beyond-the-experts."""
 
     @property
     def weighting(self) -> str:
@@ -70,6 +72,12 @@ class ObjectiveConfig(Strict):
     def has_critic(self) -> bool:
         """True if a critic, a second model, estimates what states are worth."""
         return self.reward is not None and isinstance(self.reward.baseline, CriticBaseline)
+
+    @property
+    def judging_models(self) -> tuple[str, ...]:
+        """Names of the models of the student's size that learn beside it to judge its responses."""
+        has_discriminator = self.reward is not None and self.reward.preference is not None
+        return (*(("critic",) if self.has_critic else ()), *(("discriminator",) if has_discriminator else ()))
 
     @property
     def wants_baseline(self) -> bool:

@@ -12,11 +12,14 @@ PAYLOADS = {
     "sampled_logprobs": "opd.payloads.sampled_logprobs:SampledLogprobs",
     "top_k": "opd.payloads.top_k:TopTokens",
     "aligned_states": "opd.payloads.aligned_states:AlignedStates",
+    "text": "opd.payloads.text:WrittenAnswer",
     "none": "opd.payloads.none:Unscored",
 }
 """Value of `teachers.payload` -> its class. Only the class in use is imported, when it is used."""
 OWN_TOKENS = "aligned_states"
 """The payload of experts that read prompts and responses in tokens of their own."""
+TEXT = "text"
+"""The payload of experts that write answers and score nothing; also the name of their engine."""
 
 
 def _check_payload(value: Any) -> Any:

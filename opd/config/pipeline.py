@@ -23,6 +23,7 @@ from opd.config.domains import (
 )
 from opd.config.draft import DraftConfig
 from opd.config.drift import refuse_contradictions
+from opd.config.efforts import EffortConfig, expand_efforts, find_efforts_problem, name_effort_domain
 from opd.config.evaluate import EvaluateConfig
 from opd.config.expert_engines import (
     find_engines_problem,
@@ -52,6 +53,7 @@ from opd.config.teachers import (
     OpenAITeachers,
     Teachers,
     TeachersConfig,
+    TextTeachers,
     TrainerTeachers,
     TransformersTeachers,
     change_teachers,
@@ -99,6 +101,9 @@ class PipelineConfig(Strict):
     """On which prompts, scored by which experts."""
     keep: KeepConfig | None = None
     """Keep what the start student can on these prompts, see docs/teacher_prompts.md: a domain `kept`, whose teacher it is."""
+    efforts: dict[Name, EffortConfig] = {}
+    """Effort, from the least to the most -> its tag in the student's prompt, see docs/efforts.md: domain `math` becomes the
+    domains `math-low`, `math-high` and so on."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
     """How many samples of a step each domain gets, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
@@ -175,6 +180,43 @@ class PipelineConfig(Strict):
         """The way of new weights that `sync.kind` asks for, with `auto` decided."""
         return choose_push_kind(self.sync, self.cluster, self.rollout)
 
+    def split_effort(self, domain: str) -> tuple[str, str | None]:
+        """Return the domain as it was before `efforts`, and the effort; None for a domain without one."""
+        effort = self.domains[domain].effort
+        return (domain, None) if effort is None else (domain.removesuffix(name_effort_domain("", effort)), effort)
+
+    def chat_template_kwargs_of(self, domain: str, *, effort: bool = True) -> dict[str, Any]:
+        """Return the variables of the student's chat template in a domain; without `effort` those of its effort are left out."""
+        return self.chat_template_kwargs_at(self.domains[domain].effort if effort else None)
+
+    def chat_template_kwargs_at(self, effort: str | None) -> dict[str, Any]:
+        """Return the variables of the student's chat template at an effort; None: those without one."""
+        tag = {} if effort is None else self.efforts[effort].list_variables(effort)
+        return {**self.student.chat_template_kwargs, **tag}
+
+    def effort_text_of(self, domain: str) -> str:
+        """Return the text of the domain's effort, with which its prompts begin; empty if there is none."""
+        name = self.domains[domain].effort
+        return "" if name is None else self.efforts[name].text
+
+    @property
+    def prompt_orders(self) -> dict[str, str]:
+        """Domain -> name that seeds the order of its prompts: the same for all efforts of a domain, so that they come together."""
+        return {domain: self.split_effort(domain)[0] for domain in self.domains}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_efforts(cls, data: Any) -> Any:
+        """Put the domains of `efforts` in, before the rules that hold between domains are checked."""
+        return expand_efforts(data, KEPT if data.get("keep") else "") if isinstance(data, Mapping) else data
+
+    @model_validator(mode="after")
+    def _check_efforts(self) -> PipelineConfig:
+        problem = find_efforts_problem(self)
+        if problem is not None:
+            raise problem
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _add_kept_domain(cls, data: Any) -> Any:
@@ -246,7 +288,7 @@ class PipelineConfig(Strict):
 
     @model_validator(mode="after")
     def _check_extrapolation(self) -> PipelineConfig:
-        extrapolated = [name for name in self.domains if domain_extrapolation(self, name) > 1]
+        extrapolated = [name for name in self.domains if domain_extrapolation(self, name) != 1]
         if not extrapolated or len(self.engines) > 1 or self.own_objectives:
             return self  # with several engines `pipelines.routes` checks each domain, once its experts are known
         problem = self.objective.problem_with_extrapolation(self.teachers.payload)
@@ -403,7 +445,7 @@ def _find_reward_problem(config: PipelineConfig) -> PydanticCustomError | None:
         )
     if reward is None:
         return None
-    if not any(domain.is_rewarded for domain in config.domains.values()):
+    if reward.preference is None and not any(domain.is_rewarded for domain in config.domains.values()):
         return _reward_error(
             "objective.reward", "no domain that gives a reward", f"at least one domain with {reward_source}"
         )
@@ -451,7 +493,7 @@ def _find_student_problem(config: PipelineConfig) -> PydanticCustomError | None:
     experts = {} if isinstance(config.experts, RegisteredExperts) else config.experts
     for name in (name for name in config.inline_experts if name not in experts):
         if isinstance(config.teachers, NoTeachers) or isinstance(
-            config.engine_of(name), OpenAITeachers | FlightTeachers
+            config.engine_of(name), OpenAITeachers | FlightTeachers | TextTeachers
         ):
             return PydanticCustomError(
                 "keep",

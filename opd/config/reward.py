@@ -99,6 +99,37 @@ class RatioConfig(Strict):
     """And unless p / mu < 1 + high."""
 
 
+class BudgetConfig(Strict):
+    tokens: int | None = Field(None, ge=1)
+    """Most tokens of a response, or of all turns of an episode."""
+    share: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The same as a share of the mean in the step and domain; beside `tokens` the larger of the two holds."""
+    reward: float = Field(-1.0, allow_inf_nan=False)
+    """What a longer one earns in the place of its reward."""
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> BudgetConfig:
+        if self.tokens is None and self.share is None:
+            raise PydanticCustomError("budget", "`tokens`, `share` or both", {"found": "neither"})
+        return self
+
+
+class PreferenceConfig(Strict):
+    """A second model, the discriminator, learns in each step to tell the student's answers from those of text-only experts."""
+
+    controls: Literal["none", "length", "form"] = "form"
+    """What no answer is preferred for: its `length`, or its `form`: length, lines and share of punctuation."""
+    length_ratio: float = Field(2.0, ge=1, allow_inf_nan=False)
+    """A response that is more than so many times as long, or as short, as the expert's answer earns 0, and so does one that was cut
+    where the answer was not."""
+    lr_ratio: float = Field(0.25, gt=0, allow_inf_nan=False)
+    """The discriminator's learning rate over the trainer's."""
+    updates: int = Field(1, ge=1)
+    """Its updates in each step."""
+    warm_up: int = Field(10, ge=0)
+    """Steps in which it learns alone, before it rewards."""
+
+
 class RewardConfig(Strict):
     weight: float = Field(1.0, ge=0)
     """Weight of the policy gradient beside the divergence."""
@@ -106,6 +137,8 @@ class RewardConfig(Strict):
     """Changes `weight` from step to step; default: it stays."""
     baseline: BaselineConfig = LeaveOneOutBaseline(kind="leave_one_out")
     """What is subtracted from a reward to make an advantage; a kind alone will do."""
+    preference: PreferenceConfig | None = None
+    """Reward the domains of text-only experts by a discriminator, see docs/text_only.md; default: as other domains."""
     ratio: RatioConfig = RatioConfig()
     """How far a token's probability may move before it is masked."""
     compare_every: int = Field(0, ge=0)
@@ -113,6 +146,8 @@ class RewardConfig(Strict):
     holds three more gradients."""
     penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
     """With `guard.on_hit: negative`: tokens of a blocked turn have minus this as advantage."""
+    budget: BudgetConfig | None = None
+    """Reward responses within a number of tokens alone, see docs/efforts.md#experts; default: of any length."""
     timeout_s: float = Field(10, gt=0)
     """Deadline of a verifier for one response; late or failed ones give 0 and are counted."""
 

@@ -73,6 +73,8 @@ class TeacherPromptConfig(Strict):
     """Variables for the chat template, beside the student's own."""
     messages: list[TeacherMessage] = []
     """Messages before those of the row, such as solved examples."""
+    effort: bool | None = None
+    """False: without the tag of the student's effort, see docs/efforts.md; default: with it."""
     max_model_len: int | None = Field(None, ge=8)
     """Context in tokens, this prompt and the response; default: `rollout.max_model_len`."""
 
@@ -87,9 +89,14 @@ class TeacherPromptConfig(Strict):
         """Those of `row_columns` that are read for no other reason."""
         return tuple(name for name in self.row_columns if name not in OWN_COLUMNS)
 
+    @property
+    def has_messages(self) -> bool:
+        """True if even a prompt of plain text becomes messages; False if the teacher's prompt only lacks the tag of the effort."""
+        return bool(self.system or self.template or self.template_kwargs or self.messages)
+
     @model_validator(mode="after")
     def _check_content(self) -> TeacherPromptConfig:
-        if not (self.system or self.template or self.template_kwargs or self.messages):
+        if not self.has_messages and self.effort is not False:
             raise PydanticCustomError(
                 "teacher_prompt", "`system`, `template`, `template_kwargs` or `messages`", {"found": "none of them"}
             )

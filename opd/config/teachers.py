@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from opd.config.payloads import OWN_TOKENS, PayloadName
+from opd.config.payloads import OWN_TOKENS, TEXT, PayloadName
 from opd.machine.address import LOOPBACK, parse_url, strip_secret
 from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Name, Strict, UserPath
@@ -96,6 +96,10 @@ class Teachers(Strict):
     def _check_payload(self) -> Teachers:
         if self.payload == "none" and self.engine != "none":
             raise _teachers_error("payload", f"none, with teachers.engine {self.engine}", "what teachers are to send")
+        if self.payload == TEXT and self.engine != TEXT:
+            raise _teachers_error(
+                "payload", f"{TEXT}, with teachers.engine {self.engine}", f"another payload, or teachers.engine {TEXT}"
+            )
         if self.payload == OWN_TOKENS and self.engine != "transformers":
             raise _teachers_error(
                 "payload",
@@ -162,19 +166,34 @@ class VLLMTeachers(_WithWorkers):
     """Processes that share a teacher's weights; each has `cluster.teacher_gpus`."""
 
 
-class OpenAITeachers(_WithWorkers):
+class _WithServers(Teachers):
     elsewhere: ClassVar[bool] = True
 
+    api_key_env: str | None = None
+    """Environment variable with the servers' key, where the requests are made: in scoring workers, for `text` where `opd merge` runs."""
+    server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
+    """Deadline of one request; a failed one is sent up to four times."""
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _refuse_key_itself(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            # A user may have put the key itself here, which must not be printed.
+            raise PydanticCustomError(
+                "api_key_env",
+                "a variable's name, such as TEACHERS_KEY",
+                {"found": "something that is no variable's name"},
+            )
+        return name
+
+
+class OpenAITeachers(_WithWorkers, _WithServers):
     engine: Literal["openai"]
     """Servers with the OpenAI completions API and vLLM's prompt log-probs."""
     payload: Literal["sampled_logprobs", "top_k"]
     """The sampled token's log-prob, or those of the `objective.k` likeliest tokens."""
     servers: dict[Name, ServerConfig] = {}
     """Expert's name -> its server; each needs one."""
-    api_key_env: str | None = None
-    """Environment variable with the servers' key, where the scoring workers run."""
-    server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
-    """Deadline of one request; a failed one is sent up to four times."""
 
     @model_validator(mode="before")
     @classmethod
@@ -188,17 +207,48 @@ class OpenAITeachers(_WithWorkers):
             )
         return data
 
-    @field_validator("api_key_env")
-    @classmethod
-    def _refuse_key_itself(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            # A user may have put the key itself here, which must not be printed.
-            raise PydanticCustomError(
-                "api_key_env",
-                "a variable's name, such as TEACHERS_KEY",
-                {"found": "something that is no variable's name"},
-            )
-        return name
+
+class PriceConfig(Strict):
+    """The price of a million tokens, in the currency of your choice."""
+
+    input: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Price of prompts."""
+    output: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Price of answers."""
+
+
+class TextTeachers(_WithServers, ServerConfig):
+    engine: Literal["text"]
+    """A server with an OpenAI-compatible API that writes answers and scores nothing, see docs/text_only.md."""
+    payload: Literal["text"] = "text"
+    """The expert's answers."""
+    api: Literal["chat", "completions"] = "chat"
+    """Chat completions of a row's messages, or completions of its text as it stands."""
+    served_model: str | None = Field(None, min_length=1)
+    """Name of the model in the server's answers; default: `model`, or that with a date or version behind a dash."""
+    request: dict[str, Any] = {}
+    """Further keys of each request, such as `{reasoning_effort: low}`. With `max_completion_tokens` no `max_tokens` is sent."""
+    temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
+    """Temperature at which the expert answers; null: not sent, for models that take none."""
+    steps: int | None = Field(None, ge=0)
+    """Steps in which answers take the place of the student's responses (with `objective.reward.preference`, of the first to each prompt);
+    afterwards only rewards teach the domain. Default: all."""
+    max_calls: int | None = Field(None, ge=1)
+    """Most requests of the whole run for one expert, failed ones among them; default: no limit."""
+    max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The run stops once an expert has cost so much, by `price`; default: no limit."""
+    price: PriceConfig = PriceConfig()
+    """Money for a million tokens, `input` and `output`, to count what was spent."""
+
+    @model_validator(mode="after")
+    def _check_price(self) -> TextTeachers:
+        if self.max_cost is not None and not (self.price.input or self.price.output):
+            raise _teachers_error("max_cost", f"{self.max_cost:g} without a price", "teachers.price as well")
+        if reserved := sorted(
+            {"model", "messages", "prompt", "n", "stream", "temperature", "max_tokens"} & {*self.request}
+        ):
+            raise _teachers_error("request", ", ".join(reserved), "keys that have no place of their own in a pipeline")
+        return self
 
 
 class FlightTeachers(Teachers):
@@ -262,11 +312,12 @@ ENGINES: dict[str, type[Teachers]] = {
     "vllm": VLLMTeachers,
     "openai": OpenAITeachers,
     "flight": FlightTeachers,
+    "text": TextTeachers,
     "trainer": TrainerTeachers,
     "none": NoTeachers,
 }
 """The classes that `teachers.engine` names."""
-SECRET = ("servers", "api_key_env")
+SECRET = ("servers", "base_url", "api_key_env")
 """Keys that may hold a password, which must not be printed."""
 
 
@@ -331,7 +382,7 @@ def build_expert_engine(shared: Teachers, own: Mapping[str, Any], key: str) -> T
                 "found": "nothing" if kind is None else repr(kind),
             },
         )
-    inherited = {name: getattr(shared, name) for name in (*SHARED_KEYS, "payload")}
+    inherited = {name: getattr(shared, name) for name in (*SHARED_KEYS, *(() if kind == TEXT else ("payload",)))}
     data = {"teachers": inherited | {"engine": kind} | {name: value for name, value in own.items() if name != "kind"}}
     try:
         return _ExpertEngine.model_validate(data).teachers
@@ -372,6 +423,7 @@ TeachersConfig = Annotated[
     | Annotated[VLLMTeachers, Tag("~vllm")]
     | Annotated[OpenAITeachers, Tag("~openai")]
     | Annotated[FlightTeachers, Tag("~flight")]
+    | Annotated[TextTeachers, Tag("~text")]
     | Annotated[TrainerTeachers, Tag("~trainer")]
     | Annotated[NoTeachers, Tag("~none")],
     Discriminator(

@@ -63,19 +63,23 @@ class EngineEvaluator:
         settings: EvaluateConfig,
         tokenizer: Decoder,
         tell: Callable[[str], None],
+        expert_exams: Mapping[str, DomainExam] | None = None,
     ) -> None:
-        """`tell` gets a sentence about verifiers that raised."""
+        """`tell` gets a sentence about verifiers that raised. `expert_exams`: exams of the domains whose experts are asked otherwise
+        than the student."""
+        self._expert_exams = {**exams, **(expert_exams or {})}
         self._engine = engine
         self._exams = dict(exams)
         self._settings = settings
         self._tokenizer = tokenizer
         self._tell = tell
 
-    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str, as_expert: bool = False) -> Evaluation:
         """Evaluate the named domains (default: all that have an exam) in one batch. Names without an exam are left out. `model`: the
-        name of the model that answers, for people."""
+        name of the model that answers, for people. `as_expert`: it is the expert of these domains, and reads what that reads."""
         names = self._exams if domains is None else [name for name in domains if name in self._exams]
-        exams = {name: self._exams[name] for name in names}
+        asked = self._expert_exams if as_expert else self._exams
+        exams = {name: asked[name] for name in names}
         prompts = [prompt for exam in exams.values() for prompt in exam.prompts]
         n = self._settings.n
         completions = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
@@ -190,7 +194,7 @@ def measure_experts(
         if domain in student_accuracy:
             with open_full_model(teacher) as directory:
                 load_model(directory)
-                evaluation = evaluator.evaluate([domain], model=f"expert {teacher.name}")
+                evaluation = evaluator.evaluate([domain], model=f"expert {teacher.name}", as_expert=True)
             scores |= evaluation.scores
             answers += evaluation.answers
             tell(

@@ -36,6 +36,8 @@ class Head:
 
     weight_V_D: Tensor
     rule: LogitRule
+    tables: Tensor | None = None
+    """How the student spells its tokens, packed `opd.vocabularies.spelling.SpellingTables`; None for a head in the student's ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class HeadSource:
     """File that may hold the matrix on this machine; it is tried first."""
     handle: HeadHandle | None = None
     """Handle to the matrix. None as long as the teacher's pool has not added one; a pool adds one before it hands the source on."""
+    tables: HeadHandle | None = None
+    """Handle to `Head.tables`; None for a head in the student's ids."""
 
     def read(self, hashed: dict[str, FileStamp] | None = None) -> Tensor:
         """Read the head [V, D] to the CPU: from the teacher's files if this machine has them unchanged, else through the handle.
@@ -96,6 +100,10 @@ class HeadSource:
         assert self.handle is not None, "the pool gives every head a handle"
         return head_tensor(self.handle.fetch())
 
+    def read_tables(self) -> Tensor | None:
+        """Return `Head.tables`, on the CPU."""
+        return None if self.tables is None else torch.from_numpy(self.tables.fetch().copy())
+
 
 def logit_rule(config: Any) -> LogitRule:
     """Return the logit rule of a transformers config: Gemma caps the logits, Cohere multiplies them, Granite divides them."""
@@ -104,10 +112,12 @@ def logit_rule(config: Any) -> LogitRule:
     return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
 
 
-def head_key(head_V_D: Tensor, rule: LogitRule) -> str:
-    """Return the content hash of a head: BLAKE3 of its type, shape, logit rule and bytes. Equal heads have equal keys."""
+def head_key(head_V_D: Tensor, rule: LogitRule, tables: np.ndarray | None = None) -> str:
+    """Return the content hash of a head: BLAKE3 of its type, shape, logit rule, bytes and packed tables. Equal heads have equal keys."""
     digest = blake3(str((head_V_D.dtype, tuple(head_V_D.shape), rule)).encode())
     digest.update(head_V_D.contiguous().view(torch.uint8).numpy().data)
+    if tables is not None:
+        digest.update(tables.tobytes())
     return digest.hexdigest()
 
 

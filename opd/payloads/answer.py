@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from opd.losses.blocks import Block
     from opd.models.heads import Head
     from opd.vocabularies.alignment import Alignment
+    from opd.vocabularies.spelling import Spelling
 
 Columns = tuple[tuple[str, pa.DataType], ...]
 """Name and Arrow type of each column; every name is also a field of the answer."""
@@ -43,8 +44,12 @@ class TeacherStates:
     """Function that computes [N, V] the log-probs, float32 on the CPU."""
     top_k: int
     """The pipeline's `objective.k`: how many of the likeliest tokens an answer may need."""
-    shared_ids: Sequence[int] | None = None
-    """The teacher's ids of the tokens that the student's vocabulary has, too; None: all."""
+    sampled_ids: Sequence[int] | None = None
+    """The student's tokens of the same text, if the teacher has another tokenizer; `token_ids` are the teacher's then."""
+    alignment: Alignment | None = None
+    """Which parts of both are the same text; None: they are the same tokens."""
+    spelling: Spelling | None = None
+    """The teacher's tokens in the student's; None: they are the same."""
 
 
 class Answer(ABC):
@@ -78,10 +83,6 @@ class Answer(ABC):
     def select_tokens(self, part: slice, num: int) -> Answer:
         """Return the answer about these consecutive ones of the `num` trained tokens."""
         raise NotImplementedError(f"{type(self).__name__} cannot be divided among ranks that share a row")
-
-    def join_chunks(self, alignment: Alignment) -> Answer:
-        """Return the answer about the student's tokens, if this is about the tokens of a teacher with another tokenizer."""
-        raise NotImplementedError(f"{type(self).__name__} is about the student's own tokens")
 
     def width(self, num: int) -> int | None:
         """Return the number of values per token if that must be equal in all rows of a stream, such as K; else None.

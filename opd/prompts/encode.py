@@ -14,7 +14,7 @@ from typing import Any
 from opd.errors import ConfigError, ModelError, PromptError
 from opd.interfaces import Tokenizer
 from opd.prompts.chat_templates import apply_template
-from opd.prompts.conversation import Messages
+from opd.prompts.conversation import SYSTEM_ROLES, Messages
 from opd.prompts.untrusted_text import escape_specials, escape_specials_inside, escape_variables, special_texts
 
 ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
@@ -175,6 +175,19 @@ def _encode_texts(tokenizer: Tokenizer, texts: list[str], *, add_special_tokens:
         texts, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
     )["input_ids"]
     return token_ids
+
+
+def mark_prompt(prompt: str | Messages, text: str) -> str | Messages:
+    """Return the prompt with a text at its beginning: that of the system message, on lines of its own, or of the plain text, just as
+    it is. A prompt without text stays as it is."""
+    if not text or is_blank(prompt):
+        return prompt
+    if isinstance(prompt, str):
+        return text + prompt
+    first = prompt[0]
+    if first["role"] not in SYSTEM_ROLES or not first["content"].strip():
+        return [{"role": "system", "content": text}, *prompt[first["role"] in SYSTEM_ROLES :]]
+    return [{**first, "content": f"{text}\n\n{first['content']}"}, *prompt[1:]]
 
 
 def is_blank(prompt: str | Messages) -> bool:

@@ -38,11 +38,12 @@ class MixedPrompts:
         mean_counts: Mapping[str, float],
         seed: int,
         copies: int = 1,
+        orders: Mapping[str, str] | None = None,
     ) -> None:
         """`mean_counts`: average number of prompts of each domain in a step; the sum is a whole number. `copies`: how often each prompt
-        comes, once for each response to it."""
+        comes, once for each response to it. `orders`: see `EndlessDomains`."""
         assert set(prompts_by_domain) == set(mean_counts)
-        self._domains = EndlessDomains(prompts_by_domain, seed, copies)
+        self._domains = EndlessDomains(prompts_by_domain, seed, copies, orders)
         self._mean_counts = mean_counts
         self._total = round(sum(mean_counts.values()))
         self._first_draw = random.Random(f"{seed}/mix").random()
@@ -81,10 +82,12 @@ class BalancedPrompts:
         records: Sequence[StepRecord] = (),
         copies: int = 1,
         ahead: int = 0,
+        orders: Mapping[str, str] | None = None,
     ) -> None:
         """`records`: the records of the steps, from 1, that an interrupted run has taken. `copies`: how often each prompt comes, once for
-        each response to it. `ahead`: number of steps before its training that a step's prompts are taken."""
-        self._domains = EndlessDomains(prompts_by_domain, seed, copies)
+        each response to it. `ahead`: number of steps before its training that a step's prompts are taken. `orders`: see
+        `EndlessDomains`."""
+        self._domains = EndlessDomains(prompts_by_domain, seed, copies, orders)
         self._balance = balance
         self._copies = copies
         self._last_recorded_step = 0
@@ -119,8 +122,16 @@ class BalancedPrompts:
 class EndlessDomains:
     """Each domain's prompts as an endless sequence: epoch after epoch, each in an order of its own that the seed decides."""
 
-    def __init__(self, prompts_by_domain: Mapping[str, Sequence[Prompt]], seed: int, copies: int = 1) -> None:
-        """`copies`: how often each prompt comes in a row, once for each response to it."""
+    def __init__(
+        self,
+        prompts_by_domain: Mapping[str, Sequence[Prompt]],
+        seed: int,
+        copies: int = 1,
+        orders: Mapping[str, str] | None = None,
+    ) -> None:
+        """`copies`: how often each prompt comes in a row, once for each response to it. `orders`: domain -> name that seeds the orders of
+        its prompts; default: its own."""
+        self._order_names = orders or {}
         self._prompts_by_domain = prompts_by_domain
         self._seed = seed
         self._copies = copies
@@ -149,7 +160,9 @@ class EndlessDomains:
         """Return the order of a domain's prompts in an epoch."""
         key = (domain, epoch)
         if key not in self._orders:
-            order = shuffle_numbers(len(self._prompts_by_domain[domain]), f"{self._seed}/{domain}/{epoch}")
+            order = shuffle_numbers(
+                len(self._prompts_by_domain[domain]), f"{self._seed}/{self._order_names.get(domain, domain)}/{epoch}"
+            )
             # A step can reach from one epoch into the next, so the order of the epoch before is kept, too.
             self._orders = {k: v for k, v in self._orders.items() if k[0] != domain or k[1] >= epoch - 1} | {key: order}
         return self._orders[key]

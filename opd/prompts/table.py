@@ -25,7 +25,7 @@ from opd.config.prompts import PromptsConfig
 from opd.interfaces import Tokenizer
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
-from opd.prompts.encode import encode_prompts, make_row_error
+from opd.prompts.encode import encode_prompts, make_row_error, mark_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows, open_rows
 from opd.records.types import Prompt
@@ -60,6 +60,8 @@ class PromptTable(Sequence[Prompt]):
     _tokens: Batches
     indices: Indices
     """The prompts' indices in `rows`."""
+    text: str = ""
+    """Text with which each prompt begins; see `mark_prompt`."""
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -77,7 +79,7 @@ class PromptTable(Sequence[Prompt]):
             id=f"{self.domain}/{self.rows.row_number(at)}",
             domain=self.domain,
             token_ids=tuple(self._tokens.read_cell("token_ids", at)),
-            text=line.prompt,
+            text=mark_prompt(line.prompt, self.text),
             answer=line.answer,
             metadata=line.metadata,
         )
@@ -101,6 +103,12 @@ class PromptTable(Sequence[Prompt]):
     def prompt_ids(self, mask: Mask, limit: int) -> list[str]:
         """Return the names of the first `limit` prompts for which `mask` is true."""
         return [f"{self.domain}/{self.rows.row_number(int(at))}" for at in self.indices[mask][:limit]]
+
+    def find_equal_row(self, other: PromptTable) -> int | None:
+        """Return the first of these prompts that has the same token ids in another table of the same rows; None if all differ."""
+        own, others = (table._tokens.read_numbers("digest")[self.indices] for table in (self, other))
+        equal = np.flatnonzero((own == others) & (self.lengths > 0))
+        return int(equal[0]) if len(equal) else None
 
     def held_out(self, share: float) -> Mask:
         """Return the mask of the prompts for which `is_held_out` is true."""
@@ -136,32 +144,34 @@ def load_prompts(
     tokenizer: Tokenizer,
     day: date | None = None,
     variables: Mapping[str, Any] | None = None,
+    text: str = "",
 ) -> PromptTable:
     """Load all prompts of one domain, tokenised. A prompt without text gets no token ids.
 
-    `day`: see `encode_prompt`. `variables`: variables of the chat template; a row's own take precedence. Raises: PromptError.
+    `day`: see `encode_prompt`. `variables`: variables of the chat template; a row's own take precedence. `text`: see `mark_prompt`.
+    It does not change which prompts are held out. Raises: PromptError.
     """
     template_variables = variables or {}
     rows = open_rows(prompts)
     # A tokenizer written in Python has no hash that would cover all that its ids depend on, so its ids are not cached.
     cached = rows.cached and hasattr(tokenizer, "backend_tokenizer")
     tokens = open_batches(
-        f"tokens-{make_cache_key(rows, tokenizer, day, template_variables)}" if cached else "",
+        f"tokens-{make_cache_key(rows, tokenizer, day, template_variables, text)}" if cached else "",
         SCHEMA,
-        lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, template_variables), SCHEMA),
+        lambda: in_batches(_encode_prompts(rows, domain, tokenizer, day, template_variables, text), SCHEMA),
         cached=cached,
     )
-    return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64))
+    return PromptTable(domain, rows, tokens, np.arange(len(rows), dtype=np.int64), text)
 
 
 def _encode_prompts(
-    rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None, variables: Mapping[str, Any]
+    rows: Rows, domain: str, tokenizer: Tokenizer, day: date | None, variables: Mapping[str, Any], text: str
 ) -> Iterator[tuple[np.ndarray[Any, Any], int, int, int, int]]:
     """Yield a row of `SCHEMA` for each prompt. Raises: PromptError."""
 
     def encode(start: int) -> list[tuple[PromptLine, Sequence[int]]]:
         lines = rows.read_lines(start, start + ENCODED_AT_ONCE)
-        return list(zip(lines, _encode_rows(rows, start, lines, domain, tokenizer, day, variables), strict=True))
+        return list(zip(lines, _encode_rows(rows, start, lines, domain, tokenizer, day, variables, text), strict=True))
 
     # The tokenizer releases Python's global lock, so it can encode the next prompts while this thread hashes these.
     with ThreadPoolExecutor(1) as ahead:
@@ -194,18 +204,18 @@ def _encode_rows(
     tokenizer: Tokenizer,
     day: date | None,
     variables: Mapping[str, Any],
+    text: str,
 ) -> list[Sequence[int]]:
     """Return the token ids of the prompts from row `start`. Raises: PromptError naming the one that cannot be encoded."""
     from jinja2 import TemplateError
 
     try:
-        return encode_prompts(
-            tokenizer, [line.prompt for line in lines], day, [{**variables, **line.variables} for line in lines]
-        )
+        prompts = [mark_prompt(line.prompt, text) for line in lines]
+        return encode_prompts(tokenizer, prompts, day, [{**variables, **line.variables} for line in lines])
     except (TemplateError, ValueError, TypeError) as error:
         if len(lines) > 1:  # encode them one by one, to find out which one fails
             return [
-                _encode_rows(rows, start + i, [prompt_line], domain, tokenizer, day, variables)[0]
+                _encode_rows(rows, start + i, [prompt_line], domain, tokenizer, day, variables, text)[0]
                 for i, prompt_line in enumerate(lines)
             ]
         raise make_row_error(f"{rows.label}: prompt {domain}/{rows.row_number(start)}", "student", error) from None
@@ -217,9 +227,9 @@ def _hash_token_ids(token_ids: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def make_cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any]) -> str:
-    """Return the hash of all that decides the token ids: rows, tokenizer, chat template with its variables, day, and the
-    versions of the libraries."""
+def make_cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapping[str, Any], text: str = "") -> str:
+    """Return the hash of all that decides the token ids: rows and the text before them, tokenizer, chat template with its variables,
+    day, and the versions of the libraries."""
     parts = {
         "format": FORMAT,
         "rows": rows.key,
@@ -231,5 +241,6 @@ def make_cache_key(rows: Rows, tokenizer: Any, day: date | None, variables: Mapp
         "tokens": tokenizer.special_tokens_map,  # a chat template may write these
         "day": str(day or (date.today() if "strftime_now" in str(tokenizer.chat_template) else None)),
         "versions": [version(name) for name in ("transformers", "tokenizers", "jinja2")],
+        **({"text": text} if text else {}),
     }
     return blake3(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

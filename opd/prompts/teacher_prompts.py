@@ -28,7 +28,7 @@ from opd.config.teacher_prompts import ROW, TeacherPromptConfig
 from opd.errors import ConfigError, PromptError, RunError
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
-from opd.prompts.encode import encode_prompts, is_blank, render_prompt
+from opd.prompts.encode import encode_prompts, is_blank, mark_prompt, render_prompt
 from opd.prompts.line import PromptLine
 from opd.prompts.rows import Rows
 from opd.prompts.table import ENCODED_AT_ONCE, PromptTable, make_cache_key
@@ -122,7 +122,7 @@ def load_teacher_tokenizer(tokenizer: Any, config: TeacherPromptConfig, key: str
                 wanted="a file with a chat template in jinja2",
                 fix="correct the path",
             ) from None
-    if not teacher_tokenizer.chat_template:
+    if not teacher_tokenizer.chat_template and config.has_messages:
         raise ConfigError.at(
             f"{key}.template",
             found="nothing, and a student without a chat template",
@@ -192,7 +192,9 @@ class TeacherPromptSpec:
     day: date | None
     """See `encode_prompt`."""
     student_variables: Mapping[str, Any]
-    """Variables of the student's chat template."""
+    """Variables of the student's chat template, as far as the teacher gets them too."""
+    text: str = ""
+    """Text with which each prompt begins; see `mark_prompt`."""
     own_tokens: bool = False
     """True if the tokenizer is another one than the student's."""
     has_turns: bool = False
@@ -212,11 +214,17 @@ class TeacherPromptSpec:
         """
         if is_blank(line.prompt):
             return "", []
+        line = line.model_copy(update={"prompt": mark_prompt(line.prompt, self.text)}) if self.text else line
         return (line.prompt, []) if self._writer is None else self._writer.write_messages(line)
+
+    @property
+    def has_messages(self) -> bool:
+        """True if the teacher reads messages even where the row is plain text."""
+        return self.config is not None and self.config.has_messages
 
     @cached_property
     def _writer(self) -> TeacherPromptWriter | None:
-        return None if self.config is None else TeacherPromptWriter(self.config)
+        return TeacherPromptWriter(self.config) if self.config is not None and self.config.has_messages else None
 
 
 def render_teacher_prompt(spec: TeacherPromptSpec, rows: Rows, domain: str, place: int) -> str:
@@ -241,7 +249,7 @@ def load_teacher_prompts(spec: TeacherPromptSpec, prompts: PromptTable) -> Teach
     cached = rows.cached and hasattr(spec.tokenizer, "backend_tokenizer") and spec.encode_opening is None
     settings = {**spec.student_variables, "teacher": spec.config.model_dump(mode="json") if spec.config else None}
     tokens = open_batches(
-        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings)}" if cached else "",
+        f"teacher-{make_cache_key(rows, spec.tokenizer, spec.day, settings, spec.text)}" if cached else "",
         SCHEMA,
         lambda: in_batches(_encode_rows(spec, rows, prompts.domain), SCHEMA),
         cached=cached,
@@ -327,7 +335,7 @@ def prove_responses(spec: TeacherPromptSpec, prompts: PromptTable) -> None:
 def _may_differ(spec: TeacherPromptSpec, line: PromptLine) -> bool:
     """Return True if the teacher's template may treat a response otherwise than the student's does."""
     if isinstance(line.prompt, str):
-        return spec.config is not None
+        return spec.has_messages
     return spec.own_tokens or (spec.config is not None and spec.config.template is not None)
 
 

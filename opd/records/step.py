@@ -13,6 +13,7 @@ from opd.records.json_fields import make_record
 from opd.records.rewards import RewardRecord
 from opd.records.staleness import count_ages
 from opd.records.tails import is_looping
+from opd.records.texts import TextSpending
 from opd.records.types import DomainStats, PushReport, Rollout, RolloutBatch, SavedCheckpoint, StepReport
 
 if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does not
@@ -20,6 +21,7 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 
 OPTIONAL_FIELDS = (
     "reward",
+    "texts",
     "looping_by_domain",
     "episodes",
     "restarted",
@@ -60,6 +62,10 @@ class DomainRecord:
     """Response tokens that carried loss."""
     samples: int = 0
     """Responses with a trained token."""
+    end_loss: float | None = None
+    """The objective's value at the tokens that end thoughts or turns, nats; None without `efforts`."""
+    end_tokens: int | None = None
+    """Number of these tokens."""
 
     @classmethod
     def from_stats(cls, stats: DomainStats) -> Self:
@@ -74,8 +80,14 @@ class DomainRecord:
             "student_mass": stats.student_mass_sum,
             "teacher_mass": stats.teacher_mass_sum,
         }
-        means = {name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)}
-        return cls(**means, tokens=stats.tokens, samples=stats.samples)
+        means: dict[str, Any] = {
+            name: total / stats.tokens for name, total in sums.items() if stats.tokens and not isnan(total)
+        }
+        ends = stats.end_tokens
+        at_ends: dict[str, Any] = (
+            {"end_loss": stats.end_sum / ends, "end_tokens": ends} if ends and not isnan(stats.end_sum) else {}
+        )
+        return cls(tokens=stats.tokens, samples=stats.samples, **means, **at_ends)
 
     def to_json(self) -> dict[str, float]:
         """Return name -> number, without those that are None."""
@@ -160,6 +172,8 @@ class StepRecord:
     """Domain with an environment -> record."""
     reward: RewardRecord | None = None
     """The policy gradient beside the divergence; None without `objective.reward`."""
+    texts: Mapping[str, TextSpending] = field(default_factory=dict)
+    """Expert that only writes text -> what its answers have taken since the run began."""
     skipped: bool = False
     """True if no token was trained, as while a critic learns alone: there was no optimiser step."""
     restarted: tuple[str, ...] = ()
@@ -233,6 +247,14 @@ def compute_token_mean(stats: Sequence[DomainRecord | PositionRecord], key: str)
     with_field = [record for record in stats if getattr(record, key) is not None]
     tokens = sum(record.tokens for record in with_field)
     return sum(getattr(record, key) * record.tokens for record in with_field) / tokens if tokens else None
+
+
+def compute_end_loss(stats: Sequence[DomainRecord]) -> float | None:
+    """Return the mean of `end_loss` over the tokens that end thoughts or turns; None where there are none."""
+    ends = [
+        (record.end_loss, record.end_tokens) for record in stats if record.end_loss is not None and record.end_tokens
+    ]
+    return sum(loss * count for loss, count in ends) / sum(count for _, count in ends) if ends else None
 
 
 def compute_mean_length(records: Sequence[StepRecord], domain: str) -> float | None:

@@ -318,6 +318,8 @@ class Teacher:
     """For a LoRA expert: the digest that its base would have as an expert of its own. Equal bases are loaded once."""
     probe: Probe | None = None
     """Lets the worker that loads the expert check that it is the registered one; None: not registered, or without a probe."""
+    has_model: bool = True
+    """False if it only writes text, behind a server: `model_dir` is the student's, and must not stand for it."""
 
 
 TeacherPrompts = Callable[[Rollout], tuple[int, ...]]
@@ -368,6 +370,10 @@ class DomainStats(Sums):
     """The differences of `gap_sum`, but of the stale tokens: how far the policy has moved since it wrote them."""
     taught_tokens: int = 0
     """Tokens that the domain's expert wrote. For these no log-prob of the student is known from an engine."""
+    end_tokens: int = 0
+    """Tokens that end thoughts or turns; counted only with `efforts`."""
+    end_sum: float = 0.0
+    """The objective's value at these, nats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

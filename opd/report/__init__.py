@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from opd.report.run import RunFiles, read_run
 from opd.report.summary import build_report, clear_domains, full_report, recovered_share
-from opd.report.tables import agent_rows, baseline_rows, domain_rows, length_rows, markdown_table, round_rows
+from opd.report.tables import (
+    agent_rows,
+    baseline_rows,
+    domain_rows,
+    effort_rows,
+    length_rows,
+    markdown_table,
+    round_rows,
+)
 from opd.report.write import Gate, write_report
 
 __all__ = [
@@ -15,6 +23,7 @@ __all__ = [
     "build_report",
     "clear_domains",
     "domain_rows",
+    "effort_rows",
     "full_report",
     "length_rows",
     "markdown_table",

@@ -17,6 +17,7 @@ from opd.records.sums import mean_or_none
 from opd.report import figures
 from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
+from opd.report.efforts import end_loss_plots
 from opd.report.exams import agent_exams, latest_exam, moves_label
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
@@ -36,6 +37,7 @@ OPTIONAL = (  # keys that a report may lack
     "mean_headroom_interval",
     "command",
     "curves",
+    "efforts",
     "guard",
     "lineage",
     "objectives",
@@ -253,6 +255,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         ),
         figures.draw_lines("truncated", "Responses cut at the token limit", curves, cut, percent=True),
         *reward_plots(curves, names),
+        *end_loss_plots(curves, names),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
     ]

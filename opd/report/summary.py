@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +16,7 @@ from opd.records.step import StepRecord, compute_mean_length, compute_token_mean
 from opd.records.sums import mean_or_none
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
+from opd.report.efforts import effort_report, end_loss_curves
 from opd.report.exams import answer_stats, latest_exam, success_by_length
 from opd.report.guard import guard_report
 from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
@@ -112,7 +114,8 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
-    are records `curves` and what is measured from records. `episodes` (of agents), `by_length`, `guard`, `evaluations`,
+    are records `curves` and what is measured from records. `texts` (calls and money), `efforts`, `episodes` (of agents), `by_length`, `guard`,
+    `evaluations`,
     `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
     """
@@ -130,8 +133,11 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
+        report |= {"texts": result} if (result := _list_spending(run.records[-1])) else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
         report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
+        last_steps = list(_group_steps(run.records, POINTS))[-1]
+        report |= {"efforts": efforts} if (efforts := effort_report(run, last_steps)) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     if points := _evaluation_curve(run):
         report["evaluations"] = points
@@ -151,6 +157,11 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     if going_on := describe_unfinished(run):
         report["unfinished"] = going_on
     return report | _manifest_fields(run.manifest)
+
+
+def _list_spending(record: StepRecord) -> dict[str, Any]:
+    """Return expert that only writes text -> what its answers have taken until this step."""
+    return {expert: asdict(spent) for expert, spent in record.texts.items()}
 
 
 def domain_objectives(pipeline: Mapping[str, Any]) -> dict[str, str]:
@@ -292,7 +303,8 @@ def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     sample_share and token_share (the domain's share of the steps' prompts and of their trained tokens).
     By place in the response: positions (loss, mean per token).
     Over all domains: truncated (share of the responses), tokens_per_s.
-    With rewards also the curves of `opd.report.rewards.reward_curves`, with agents those of `opd.report.agents.episode_curves`.
+    With rewards also the curves of `opd.report.rewards.reward_curves`, with agents those of `opd.report.agents.episode_curves`, with
+    efforts that of `opd.report.efforts.end_loss_curves`.
     """
     points = [list(part) for part in _group_steps(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
@@ -311,7 +323,7 @@ def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     curves["positions"] = _position_curves(points)
     curves["truncated"] = [_truncated_share(part) for part in points]
     curves["tokens_per_s"] = [_mean_rate(part) for part in points]
-    return curves | reward_curves(points, domains) | episode_curves(points)
+    return curves | reward_curves(points, domains) | episode_curves(points) | end_loss_curves(points, domains)
 
 
 def domain_shares(

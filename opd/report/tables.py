@@ -93,6 +93,22 @@ def _agent_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def effort_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each domain and effort: both, mean tokens of an answer of student before, expert and merged, their accuracies, and
+    the loss in nats where thoughts or turns end."""
+    models = ("before", "expert", "after")
+    return [
+        (
+            row["domain"],
+            row["effort"],
+            *(format_or_dash(row[f"{key}_tokens"], ".1f") for key in models),
+            *(format_or_dash(row[key], ".2f") for key in models),
+            format_or_dash(row["end_loss"], ".4f"),
+        )
+        for row in report.get("efforts", {}).get("rows", ())
+    ]
+
+
 def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each group of tasks of similar length; none if no task says its length.
 

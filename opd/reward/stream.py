@@ -13,9 +13,12 @@ import numpy as np
 
 from opd.config.reward import RewardConfig
 from opd.credit.interfaces import Credit
+from opd.interfaces import TextExperts
 from opd.records.episodes import BROKEN
 from opd.records.rewards import DomainReward, PolicyReport, PolicyStats, RewardRecord, RewardStep, compare_gradients
 from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.reward.budget import find_over_budget
+from opd.reward.preference import PreferenceRewards
 from opd.reward.verified import Failure, VerifiedRewards
 
 if TYPE_CHECKING:
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
 CREDIT = "credit"
 """Directory of a checkpoint in which the credit's state lies."""
+PREFERENCE = "preference"
+"""Directory of a checkpoint in which the discriminator's state lies."""
 NO_STATS = PolicyStats(tokens=0, loss_sum=0.0, masked=0)
 
 
@@ -30,33 +35,53 @@ class RewardStream:
     """Implements `opd.interfaces.Rewards`."""
 
     def __init__(
-        self, config: RewardConfig, domains: Collection[str], verified: VerifiedRewards, credit: Credit
+        self,
+        config: RewardConfig,
+        domains: Collection[str],
+        verified: VerifiedRewards,
+        credit: Credit,
+        preference: PreferenceRewards | None = None,
+        texts: TextExperts | None = None,
     ) -> None:
-        """Keep the settings: `domains` take part, and `verified` judges those of them that have no environment."""
+        """Keep the settings: `domains` take part; `preference` judges those that it names, `verified` the others without an
+        environment. `texts`: experts whose answers, in the place of responses, have no reward."""
         self._config = config
         self._domains = frozenset(domains)
         self._verified = verified
         self._credit = credit
+        self._preference = preference
+        self._texts = texts
         self._failures: list[Failure] = []
         self._step_work = RewardStep(weight=0.0, advantages={})
         self._readings: Mapping[str, float] = {}
 
     def judged(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
-        judged, self._failures = self._verified.add_rewards(batch, prompts)
-        # A game that is lost says nothing; in an exam that is a 0, too. What broke is not the student's fault, whatever it had
-        # earned by then: if only those counted that had earned something, the others' mean would be too high.
-        rewards = {
-            rollout.sample_id: None if rollout.stop_reason in BROKEN else rollout.reward or 0.0
-            for rollout, _ in self._select_segments(judged.rollouts)
-        }
-        paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in judged.rollouts)
-        return replace(judged, rollouts=tuple(paid))
+        written = [rollout for rollout in batch.rollouts if not self._is_taught(rollout)]
+        judged, self._failures = self._verified.add_rewards(replace(batch, rollouts=tuple(written)), prompts)
+        preferred = self._preference.judge(written) if self._preference else {}
+        segments = self._select_segments(judged.rollouts)
+        over_budget = find_over_budget(segments, self._config.budget)
+        rewards = {rollout.sample_id: rollout.reward for rollout in judged.rollouts}
+        for rollout, domain in segments:
+            is_preferred = self._preference is not None and domain in self._preference.domains
+            # While the discriminator learns alone, it says nothing of any response.
+            reward = preferred.get(rollout.sample_id) if is_preferred else rollout.reward or 0.0
+            if rollout.stop_reason in BROKEN:
+                # Not the student's fault, whatever it had earned by then: if only those counted that had earned something, the others'
+                # mean would be too high. A game that is lost says nothing and earned 0, as in an exam.
+                reward = None
+            elif reward is not None and self._config.budget is not None and rollout.episode in over_budget:
+                reward = self._config.budget.reward
+            rewards[rollout.sample_id] = reward
+        paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in batch.rollouts)
+        return replace(batch, rollouts=tuple(paid))
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
         taking_part = [rollout for rollout, _ in self._select_segments(rollouts)]
         assigned = self._credit.assign(step, taking_part)
         every = self._config.compare_every
-        self._readings = assigned.readings
+        learned = self._preference.learn(step, rollouts) if self._preference else {}
+        self._readings = {**assigned.readings, **learned}
         self._step_work = RewardStep(
             weight=self._config.weight_at(step) if assigned.warm else 0.0,
             advantages=penalise_turns(assigned.advantages, taking_part, self._config.penalty) if assigned.warm else {},
@@ -91,13 +116,18 @@ class RewardStream:
 
     def load(self, checkpoint: Path) -> None:
         self._credit.load(checkpoint / CREDIT)
+        if self._preference is not None:
+            self._preference.load(checkpoint / PREFERENCE)
+
+    def _is_taught(self, rollout: Rollout) -> bool:
+        return self._texts is not None and self._texts.is_taught(rollout)
 
     def _select_segments(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, str]]:
         """Return segment and domain of the episodes that began in one of the domains, whatever domain the segment itself has."""
         began: dict[str, str] = {}
         for rollout in rollouts:
             began.setdefault(rollout.episode, rollout.domain)
-        return [(r, began[r.episode]) for r in rollouts if began[r.episode] in self._domains]
+        return [(r, began[r.episode]) for r in rollouts if began[r.episode] in self._domains and not self._is_taught(r)]
 
 
 def penalise_turns(

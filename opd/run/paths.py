@@ -4,7 +4,8 @@
       pipeline.yaml   manifest.json             what the merge is, by name and by content
       metrics.jsonl   layouts.json              numbers of each step; how each teacher's and the trainer's rows are laid out
       targets/        checkpoints/              what a resume needs
-      judged.jsonl                              answers of the guard's judge, so that it is not asked twice
+      judged.jsonl    texts.jsonl               answers of the guard's judge, and of experts that only write text, so that
+                                                neither is asked twice
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
       monitors/       step-NNNNNN.json each     readings of a monitor that acted after this step, with samples
       traces/         step-NNNNNN.json each     some episodes of a few steps, turn by turn
@@ -76,6 +77,8 @@ class RunPaths:
     targets = Entry("targets")
     judge_answers = Entry("judged.jsonl")
     """The answers of the guard's judge in this run."""
+    texts = Entry("texts.jsonl")
+    """The answers of experts that only write text in this run."""
     checkpoints = Entry("checkpoints")
     model = Entry("model")
     adapter = Entry("adapter")

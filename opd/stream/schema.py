@@ -27,7 +27,7 @@ from opd.config.payloads import PAYLOADS
 from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, Columns
-from opd.records.types import EncodedRollout, Rollout
+from opd.records.types import Rollout
 from opd.settings.strict import DTYPE_BYTES
 from opd.stream import rollouts
 
@@ -79,8 +79,6 @@ class TargetRow:
     def as_sampled(self) -> TargetRow:
         """Return the row about the rollout as the student wrote it, whatever prompt and tokens the teacher read."""
         rollout = self.rollout.as_sampled()
-        if isinstance(self.rollout, EncodedRollout):
-            return replace(self, rollout=rollout, answer=self.answer.join_chunks(self.rollout.alignment))
         return self if rollout is self.rollout else replace(self, rollout=rollout)
 
     def with_weight(self, weight: float) -> TargetRow:

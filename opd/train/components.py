@@ -52,3 +52,14 @@ def _join_rows(column: Mapping[str, Floats], batch: MicroBatch, sample_ids: Sequ
     ]
     assert [len(row) for row in rows] == list(batch.trained_lengths)
     return torch.cat(rows) if rows else torch.zeros(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateWork:
+    """One rank's part of one update of a model that judges rows."""
+
+    step: int
+    lr: float
+    component: Component
+    """Weights of the tokens, and for a critic two columns: the returns of the states before the tokens, and its values of these states
+    when the step began."""

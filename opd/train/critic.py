@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from opd import cluster
 from opd.records.types import Rollout
 from opd.train.batch import OLD_VALUE, RETURN
 from opd.train.components import Component
-from opd.train.critic_rank import CriticOptions, CriticRank, UpdateWork
-from opd.train.ranks import Ranks, RanksSpec
+from opd.train.critic_rank import CriticOptions, CriticRank
+from opd.train.judging_ranks import JudgingRanks
+from opd.train.ranks import RanksSpec
 from opd.train.schedule import LearningRate
 
 if TYPE_CHECKING:
@@ -31,30 +31,18 @@ class CriticEngineSpec(RanksSpec):
     """Learning rate as a function of the step; all updates of a step have the same rate."""
 
 
-class DeepSpeedCritic(Ranks[CriticRank]):
+class DeepSpeedCritic(JudgingRanks[CriticRank]):
     """Computes the values of a step's states on all ranks, and updates the critic toward the step's returns."""
 
     def __init__(self, spec: CriticEngineSpec) -> None:
-        super().__init__(CriticRank, spec.rank, spec, "critic")
-        self._rate = spec.rate
-        self._plan: list[list[list[str]]] = []
-        """[rank][micro-batch] sample ids of the last `values` call, which `update` needs again."""
+        super().__init__(CriticRank, spec.rank, spec, "critic", spec.rate)
 
     def values(self, rollouts: Sequence[Rollout]) -> dict[str, Floats]:
         """Return sample id -> [N + 1] the value of the state before each trained token, and of the state behind the last token.
 
         Raises: what `opd.cluster.wait_for_all` raises.
         """
-        by_id = {rollout.sample_id: rollout for rollout in rollouts}
-        self._plan = self.plan_micro_batches(rollouts)
-        pending = [
-            rank.submit(CriticRank.values, [[by_id[i] for i in ids] for ids in part])
-            for rank, part in zip(self._ranks, self._plan, strict=True)
-        ]
-        values_by_sample: dict[str, Floats] = {}
-        for answer in cluster.wait_for_all(pending, timeout_s=self._timeout_s):
-            values_by_sample |= answer
-        return values_by_sample
+        return self._judge_rows(CriticRank.values, rollouts)
 
     def update(self, step: int, returns: Mapping[str, Floats], old_values: Mapping[str, Floats]) -> tuple[float, float]:
         """Take one optimiser step toward the returns of the rollouts of the last `values` call.
@@ -67,10 +55,5 @@ class DeepSpeedCritic(Ranks[CriticRank]):
         # The loss is the mean over all tokens. DeepSpeed averages gradients over ranks, and the number of ranks cancels that.
         weight = 1 / tokens * len(self._ranks)
         all_ranks = Component(weights=dict.fromkeys(returns, weight), columns={RETURN: returns, OLD_VALUE: old_values})
-        lr = self._rate.rate_at_step(step)
-        pending = []
-        for rank, part in zip(self._ranks, self._plan, strict=True):
-            work = UpdateWork(step=step, lr=lr, component=all_ranks.select_samples([i for ids in part for i in ids]))
-            pending.append(rank.submit(CriticRank.update, work))
-        results = cluster.wait_for_all(pending, timeout_s=self._timeout_s)
+        results = self._update_ranks(CriticRank.update, step, all_ranks)
         return sum(result.loss for result in results), results[0].grad_norm

@@ -13,7 +13,7 @@ import torch
 from opd.machine.devices import to_device
 from opd.records.types import Rollout
 from opd.train.batch import build_unscored_batch
-from opd.train.components import Component
+from opd.train.components import UpdateWork
 from opd.train.load import load_model_share
 from opd.train.value import Critic, find_state_indices
 from opd.train.zero import ModelOptions, ZeroEngine
@@ -31,17 +31,6 @@ class CriticOptions(ModelOptions):
     no bound. See `opd.losses.value.value_loss`."""
     freeze_attention: bool = False
     """True: the attention layers are not trained."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateWork:
-    """One rank's part of one update."""
-
-    step: int
-    lr: float
-    component: Component
-    """Weights of the tokens, and two columns: the returns of the states before the tokens, and the critic's values of these states
-    when the step began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,8 @@ class RankOptions(ModelOptions):
     Needs `lora`."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
+    end_token_ids: tuple[int, ...] = ()
+    """Tokens whose losses are reported by themselves, too: with `efforts` those that end thoughts or turns."""
 
 
 class TrainerRank(ZeroEngine):
@@ -187,7 +189,10 @@ class TrainerRank(ZeroEngine):
 
     def begin_step(self, work: RankWork, heads: Mapping[str, HeadSource]) -> None:
         """Keep the work of a step. `heads`: content hash -> source of an output head, which is read when a micro-batch needs it."""
-        self._step = _StepInput(work, heads, self._options.vocab_size, tuple(self._options.domain_objectives))
+        options = self._options
+        self._step = _StepInput(
+            work, heads, options.vocab_size, tuple(options.domain_objectives), options.end_token_ids
+        )
 
     def accumulate_micro_batch(self, index: int, left_out: frozenset[str], *parts: np.ndarray | Path) -> None:
         """Add the gradients of the step's micro-batch `index`. All ranks do this at the same time.
@@ -425,7 +430,12 @@ class TrainerRank(ZeroEngine):
         """
         key, budget = source.key, self._options.head_memory_bytes
         if key not in self._heads:
-            self._heads[key] = Head(source.read(self._hashed_heads).to(self._device), source.rule)
+            tables = source.read_tables()
+            self._heads[key] = Head(
+                source.read(self._hashed_heads).to(self._device),
+                source.rule,
+                None if tables is None else tables.to(self._device),
+            )
             while len(self._heads) > 1 and sum(h.weight_V_D.nbytes for h in self._heads.values()) > budget:
                 self._heads.popitem(last=False)
         self._heads.move_to_end(key)
@@ -448,14 +458,19 @@ class _StepInput:
     """The step that is being trained on this rank: its work, the rows that came and are not trained yet, and the sums so far."""
 
     def __init__(
-        self, work: RankWork, heads: Mapping[str, HeadSource], vocab_size: int, own_objectives: Sequence[str] = ()
+        self,
+        work: RankWork,
+        heads: Mapping[str, HeadSource],
+        vocab_size: int,
+        own_objectives: Sequence[str] = (),
+        end_token_ids: Sequence[int] = (),
     ) -> None:
-        """`own_objectives`: domains with an objective of their own."""
+        """`own_objectives`: domains with an objective of their own. `end_token_ids`: see `Totals`."""
         self.work = work
         self._own_objectives = own_objectives
         self._vocab_size = vocab_size
         self.heads = heads
-        self.totals = Totals()
+        self.totals = Totals(end_token_ids)
         self.comparison = GradientComparison()
         self.other_rollouts: list[tuple[Rollout, ...]] = []
         """For each micro-batch that was trained: its rollouts that take part in components beside the divergence. `rescale` needs

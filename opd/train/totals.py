@@ -177,7 +177,9 @@ class RankPolicy:
 class Totals:
     """Sums over the micro-batches of one rank in one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_token_ids: Sequence[int] = ()) -> None:
+        """`end_token_ids`: tokens whose losses are added up by themselves, too."""
+        self._end_ids_E = torch.tensor(end_token_ids, dtype=torch.long)
         self.loss = 0.0
         self.weight = 0.0
         """Sum of the divergence's weights over all tokens."""
@@ -218,6 +220,9 @@ class Totals:
         columns["drift_sum"] = torch.where(fresh_N, 0.0, columns["gap_sum"])
         columns["gap_sum"] = torch.where(fresh_N, columns["gap_sum"], 0.0)
         columns |= {"taught_tokens": ~batch.sampled_N, "stale_tokens": ~fresh_N & batch.sampled_N}
+        if len(self._end_ids_E):
+            ends_N = torch.isin(batch.token_N, self._end_ids_E)
+            columns |= {"end_tokens": ends_N, "end_sum": torch.where(ends_N, stats.kl_N, 0.0)}
         self._add_domains(batch, lengths_B, columns)
         self._add_positions(batch, stats.kl_N)
         self._add_turns(batch, stats.kl_N, columns["gap_sum"], fresh_N & batch.sampled_N)
@@ -244,7 +249,8 @@ class Totals:
         }
         for index, domain in enumerate(names):
             columns_of_domain: dict[str, Any] = {name: values[index] for name, values in sums.items()}
-            columns_of_domain |= {name: round(columns_of_domain[name]) for name in ("taught_tokens", "stale_tokens")}
+            counts = [name for name in ("taught_tokens", "stale_tokens", "end_tokens") if name in columns]
+            columns_of_domain |= {name: round(columns_of_domain[name]) for name in counts}
             row = DomainStats(tokens=tokens[index], samples=samples[index], **columns_of_domain)
             add_to_sums(self.domains, domain, row)
 

@@ -2,27 +2,21 @@
 
     the student's ids ─ bytes of each ─→ text between special tokens ─ the teacher's tokenizer ─→ ids ─ bytes of each ─→ alignment
 
-What is text stays text: a response that spells out a special token of the teacher's does not become that token. Bytes that are no
-UTF-8, of a character that was cut, become the teacher's tokens for single bytes.
+What is text stays text: a response that spells out a special token of the teacher's does not become that token.
 """
 
 from __future__ import annotations
 
-import copy
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from opd.records.types import EncodedRollout, Rollout
 from opd.vocabularies.alignment import Alignment, align_tokens
-from opd.vocabularies.byte_table import read_byte_table
+from opd.vocabularies.bytes_encoder import BytesEncoder, UnreadableResponseError
 from opd.vocabularies.shared_tokens import SharedTokens, find_shared_tokens
-
-
-class UnreadableResponseError(ValueError):
-    """A response that the teacher cannot read in its own tokens. The message says why."""
+from opd.vocabularies.spelling import Spelling, spell_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +38,16 @@ class ResponseEncoder:
 
         Raises: ValueError if the bytes of a tokenizer's tokens cannot be told.
         """
-        self._student, self._teacher = read_byte_table(student), read_byte_table(teacher)
+        own, self._encoder = BytesEncoder(student), BytesEncoder(teacher)
+        self._student, self._teacher = own.table, self._encoder.table
         names = {name: i for i, name in self._teacher.special.items()}
         same = {i: names[name] for i, name in self._student.special.items() if name in names}
         turn_end = next(iter(ends), None)
         self._special = {i: end if i == turn_end else same.get(i, end) for i, end in ends.items()}
         self._special |= {i: own for i, own in same.items() if i not in ends}
-        self._byte_tokens = self._teacher.find_byte_tokens()
-        self._backend = build_text_encoder(teacher)
         self._context = context
         self.shared: SharedTokens = find_shared_tokens(self._student, self._teacher, self._special)
+        self.spelling: Spelling = spell_tokens(self._teacher, self.shared, own.encode_bytes)
 
     def encode_response(self, token_ids: Sequence[int]) -> EncodedResponse:
         """Return a response, [N] ids of the student's, in the teacher's tokens. Raises: UnreadableResponseError."""
@@ -65,7 +59,7 @@ class ResponseEncoder:
             own = list(part)
             if special is None:
                 student_lengths += [len(self._student.token_bytes[i]) for i in own]
-                encoded = self._encode_bytes(self._student.join(own))
+                encoded = self._encoder.encode_bytes(self._student.join(own))
                 teacher_lengths += [len(self._teacher.token_bytes[i]) for i in encoded]
                 ids += encoded
             elif special in self._special:
@@ -88,77 +82,3 @@ class ResponseEncoder:
         if self._context is not None and length > self._context:
             raise UnreadableResponseError(f"{length} of the teacher's tokens, more than its context of {self._context}")
         return rollout.as_encoded(prompt_ids, encoded.token_ids, encoded.alignment)
-
-    def _encode_bytes(self, raw: bytes) -> list[int]:
-        """Return the teacher's ids of some bytes. Raises: UnreadableResponseError."""
-        ids: list[int] = []
-        for part, text in _split_utf8(raw):
-            ids += self._spell_bytes(part) if text is None else self._encode_text(text)
-        return ids
-
-    def _encode_text(self, text: str) -> list[int]:
-        """Return the teacher's ids of a text. Characters that its tokenizer changes, such as sentencepiece's mark for the blank, are
-        spelt in bytes. Raises: UnreadableResponseError."""
-        if (ids := self._find_ids(text)) is not None:
-            return ids
-        ids = []
-        for survives, part in groupby(text, lambda character: self._find_ids(character) is not None):
-            own = "".join(part)
-            own_ids = self._find_ids(own) if survives else self._spell_bytes(own.encode())
-            if own_ids is None:
-                raise UnreadableResponseError("text that the teacher's tokenizer does not give back as it was")
-            ids += own_ids
-        return ids
-
-    def _find_ids(self, text: str) -> list[int] | None:
-        """Return the teacher's ids of a text; None if these have other bytes."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        return ids if self._teacher.join(ids) == text.encode() else None
-
-    def _spell_bytes(self, raw: bytes) -> list[int]:
-        """Return the teacher's tokens for single bytes. Raises: UnreadableResponseError."""
-        if not self._byte_tokens.keys() >= set(raw):
-            raise UnreadableResponseError(f"{raw!r:.40}, which the teacher has no tokens for")
-        return [self._byte_tokens[byte] for byte in raw]
-
-
-def _split_utf8(raw: bytes) -> Iterator[tuple[bytes, str | None]]:
-    """Yield the parts of some bytes: those that are UTF-8 with their text, others with None."""
-    while raw:
-        try:
-            yield raw, raw.decode()
-            return
-        except UnicodeDecodeError as error:
-            if error.start:
-                yield raw[: error.start], raw[: error.start].decode()
-            yield raw[error.start : error.end], None
-            raw = raw[error.end :]
-
-
-def build_text_encoder(tokenizer: Any) -> Any:
-    """Return the tokenizer's backend as it encodes text that goes on within a turn: it puts no blank in front of the text, adds
-    nothing, and takes special tokens that are spelt out for plain text."""
-    from tokenizers import Tokenizer
-
-    settings = json.loads(tokenizer.backend_tokenizer.to_str())
-    settings = {**settings, "post_processor": None, "truncation": None, "padding": None}
-    settings["normalizer"] = _without_blank(settings["normalizer"])
-    settings["pre_tokenizer"] = _without_blank(settings["pre_tokenizer"])
-    backend = Tokenizer.from_str(json.dumps(settings))
-    backend.encode_special_tokens = True
-    return backend
-
-
-def _without_blank(part: Any) -> Any:
-    """Return a normaliser or pre-tokenizer that puts no blank in front of a text."""
-    if part is None or part["type"] == "Prepend":
-        return None
-    part = copy.deepcopy(part)
-    for key in ("normalizers", "pretokenizers"):
-        if key in part:
-            part[key] = [own for own in map(_without_blank, part[key]) if own is not None]
-    if part["type"] == "Metaspace":
-        part["prepend_scheme"] = "never"
-    if part["type"] == "ByteLevel":
-        part["add_prefix_space"] = False
-    return part

@@ -16,8 +16,6 @@ class SharedTokens:
 
     teacher_ids: np.ndarray[tuple[int], np.dtype[np.int32]]
     """[V] the teacher's id of each of the student's tokens; -1 if the teacher has no such token."""
-    teacher_size: int
-    """Ids that the teacher's tokenizer knows."""
 
 
 def find_shared_tokens(student: ByteTable, teacher: ByteTable, special: Mapping[int, int]) -> SharedTokens:
@@ -31,7 +29,7 @@ def find_shared_tokens(student: ByteTable, teacher: ByteTable, special: Mapping[
         if counterpart not in taken:
             taken.add(counterpart)
             teacher_ids[i] = counterpart
-    return SharedTokens(teacher_ids=teacher_ids, teacher_size=len(teacher.token_bytes))
+    return SharedTokens(teacher_ids=teacher_ids)
 
 
 def _index_bytes(table: ByteTable) -> dict[bytes, int]:

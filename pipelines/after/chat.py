@@ -9,8 +9,9 @@ from typing import Any
 from opd.errors import ConfigError, PromptError
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.weights import load_causal_lm
-from opd.prompts import encode_prompt
+from opd.prompts.encode import encode_prompt, mark_prompt
 from opd.rollouts.decoding import end_ids
+from pipelines.after.efforts import refuse_unknown_effort
 from pipelines.after.models import LocalModel
 from pipelines.inputs.read import load_tokenizer
 
@@ -33,6 +34,8 @@ class ChatOptions:
     """First message of every dialogue."""
     plain: bool = False
     """True if each line is continued as it is, even if the model has a chat template."""
+    effort: str | None = None
+    """One of the pipeline's efforts, of which the prompts tell the model."""
 
 
 class Chat:
@@ -51,7 +54,9 @@ class Chat:
                 wanted="a chat template, which has a place for it",
                 fix="leave it out, or write the text at the beginning of your lines",
             )
-        self._variables: dict[str, Any] = model.config.student.chat_template_kwargs if model.config else {}
+        refuse_unknown_effort(model, options.effort)
+        self._variables = model.config.chat_template_kwargs_at(options.effort) if model.config else {}
+        self._text = model.config.efforts[options.effort].text if model.config and options.effort else ""
         self._options, self._context = options, model.info.context
         self._stop_token_ids = model.info.eos_token_ids
         self._model = _load_model(model, options)
@@ -105,12 +110,11 @@ class Chat:
         from jinja2 import TemplateError
 
         if not self.templated:
-            return encode_prompt(self._tokenizer, line)
+            return encode_prompt(self._tokenizer, mark_prompt(line, self._text))
         system = [_make_message("system", self._options.system)] if self._options.system else []
         try:
-            return encode_prompt(
-                self._tokenizer, [*system, *map(dict, turns), _make_message("user", line)], **self._variables
-            )
+            messages = [*system, *map(dict, turns), _make_message("user", line)]
+            return encode_prompt(self._tokenizer, mark_prompt(messages, self._text), **self._variables)
         except (TemplateError, ValueError, TypeError) as error:
             raise PromptError.at(
                 "chat template",

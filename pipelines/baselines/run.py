@@ -36,7 +36,7 @@ from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.validity import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
-from pipelines.inputs.own_tokens import find_own_tokens
+from pipelines.inputs.own_tokens import find_own_tokens, find_text_experts
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
 from pipelines.merging.results import read_progress
@@ -98,6 +98,13 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
             found="no domain with an eval",
             wanted="at least one: baselines are compared by their accuracy",
             fix="set domains.NAME.eval",
+        )
+    for name in find_text_experts(inputs.scoring):
+        raise ConfigError.at(
+            f"experts.{name}",
+            found="an expert without a model here, which only writes text",
+            wanted="experts with models: methods merge their weights, or have them write in the student's tokens",
+            fix="compare a pipeline without this expert",
         )
     for name in methods:
         for expert in find_own_tokens(inputs.scoring) if name not in WITHOUT_EXPERTS else ():

@@ -24,13 +24,13 @@ from opd.machine.devices import to_device
 from opd.models.heads import Head, logit_rule
 from opd.models.layouts import find_positions_before_trained, lay_out_single
 from opd.models.weights import load_causal_lm
-from opd.payloads.aligned_states import AlignedRun
+from opd.payloads.aligned_states import AlignedRun, AlignedStates
 from opd.payloads.hidden_states import HiddenStates
 from opd.records.types import EncodedRollout, Rollout, Teacher
 from opd.stream.schema import TargetRow
 from opd.train.batch import build_micro_batch
 from opd.train.student import Student
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling, build_tables
 from teachers.probe import check_probe, cut_head
 from teachers.scorers import ScorerOptions, make_scorer
 from teachers.scorers.division import measure_free_memory
@@ -79,13 +79,11 @@ class TokensComparison:
     single: float | None = None
     """Share of the chunks that are one token on both sides."""
     student_mass: float | None = None
-    """The student's probability of the tokens that both vocabularies have."""
-    teacher_mass: float | None = None
-    """The teacher's, before each chunk."""
+    """The student's probability, before each chunk, of the tokens that are not longer than the teacher's."""
     gap: float | None = None
     """The objective's value, nats a token of the student's."""
     overlap: float | None = None
-    """Share of the chunks of one shared token before which both rank the same shared token first."""
+    """Share of the chunks of one token of the teacher's before which both rank the same token first."""
 
 
 class Comparer:
@@ -129,15 +127,16 @@ class Comparer:
         return TeacherComparison(kl=kl, overlap=overlap, prompt_nll=prompt_nll, answer_nll=answer_nll)
 
     def compare_own_tokens(
-        self, teacher: Teacher, shared: SharedTokens, rollouts: Sequence[EncodedRollout]
+        self, teacher: Teacher, spelling: Spelling, rollouts: Sequence[EncodedRollout]
     ) -> TokensComparison:
         """Measure a teacher with another tokenizer against the student, on the student's responses in the teacher's tokens."""
-        options = replace(self._options, payload=OWN_TOKENS, shared_tokens={teacher.name: shared})
+        options = replace(self._options, payload=OWN_TOKENS, spellings={teacher.name: spelling})
         scorer = make_scorer("transformers", options)
         broken: dict[str, str] = {}
         loss_head = LossHead(self._loss_head.weight, replace(self._loss, objective=AlignedKL()))
         try:
-            head = Head(scorer.head(teacher), scorer.head_rule(teacher))
+            tables = torch.from_numpy(build_tables(spelling).pack())
+            head = Head(scorer.head(teacher), scorer.head_rule(teacher), tables)
             heads = {scorer.head_key(teacher): head}
             rows = [row.as_sampled() for batch in scorer.score(teacher, rollouts, broken) for row in batch]
             if broken:
@@ -149,16 +148,16 @@ class Comparer:
         batch = build_micro_batch([(row,) for row in rows], getattr(torch, DTYPE))
         tokens = Tokens(batch.token_N, torch.ones(len(batch.token_N)), batch.behaviour_N)
         _, stats = loss_head(self._student_hidden(rows), tokens, [block.with_heads(heads) for block in batch.blocks])
-        blocks = [block for block in batch.blocks if isinstance(block, AlignedRun)]
-        first_N = torch.cat([block.columns.first_N for block in blocks])
-        single_N = torch.cat([block.columns.single_N for block in blocks])
-        one_shared_N = single_N & ~head.weight_V_D[batch.token_N, 0].isnan()
+        columns = [block.columns for block in batch.blocks if isinstance(block, AlignedRun)]
+        first_N = torch.cat([own.first_N for own in columns])
+        spelt_N = torch.cat([own.spelt_N for own in columns])
+        answers = [row.answer for row in rows if isinstance(row.answer, AlignedStates)]
+        counts = [pair for own in answers for pair in zip(own.student_counts, own.teacher_counts, strict=True)]
         return TokensComparison(
-            single=_mean_or_none(single_N[first_N].float().tolist()),
+            single=_mean_or_none([float(pair == (1, 1)) for pair in counts]),
             student_mass=_mean_or_none(stats.student_mass_N[first_N].tolist()),
-            teacher_mass=_mean_or_none(stats.teacher_mass_N[first_N].tolist()),
             gap=_mean_or_none(stats.kl_N.tolist()),
-            overlap=_mean_or_none(stats.agree_N[one_shared_N].tolist()),
+            overlap=_mean_or_none(stats.agree_N[first_N & spelt_N].tolist()),
         )
 
     def _measure_distance(self, teacher: Teacher, responses: Sequence[Rollout]) -> tuple[float | None, float | None]:

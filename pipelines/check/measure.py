@@ -18,13 +18,13 @@ from tempfile import TemporaryDirectory
 from experts.adapter import open_full_model
 from opd import cluster
 from opd.config import PipelineConfig
-from opd.config.domains import STUDENT, RegisteredExperts
+from opd.config.domains import RegisteredExperts
 from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.evaluator import BEFORE, EngineEvaluator
 from opd.interfaces import Evaluator, RolloutEngine
 from opd.records.types import EncodedRollout, Prompt, Rollout, Teacher
 from opd.text import Tell, format_or_dash
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling
 from pipelines.build import start_rollouts
 from pipelines.check.comparison import Comparer, TeacherComparison, TokensComparison
 from pipelines.check.judge import (
@@ -42,6 +42,7 @@ from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
 from pipelines.placement import place_rollouts
+from pipelines.routes import text_routes
 from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
@@ -116,14 +117,14 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         def compare_tokens(
-            teacher: Teacher, shared: SharedTokens, rollouts: Sequence[EncodedRollout]
+            teacher: Teacher, spelling: Spelling, rollouts: Sequence[EncodedRollout]
         ) -> TokensComparison:
-            call = comparer.submit(Comparer.compare_own_tokens, teacher, shared, rollouts)
+            call = comparer.submit(Comparer.compare_own_tokens, teacher, spelling, rollouts)
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
         own_tokens = measure_own_tokens(inputs, engine, compare_tokens)
-        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell)
+        evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell, inputs.expert_exams)
         self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
     findings = (
@@ -177,11 +178,12 @@ def measure_teachers(
     responses, texts = _sample_responses(inputs, engine), _reference_texts(config, inputs)
     own_tokens = find_own_tokens(inputs.scoring)
     # After the student's prompts these are not what they are in the merge.
-    left_out = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.model == STUDENT)}
+    left_out = {*config.teacher_prompts, *(name for name, e in config.inline_experts.items() if e.own_dir is None)}
+    left_out |= {expert for expert, _ in text_routes(config, inputs.routes).values()}
     left_out -= own_tokens
     if left_out:
         tell(
-            f"not compared, because they read prompts of their own or are the student itself: {', '.join(sorted(left_out))}"
+            f"not compared, because they read prompts of their own, are the student itself or only write text: {', '.join(sorted(left_out))}"
         )
     tell(f"the student answered the exams of {len(student_accuracy)} domains")
     student = Teacher(name="student", model_dir=config.student.model.absolute())

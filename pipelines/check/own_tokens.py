@@ -10,14 +10,14 @@ from opd.interfaces import RolloutEngine
 from opd.records.types import EncodedRollout, Rollout, Teacher, WeightedTeacher
 from opd.text import format_or_dash
 from opd.vocabularies.response_encoder import UnreadableResponseError
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling
 from pipelines.check.comparison import TokensComparison
 from pipelines.check.judge import FAR_APART, CheckFinding
 from pipelines.inputs.read import Inputs
 
 COMPARED = 8
 """Number of responses of each domain on which student and expert are compared."""
-CompareTokens = Callable[[Teacher, SharedTokens, Sequence[EncodedRollout]], TokensComparison]
+CompareTokens = Callable[[Teacher, Spelling, Sequence[EncodedRollout]], TokensComparison]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +36,8 @@ class MeasuredTokens:
         compared = self.compared
         return (
             f"{self.domain}: expert {self.expert} reads tokens of its own: {format_or_dash(compared.single, '.0%')} of the pieces of "
-            f"text are one token on both sides; shared tokens have {format_or_dash(compared.teacher_mass, '.1%')} of its "
-            f"probability and {format_or_dash(compared.student_mass, '.1%')} of the student's; gap "
+            f"text are one token on both sides; tokens that are not longer than its own have "
+            f"{format_or_dash(compared.student_mass, '.1%')} of the student's probability; gap "
             f"{format_or_dash(compared.gap, '.3f')} nats a token; same first token "
             f"{format_or_dash(compared.overlap, '.0%')}; unreadable {len(self.unreadable)} of {self.responses} responses"
         )
@@ -72,7 +72,7 @@ def _measure_expert(
         expert=expert.teacher.name,
         responses=len(rollouts),
         unreadable=tuple(unreadable),
-        compared=compare(expert.teacher, expert.encoder.shared, encoded),
+        compared=compare(expert.teacher, expert.encoder.spelling, encoded),
     )
 
 
@@ -97,6 +97,8 @@ def judge_tokens(measured: Sequence[MeasuredTokens], max_quarantined: float) -> 
                 domain=expert.domain,
                 message=f"expert `{expert.expert}` and the student rank the same token first on {compared.overlap:.0%} of the tokens "
                 f"that both have, less than {FAR_APART:.0%}: of another lineage",
-                fix="train the student on some text of the expert's first (`opd experts train` with the student as base), or "
-                "choose a student that is nearer to it",
+                fix=f"let the student learn some of its answers first: `vllm serve` it, and begin with a round of some 50 steps "
+                f"with experts.{expert.expert}={{domain: {expert.domain}, engine: {{kind: text, base_url: "
+                f"http://127.0.0.1:8000/v1, model: {expert.expert}, temperature: 1}}}} and "
+                f"domains.{expert.domain}.objective={{kind: sft}} (docs/tokenizers.md); or choose a student that is nearer to it",
             )

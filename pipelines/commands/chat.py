@@ -15,7 +15,13 @@ from pipelines.commands.shell import ModelArgument, avoid_spinning, help_example
 app = typer.Typer()
 
 
-@app.command(epilog=help_examples("opd chat runs/quickstart", "opd chat runs/quickstart/model --temperature 0.7"))
+@app.command(
+    epilog=help_examples(
+        "opd chat runs/quickstart",
+        "opd chat runs/quickstart/model --temperature 0.7",
+        "opd chat runs/mine --effort low",
+    )
+)
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="First message of every dialogue.")] = None,
@@ -26,6 +32,9 @@ def chat(
     seed: Annotated[
         int, typer.Option(min=0, max=2**63 - 1, help="Decides what is sampled at a temperature above 0.")
     ] = 0,
+    effort: Annotated[
+        str | None, typer.Option(metavar="NAME", help="One of the efforts that the merge was trained for.")
+    ] = None,
     plain: Annotated[
         bool, typer.Option("--plain", help="Continue each line as it is, though the model has a chat template.")
     ] = False,
@@ -37,7 +46,7 @@ def chat(
     avoid_spinning()  # before the next line imports torch
     from pipelines.after.chat import Chat, ChatOptions, run_dialogue
 
-    options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain)
+    options = ChatOptions(temperature=temperature, seed=seed, system=system, plain=plain, effort=effort)
     if max_new_tokens is None and local_model.config:
         max_new_tokens = local_model.config.rollout.max_new_tokens
     if max_new_tokens is not None:  # else the default of `ChatOptions`

@@ -17,6 +17,17 @@ app = typer.Typer()
 DOMAIN_COLUMNS = ("domain", "student before", "expert", "merged", "headroom recovered")
 BASELINE_COLUMNS = ("method", "share", "response tokens", "seeds", "headroom recovered", "out of date")
 AGENT_COLUMNS = ("domain", "episodes", "turns", "reward", "with loss", "forks", "turns lost", "broken", "gap of a turn")
+EFFORT_COLUMNS = (
+    "domain",
+    "effort",
+    "tokens before",
+    "expert",
+    "merged",
+    "right before",
+    "expert",
+    "merged",
+    "loss at ends",
+)
 LENGTH_COLUMNS = ("domain", "right moves", "tasks", "student before", "expert", "merged")
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
@@ -102,9 +113,10 @@ def _print_markdown(contents: dict[str, Any]) -> None:
 
 def _further_tables(contents: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Return title, columns and rows of those of these tables that have rows."""
-    from opd.report import agent_rows, baseline_rows, length_rows
+    from opd.report import agent_rows, baseline_rows, effort_rows, length_rows
 
     tables = [
+        ("efforts", EFFORT_COLUMNS, effort_rows(contents)),
         ("agents", AGENT_COLUMNS, agent_rows(contents)),
         ("success by the length of the task (95 % interval)", LENGTH_COLUMNS, length_rows(contents)),
         ("beside other ways to merge", BASELINE_COLUMNS, baseline_rows(contents)),
@@ -118,5 +130,7 @@ def _print_remarks(contents: dict[str, Any]) -> None:
         print_line(f"lineage: {line}")
     if "unfinished" in contents:
         print_line(f"not finished: {contents['unfinished']}")
+    for line in contents.get("efforts", {}).get("falls", ()):
+        print_line(f"efforts: {line}")
     for line in contents.get("stale", ()):
         print_line(f"out of date: {line}")

@@ -23,6 +23,7 @@ from pipelines.evaluation.models import (
     make_own_subject,
     with_all_domains,
 )
+from pipelines.inputs.own_tokens import find_text_experts
 from pipelines.inputs.prompts import load_own_exams
 from pipelines.inputs.read import Inputs, as_teacher, read_rounds
 from pipelines.inputs.template_date import with_template_date
@@ -63,11 +64,15 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
 
 
 def _domains_by_expert(rounds: Sequence[Inputs]) -> dict[Teacher, tuple[str, ...]]:
-    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round."""
+    """Return expert -> the domains that it teaches. If two rounds have experts of one name, the later name says its round.
+
+    Experts that only write text are left out: they have no model here.
+    """
     experts: dict[tuple[str, str], tuple[Teacher, list[str]]] = {}
     for number, round_inputs in enumerate(rounds, start=1):
+        text_experts = find_text_experts(round_inputs.scoring)
         for domain, assigned in round_inputs.routes.items():
-            for teacher in (a.teacher for a in assigned):
+            for teacher in (a.teacher for a in assigned if a.teacher.name not in text_experts):
                 key = teacher.name, teacher.digest
                 if key not in experts:
                     is_taken = any(name == teacher.name for name, _ in experts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from opd.config import PipelineConfig
-from opd.config.domains import STUDENT
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from pipelines.routes import RoutedExpert
@@ -19,7 +18,7 @@ def refuse_other_bases(config: PipelineConfig, experts: Mapping[str, RoutedExper
     """
     for name, expert in experts.items():
         inline = config.inline_experts.get(name)
-        if inline is not None and inline.model == STUDENT:
+        if inline is not None and inline.own_dir is None:
             continue  # the base alone
         if not isinstance(config.engine_of(name), TrainerTeachers):
             continue

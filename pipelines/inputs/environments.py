@@ -45,7 +45,7 @@ def episode_options(config: PipelineConfig, judged: Path | None = None) -> dict[
         if domain.environment is not None:
             options[name] = _environment_options(config, name, domain, judged)
         elif domain.agent is not None:
-            options[name] = _agent_options(config, domain, judged)
+            options[name] = _agent_options(config, name, domain, judged)
     return options
 
 
@@ -64,14 +64,14 @@ def _environment_options(
         max_broken=environment.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
-        chat_template_kwargs=config.student.chat_template_kwargs,
+        chat_template_kwargs=config.chat_template_kwargs_of(name),
         compaction=_compaction_options(config, environment.context),
         guard=guard_of_domain(config, domain, judged),
         sub_agents=sub_agents_options(config, name, environment),
     )
 
 
-def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | None) -> AgentOptions:
+def _agent_options(config: PipelineConfig, name: str, domain: DomainConfig, judged: Path | None) -> AgentOptions:
     """Return the options of a domain's agent. Files of the current directory in its command become absolute paths, because the
     program runs in another directory."""
     agent = domain.agent
@@ -91,7 +91,7 @@ def _agent_options(config: PipelineConfig, domain: DomainConfig, judged: Path | 
         max_broken=agent.max_broken,
         template_date=config.student.template_date,
         tool_call_parser=config.student.tool_call_parser,
-        chat_template_kwargs=config.student.chat_template_kwargs,
+        chat_template_kwargs=config.chat_template_kwargs_of(name),
         guard=guard_of_domain(config, domain, judged),
     )
 

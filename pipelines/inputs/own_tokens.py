@@ -66,6 +66,12 @@ def find_own_tokens(scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[s
     return {a.teacher.name for assigned in scoring.values() for a in assigned if a.encoder is not None}
 
 
+def find_text_experts(scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> set[str]:
+    """Return the names of the teachers that only write text behind a server: there is no model of theirs here. `scoring`:
+    `Inputs.scoring`."""
+    return {a.teacher.name for assigned in scoring.values() for a in assigned if not a.teacher.has_model}
+
+
 def build_encoders(
     student: ModelInfo, student_tokenizer: Any, tokenizers: Mapping[str, Any], scorers: Mapping[str, RoutedExpert]
 ) -> dict[str, ResponseEncoder]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,12 @@ def load_exams(
     *,
     samples: int | None = None,
     sources: Mapping[str, Path | PromptsConfig] | None = None,
+    effort: bool = True,
 ) -> dict[str, DomainExam]:
     """Return the exam of every domain (or of those named) with an `eval`: its first `samples` held-out prompts and its verifier.
 
     `samples` defaults to `evaluate.samples`; `tell` is explained at `load_training`. `sources`: domain -> training prompts out
-    of which an exam with `holdout` is taken; by default those that the pipeline or the registry names.
+    of which an exam with `holdout` is taken; by default those that the pipeline or the registry names. `effort`: see `read_prompts`.
     Raises: PromptError if prompts cannot be read or judged; ConfigError if a verifier's function does not exist.
     """
     exams = {}
@@ -68,7 +70,8 @@ def load_exams(
             continue
         source = _find_exam_source(config, name, domain.eval, sources)
         # If the source also serves training, its notices have been told there.
-        prompts = read_prompts(config, name, source, tokenizer, tell if domain.eval.prompts else lambda _: None)
+        heard = tell if domain.eval.prompts else lambda _: None
+        prompts = read_prompts(config, name, source, tokenizer, heard, effort=effort)
         if domain.eval.holdout is not None:
             prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
@@ -113,32 +116,66 @@ def load_own_exams(
 
 
 def read_prompts(
-    config: PipelineConfig, domain: str, source: Path | PromptsConfig, tokenizer: Any, tell: Tell = lambda _: None
+    config: PipelineConfig,
+    domain: str,
+    source: Path | PromptsConfig,
+    tokenizer: Any,
+    tell: Tell = lambda _: None,
+    *,
+    effort: bool = True,
 ) -> PromptTable:
     """Return a domain's prompts in the student's tokens. Raises: PromptError.
 
-    `tell` gets a sentence about each part of the source that is not read, or not read in the obvious way.
+    `tell` gets a sentence about each part of the source that is not read, or not read in the obvious way. Without `effort` the prompts
+    have no tag of the domain's effort.
     """
     student = config.student
     if config.domains[domain].has_episodes and is_here(source):
         # In a domain with episodes the environment or program decides on tools and variables of the template, not the file.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
-    prompts = load_prompts(source, domain, tokenizer, student.template_date, student.chat_template_kwargs)
-    for notice in collect_notices(source, prompts, tokenizer, student.template_date, student.chat_template_kwargs):
+    variables = config.chat_template_kwargs_of(domain, effort=effort)
+    text = config.effort_text_of(domain) if effort else ""
+    prompts = load_prompts(source, domain, tokenizer, student.template_date, variables, text)
+    for notice in collect_notices(source, prompts, tokenizer, student.template_date, variables):
         tell(notice)
     return prompts
 
 
 def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
     """Refuse variables that the student's chat template does not read, such as misspelt ones. Raises: ConfigError."""
-    unread = find_unread_variable(config.student.chat_template_kwargs, tokenizer)
-    if unread is not None:
-        raise ConfigError.at(
-            f"student.chat_template_kwargs.{unread}",
-            found=f"a variable that the chat template of {config.student.model} does not read",
-            wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
-            fix="correct the name, or leave it out",
-        )
+    sections = {"student.chat_template_kwargs": dict(config.student.chat_template_kwargs)} | {
+        f"efforts.{name}.chat_template_kwargs": effort.list_variables(name) for name, effort in config.efforts.items()
+    }
+    for key, variables in sections.items():
+        unread = find_unread_variable(variables, tokenizer)
+        if unread is not None:
+            otherwise = "leave it out" if key.startswith("student.") else "give `text` in its place"
+            raise ConfigError.at(
+                f"{key}.{unread}",
+                found=f"a variable that the chat template of {config.student.model} does not read",
+                wanted="variables of this template" if tokenizer.chat_template else "a student with a chat template",
+                fix=f"correct the name, or {otherwise}",
+            )
+
+
+def refuse_equal_efforts(config: PipelineConfig, tables: Mapping[str, PromptTable]) -> None:
+    """Refuse efforts of which the student's prompts do not tell, because their tags change nothing. `tables`: training prompts by domain.
+
+    Raises: PromptError.
+    """
+    domains = [(*config.split_effort(name), name) for name in tables]
+    for (domain, effort, name), (other_domain, other, other_name) in combinations(domains, 2):
+        if domain != other_domain or effort is None or other is None or effort == other:
+            continue
+        table = tables[name]
+        equal = table.find_equal_row(tables[other_name])
+        if equal is not None:
+            raise PromptError.at(
+                f"efforts.{effort}, efforts.{other}",
+                found=f"the same prompt for both, such as {table[equal].id} of {table.rows.label}",
+                wanted="tags that the prompts show: a chat template that reads efforts.*.chat_template_kwargs, or efforts.*.text",
+                fix=f'give each effort a text, such as `{effort}: {{text: "{effort} "}}`',
+            )
 
 
 def find_unread_variable(variables: Mapping[str, Any], tokenizer: Any) -> str | None:
@@ -174,7 +211,7 @@ def registered_prompts(config: PipelineConfig, domain: str, *, only_here: bool =
     elif named is not None:
         names = [max(sorted(named), key=lambda name: named[name])]
     experts = [registry.get(name) for name in names if not only_here or name in registry.names()]
-    sources = [e.prompts for e in experts if named is not None or e.domain == domain]
+    sources = [e.prompts for e in experts if named is not None or e.domain in (domain, config.split_effort(domain)[0])]
     return Path(sources[0]) if sources and sources[0] else None
 
 
@@ -273,13 +310,17 @@ def _split_sides(prompts: PromptTable, share: float, *, held_out: bool) -> Promp
 
 
 def refuse_unrewardable(
-    config: PipelineConfig, prompts: Mapping[str, PromptTable], exams: Mapping[str, DomainExam]
+    config: PipelineConfig,
+    prompts: Mapping[str, PromptTable],
+    exams: Mapping[str, DomainExam],
+    preferred: Collection[str] = (),
 ) -> None:
-    """Refuse a rewarded domain with a training prompt that its verifier cannot judge, or must not judge. Raises: PromptError."""
+    """Refuse a rewarded domain with a training prompt that its verifier cannot judge, or must not judge. A discriminator judges the
+    domains in `preferred`. Raises: PromptError."""
     if config.objective.reward is None:
         return
     for name, domain in config.domains.items():
-        if not domain.is_rewarded or domain.has_episodes:
+        if not domain.is_rewarded or domain.has_episodes or name in preferred:
             continue
         table = prompts[name]
         for index in range(0, len(table), max(1, len(table) // TRIED)):

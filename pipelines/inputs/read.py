@@ -6,7 +6,7 @@ This reads headers, JSON and prompts. It loads no model and uses no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from pipelines.inputs.prompts import (
     load_exams,
     load_own_exams,
     load_training,
+    refuse_equal_efforts,
     refuse_leaks,
     refuse_unread_variables,
     refuse_unrewardable,
@@ -63,8 +64,9 @@ from pipelines.inputs.teacher_prompts import (
     with_teacher_columns,
 )
 from pipelines.inputs.template_date import set_template_date
+from pipelines.inputs.text_teachers import refuse_unaskable, refuse_unfit_texts
 from pipelines.inputs.user_engine import refuse_unfit, refuse_unplaced
-from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes
+from pipelines.routes import START, RoutedExpert, preferred_domains, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
 from pipelines.sizing.gpu_memory import refuse_idle_gpus
 from pipelines.sizing.memory import refuse_no_room
@@ -87,6 +89,8 @@ class Inputs(Teaching):
     """The inputs of a merge, checked."""
 
     exams: dict[str, DomainExam]
+    expert_exams: dict[str, DomainExam]
+    """Exams of the domains whose experts are asked otherwise than the student: without the tag of the effort."""
     own_tokenizers: dict[str, Any]
     """Expert -> its tokenizer, of those that read tokens of their own."""
     own_exams: dict[str, DomainExam]
@@ -125,6 +129,7 @@ def read_teachers(config: PipelineConfig) -> Teaching:
     import_lightly(TRANSFORMERS)  # not earlier, so that the refusals above come without the seconds of this import
     refuse_unfit_prompts(config, scorers, scoring)
     refuse_unfit_tokens(config, scoring)
+    refuse_unfit_texts(config, routes)
     teaching = Teaching(
         student=student, scorers=scorers, routes=routes, scoring=scoring, warnings=(*warnings, *notices)
     )
@@ -183,6 +188,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     sources = with_teacher_columns(config, routes, sources)
     notices = _warn_of_slow_types(config)
     every = load_training(config, sources, tokenizer, notices.append)
+    refuse_equal_efforts(config, every)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)
     own_exams: dict[str, DomainExam] = {}
     for domain, name in ((domain, own.teacher.name) for domain, own in leading.items() if domain in exams):
@@ -195,7 +201,8 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     _refuse_all_too_long(prompts, config.rollout.max_model_len)
     check_environments(config, prompts, tokenizer, teaching.student.eos_token_ids)
     refuse_other_tasks(config, prompts, exams)
-    refuse_unrewardable(config, prompts, exams)
+    refuse_unrewardable(config, prompts, exams, preferred_domains(config, routes))
+    refuse_unaskable(config, routes, prompts)
     check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,
@@ -213,6 +220,9 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
         ),
         prompts=prompts,
         exams=exams,
+        expert_exams=load_exams(
+            config, tokenizer, _select_untagged(config, routes), samples=exam.samples, sources=sources, effort=False
+        ),
         own_tokenizers={name: teacher_tokenizers[name] for name in own_tokenizers},
         own_exams=own_exams,
         untrained=_untrained_tokens(config, teaching.routes, tokenizer),
@@ -283,12 +293,9 @@ def _read_experts(config: PipelineConfig, student: ModelInfo) -> dict[str, Route
 
 
 def _read_inline_expert(name: str, expert: ExpertConfig, student: ModelInfo, hashes: Hashes) -> RoutedExpert:
-    info, adapter = (
-        (student, None) if expert.model == STUDENT else inspect_expert(Path(expert.model), expert.base, hashes)
-    )
-    return RoutedExpert(
-        teacher=as_teacher(name, info, adapter), domain=expert.domain, info=info, adapter=adapter, prompts=None
-    )
+    info, adapter = inspect_expert(expert.own_dir, expert.base, hashes) if expert.own_dir else (student, None)
+    teacher = replace(as_teacher(name, info, adapter), has_model=expert.model is not None)
+    return RoutedExpert(teacher=teacher, domain=expert.domain, info=info, adapter=adapter, prompts=None)
 
 
 def _read_registered_expert(registry: Registry, name: str, hashes: Hashes) -> RoutedExpert:
@@ -331,6 +338,20 @@ def names_in_use(experts: RegisteredExperts, registry: Registry) -> list[str]:
             "experts.use", found=f"`{twice[0]}` twice", wanted="each expert once", fix="delete one of the two"
         )
     return names
+
+
+def _select_untagged(config: PipelineConfig, routes: Mapping[str, Sequence[WeightedTeacher]]) -> list[str]:
+    """Return the domains whose leading expert reads the student's prompt without the tag of the effort."""
+    prompts = {
+        domain: config.teacher_prompts[assigned[0].teacher.name]
+        for domain, assigned in routes.items()
+        if assigned[0].teacher.name in config.teacher_prompts and not reads_own_tokens(config, assigned[0].teacher.name)
+    }
+    return [
+        domain
+        for domain, prompt in prompts.items()
+        if config.domains[domain].effort is not None and prompt.effort is False and not prompt.has_messages
+    ]
 
 
 def _untrained_tokens(
@@ -388,7 +409,11 @@ def _warn_of_twins(experts: Mapping[str, RoutedExpert], config: PipelineConfig) 
     """Return a warning for each expert that has the same weights as another one, unless a prompt tells them apart, or it is the student
     on purpose."""
     students = {name for name, expert in config.inline_experts.items() if expert.model == STUDENT}
-    experts = {name: expert for name, expert in experts.items() if name not in {*config.teacher_prompts, *students}}
+    experts = {
+        name: expert
+        for name, expert in experts.items()
+        if name not in {*config.teacher_prompts, *students} and expert.teacher.has_model
+    }
     name_by_digest: dict[str, str] = {}
     return [
         f"experts `{name_by_digest[digest]}` and `{name}` have the same weights: one teacher under two names"

@@ -37,8 +37,8 @@ def _find_reasons(config: PipelineConfig, lm: Any) -> Iterator[str]:
 
     if config.trainer.compile:
         yield "trainer.compile"
-    if config.objective.has_critic:
-        yield "a critic (objective.reward.baseline)"
+    for name in config.objective.judging_models:
+        yield f"a {name} (objective.reward)"
     environments = [domain.environment for domain in config.domains.values() if domain.environment]
     if any(e.turn_weights.divergence for e in environments if e.turn_weights):
         yield "weights of turns that depend on the divergence of earlier ones"

@@ -75,7 +75,7 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
         settings = config.domains[name]
         training = find_prompts(name, settings, None if settings.prompts else registered_prompts(config, name))
         teachers = tuple(
-            build_prompt_spec(config, expert, teacher_tokenizers[expert], tokenizer)
+            build_prompt_spec(config, expert, name, teacher_tokenizers[expert], tokenizer)
             for expert in _find_prompted_experts(config, name, teacher_tokenizers)
         )
         columns = [column for spec in teachers if spec.config for column in spec.config.more_columns]
@@ -87,7 +87,9 @@ def show_prompts(config: PipelineConfig, domain: str | None, count: int) -> Iter
 
 def _find_prompted_experts(config: PipelineConfig, domain: str, prompted: Collection[str]) -> list[str]:
     """Return those of the `prompted` experts that teach a domain, as far as the pipeline itself says which they are."""
-    own = [name for name, expert in config.inline_experts.items() if expert.domain == domain]
+    served = {name: expert.domain for name, expert in config.inline_experts.items()}
+    own = [name for name in served if served[name] == domain]
+    own = own or [name for name in served if served[name] == config.split_effort(domain)[0]]
     names = config.domains[domain].teacher_names or own
     return [name for name in names if name in prompted]
 
@@ -113,8 +115,8 @@ def _shown_source(
         line = used.rows[int(used.indices[index])]
         yield ""
         yield f"{prompt.id}: {len(prompt.token_ids)} tokens" + (f", answer {line.answer!r}" if line.answer else "")
-        variables = {**student.chat_template_kwargs, **line.variables}
-        yield f"  text: {render_prompt(tokenizer, line.prompt, student.template_date, **variables)!r}"
+        variables = {**config.chat_template_kwargs_of(domain), **line.variables}
+        yield f"  text: {render_prompt(tokenizer, prompt.text, student.template_date, **variables)!r}"
         yield f"  ids:  {' '.join(map(str, prompt.token_ids))}"
         for spec in teachers:
             shown = render_teacher_prompt(spec, used.rows, domain, int(used.indices[index]))

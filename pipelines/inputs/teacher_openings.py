@@ -65,7 +65,14 @@ def load_openings(
     template that cannot hold a dialogue, or an environment that begins an episode with a text.
     """
     tools = _read_tools(config, spec, prompts)
-    student = replace(spec, key=f"domains.{prompts.domain}.prompts", config=None, tokenizer=spec.student_tokenizer)
+    student = replace(
+        spec,
+        key=f"domains.{prompts.domain}.prompts",
+        config=None,
+        tokenizer=spec.student_tokenizer,
+        student_variables=config.chat_template_kwargs_of(prompts.domain),
+        text=config.effort_text_of(prompts.domain),
+    )
 
     def load(side: TeacherPromptSpec) -> TeacherPromptTable:
         is_text = isinstance(prompts[0].text, str)

@@ -116,16 +116,22 @@ def with_teacher_columns(
     return changed
 
 
-def build_prompt_spec(config: PipelineConfig, expert: str, tokenizer: Any, student_tokenizer: Any) -> TeacherPromptSpec:
-    """Return all that decides what an expert with a prompt or tokens of its own reads. `tokenizer`: of `load_teacher_tokenizers`."""
+def build_prompt_spec(
+    config: PipelineConfig, expert: str, domain: str, tokenizer: Any, student_tokenizer: Any
+) -> TeacherPromptSpec:
+    """Return all that decides what an expert with a prompt or tokens of its own reads in a domain. `tokenizer`: of
+    `load_teacher_tokenizers`."""
+    prompt = config.teacher_prompts.get(expert)
+    reads_effort = prompt is None or prompt.effort is not False
     return TeacherPromptSpec(
         key=name_prompt(config, expert),
-        config=config.teacher_prompts.get(expert),
+        config=prompt,
         own_tokens=reads_own_tokens(config, expert),
         tokenizer=tokenizer,
         student_tokenizer=student_tokenizer,
         day=config.student.template_date,
-        student_variables=config.student.chat_template_kwargs,
+        student_variables=config.chat_template_kwargs_of(domain, effort=reads_effort),
+        text=config.effort_text_of(domain) if reads_effort else "",
     )
 
 
@@ -150,7 +156,7 @@ def add_teacher_prompts(
         name = assigned.teacher.name
         if name not in tokenizers:
             return assigned
-        spec = build_prompt_spec(config, name, tokenizers[name], student_tokenizer)
+        spec = build_prompt_spec(config, name, domain, tokenizers[name], student_tokenizer)
         if config.domains[domain].environment is not None:
             table: TeacherPromptTable | TeacherOpenings = load_openings(config, spec, prompts[domain], stop_token_ids)
         else:

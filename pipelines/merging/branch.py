@@ -193,6 +193,7 @@ def _state_requirements(config: PipelineConfig) -> dict[str, str]:
     return {
         "student.lora": ", ".join(f"{key} {value}" for key, value in adapters.items()) or "none",
         "objective.reward.baseline": _describe_baseline(reward.baseline) if reward else "none",
+        "objective.reward.preference": "a discriminator" if reward and reward.preference else "none",
         "domains": ", ".join(sorted(config.domains)),
     }
 
@@ -209,6 +210,8 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
     reward = config.objective.reward
     if reward is not None and isinstance(reward.baseline, CriticBaseline | EmaBaseline):
         needed["objective.reward.baseline"] = "the checkpoint has what it learned"
+    if reward is not None and reward.preference is not None:
+        needed["objective.reward.preference"] = "the checkpoint has what it learned"
     if not isinstance(config.balance, SamplesBalance):
         needed["domains"] = f"balance {config.balance.kind} counts what each of them got in the steps before"
     return needed

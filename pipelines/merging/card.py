@@ -40,7 +40,7 @@ def model_card(
         "",
         f"- Student: `{config.student.model.name}` ({inputs.student.architecture}, {inputs.student.parameters:,} parameters)",
         f"- Steps: {config.trainer.steps} of {config.trainer.samples_per_step} responses, lr {config.trainer.lr:g}, seed {config.seed}",
-        *_extrapolation_line(config),
+        *_extrapolation_lines(config),
         *([f"- LoRA: {inputs.trained:,} parameters, rank {lora.r}, alpha {lora.alpha:g}"] if lora else []),
         *(f"- Lineage: {line}" for line in format_events((manifest or {}).get(LINEAGE, ()))),
         "",
@@ -128,11 +128,15 @@ def _describe_merge(config: PipelineConfig, inputs: Inputs) -> list[str]:
     ]
 
 
-def _extrapolation_line(config: PipelineConfig) -> list[str]:
-    """Return the card's line about domains whose target lies beyond their experts, if there are any."""
+def _extrapolation_lines(config: PipelineConfig) -> list[str]:
+    """Return the card's lines about domains whose target lies beyond their experts, or on the way to them, if there are any."""
     factors = {domain: domain_extrapolation(config, domain) for domain in config.domains}
-    shown = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
-    return [f"- Extrapolated beyond the experts, away from the student as it was: {shown}"] if shown else []
+    beyond = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor > 1)
+    between = ", ".join(f"{domain} {factor:g}" for domain, factor in factors.items() if factor < 1)
+    return [
+        *([f"- Extrapolated beyond the experts, away from the student as it was: {beyond}"] if beyond else []),
+        *([f"- Toward a point between the student as it was and the experts: {between}"] if between else []),
+    ]
 
 
 def _weights_cell(expert: RoutedExpert) -> str:

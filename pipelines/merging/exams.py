@@ -19,6 +19,7 @@ from opd.rollouts.worker import can_swap, read_model_shape
 from opd.run.paths import RunPaths
 from pipelines.evaluation.known_exams import KnownExams
 from pipelines.evaluation.models import Subject, evaluate_subjects, make_own_subject, with_room
+from pipelines.inputs.own_tokens import find_text_experts
 from pipelines.inputs.read import Inputs, as_teacher
 
 
@@ -71,7 +72,10 @@ class StartingExams:
     def measure_exams(self) -> tuple[Evaluation, Evaluation]:
         """Return the exam of the student before, and that of the experts; the engine holds the student afterwards."""
         inputs = self.inputs
-        exam_store = KnownExams(self.config, inputs.student, inputs.exams, self.paths.root, self.display.say)
+        exam_store, expert_store = (
+            KnownExams(self.config, inputs.student, exams, self.paths.root, self.display.say)
+            for exams in (inputs.exams, {**inputs.exams, **inputs.expert_exams})
+        )
         student = as_teacher(BEFORE, inputs.student, None)
 
         def run_student_exam(domains: Sequence[str]) -> Evaluation:
@@ -89,7 +93,7 @@ class StartingExams:
             return student_evaluation, Evaluation(model=EXPERT, scores={})
 
         def reuse_experts(domains: Sequence[str]) -> Evaluation:
-            evaluations = [self._expert_exam(exam_store, domain, student_evaluation.accuracy) for domain in domains]
+            evaluations = [self._expert_exam(expert_store, domain, student_evaluation.accuracy) for domain in domains]
             if not evaluations:
                 return Evaluation(model=EXPERT, scores={})
             evaluation = combine_evaluations(evaluations, EXPERT)
@@ -97,16 +101,17 @@ class StartingExams:
                 self.parts.engine.load(self.config.student.model)
             return evaluation
 
-        # The engine has the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
-        prompted = self.config.teacher_prompts
+        # Exams have the student's prompts: of an expert with a prompt of its own they would measure another model than the teacher.
+        prompted, text_experts = self.config.teacher_prompts, find_text_experts(inputs.scoring)
         digests = {
             domain: teacher.digest
             for domain, teacher in inputs.teachers.items()
-            if domain in self.own or teacher.name not in prompted
+            if teacher.name not in text_experts and (domain in inputs.expert_exams or teacher.name not in prompted)
         }
         for domain, teacher in inputs.teachers.items():
             if domain in inputs.exams and domain not in digests:
-                self.display.say(f"expert {teacher.name} reads a prompt of its own: it takes no exam on {domain}")
+                reason = "only writes text" if teacher.name in text_experts else "reads a prompt of its own"
+                self.display.say(f"expert {teacher.name} {reason}: it takes no exam on {domain}")
         return student_evaluation, self._measure_once("expert", digests, reuse_experts)
 
     def _measure_once(

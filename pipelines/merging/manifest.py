@@ -18,7 +18,7 @@ from experts.registry import default_root
 from experts.weight_files import weight_hashes
 from opd import __version__
 from opd.config import PipelineConfig, as_begun
-from opd.config.domains import STUDENT, RegisteredExperts
+from opd.config.domains import RegisteredExperts
 from opd.config.guard import GuardConfig, LocalJudge, merge_guard
 from opd.config.prompts import PromptsConfig
 from opd.errors import RunDirError
@@ -132,7 +132,7 @@ def make_manifest(config: PipelineConfig, inputs: Inputs) -> dict[str, Any]:
 def _expert_hashes(config: PipelineConfig, name: str, info: ModelInfo) -> dict[str, Any]:
     """Return the hashes of an expert's files; none for the student itself, whose hashes stand beside, and which is another in each round."""
     inline = config.inline_experts.get(name)
-    if inline is not None and inline.model == STUDENT:
+    if inline is not None and inline.own_dir is None:
         return {"weights": {}, "config": {}}
     files = STUDENT_FILES if reads_own_tokens(config, name) else CONFIG_FILES
     return {"weights": info.weight_files, "config": file_hashes(Path(info.path), files)}

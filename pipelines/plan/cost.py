@@ -214,7 +214,7 @@ def placement_keys(config: PipelineConfig, spec: ClusterSpec) -> Data:
     if not placement.shared:
         cluster = dict.fromkeys(keys, 1)
     elif not all(0 < share < 1 for share in cluster.values()):
-        cluster = dict.fromkeys(keys, floor(100 / (len(keys) + config.objective.has_critic)) / 100)
+        cluster = dict.fromkeys(keys, floor(100 / (len(keys) + len(config.objective.judging_models))) / 100)
     if isinstance(config.teachers, VLLMTeachers):
         divided["teachers"] = {"tensor_parallel_size": placement.teachers.devices}
     elif layers := _map_layers(config, placement.teachers.devices):

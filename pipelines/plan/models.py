@@ -10,7 +10,7 @@ from experts.adapter import AdapterInfo, inspect_adapter, named_base
 from experts.json_files import read_model
 from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
-from opd.config.domains import STUDENT, ExpertConfig, RegisteredExperts
+from opd.config.domains import ExpertConfig, RegisteredExperts
 from opd.config.teachers import NoTeachers
 from opd.errors import ConfigError
 from opd.models.lora import ADAPTER_CONFIG, LoraConfig, LoraSize
@@ -101,9 +101,9 @@ def has_all_weights(config: PipelineConfig) -> bool:
         directories += [Path(registry.get(name).info.path) for name in names]
     else:
         for expert in config.experts.values():
-            if expert.model == STUDENT:
+            model = expert.own_dir
+            if model is None:
                 continue
-            model = Path(expert.model)
             is_adapter = (model / ADAPTER_CONFIG).is_file()
             base = expert.base or (named_base(model) if is_adapter else None)
             directories += [model, base] if base else [model]
@@ -123,10 +123,10 @@ def _expert_shapes(
     """Yield name, expert and shape of each expert. Experts that are not registered yet are planned as full models of the student's
     shape, and `notes` gets a sentence about them. Raises: OpdError."""
     for name, expert_config in config.inline_experts.items():
-        if expert_config.model == STUDENT:
+        if expert_config.own_dir is None:
             yield name, unhashed_expert(name, expert_config.domain, model_facts(config.student.model, student)), student
         else:
-            yield (name, *_inline_model(name, Path(expert_config.model), expert_config))
+            yield (name, *_inline_model(name, expert_config.own_dir, expert_config))
     if not isinstance(config.experts, RegisteredExperts):
         return
     registry = Registry(config.registry or default_root())

@@ -266,8 +266,8 @@ def _plan_notes(written: PipelineConfig, config: PipelineConfig, models: Models,
         yield f"planned as single responses although they are episodes of turns: {', '.join(with_episodes)}"
     if isinstance(config.rounds, list):
         yield "every round is planned like the first"
-    if config.objective.has_critic:
-        yield "the critic's memory is planned, its time is not"
+    for name in config.objective.judging_models:
+        yield f"the {name}'s memory is planned, its time is not"
     if any(section.elsewhere for section in config.engines):
         yield "teachers elsewhere are planned as if they scored at once"
     gpus = count_gpus(config, models.merge)

@@ -29,7 +29,7 @@ from pipelines.sizing.cache import has_cpu_cache, value_bytes
 from pipelines.sizing.gpu_memory import fits_machine
 from pipelines.sizing.machine import MachineFacts, read_machine
 from pipelines.sizing.memory import GIB, MIB, head_sizes, row_bytes, step_rows_bytes
-from pipelines.sizing.micro_batch import LOGIT_COPIES, widest_unit
+from pipelines.sizing.micro_batch import token_logits_bytes, widest_unit
 from pipelines.sizing.models import MergeModels, read_body
 
 CPU_CHUNK, LARGEST_CHUNK = 128, 4096
@@ -158,7 +158,7 @@ def _cache_range(config: PipelineConfig, kv_values: int, machine: MachineFacts |
 
 def _gpu_chunk(config: PipelineConfig, models: MergeModels, gpu_memory: int) -> int:
     chunk = BUSY_CHUNK[config.trainer.dtype]
-    logits = LOGIT_COPIES * models.student.vocab_size
+    logits = token_logits_bytes(config, models)
     while 2 * chunk <= LARGEST_CHUNK and 2 * chunk * logits * LOGITS_SHARE <= gpu_memory:
         chunk *= 2
     return chunk

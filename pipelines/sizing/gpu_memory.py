@@ -247,9 +247,9 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
         pushing = sending_bytes(config, models)
         rank = replace(rank, resident=rank.resident + heads, passing=rank.passing + scores, pushing=pushing)
         roles += [rank] * config.trainer.ranks
-        if config.objective.has_critic:
+        for name in config.objective.judging_models:
             critic, parameters = critic_state_bytes(config, models), student.parameters
-            roles += [_rank_memory(config, models, "critic rank", critic, parameters)] * config.trainer.ranks
+            roles += [_rank_memory(config, models, f"{name} rank", critic, parameters)] * config.trainer.ranks
     return roles
 
 

@@ -22,7 +22,6 @@ from opd.cluster import LOCAL
 from opd.config import PipelineConfig, scored_model_len
 from opd.config.domains import DomainConfig
 from opd.config.drift import count_worker_engines
-from opd.config.payloads import OWN_TOKENS
 from opd.config.sections import GATHERED_AT_ONCE, SUMMED_AT_ONCE
 from opd.config.teachers import Teachers, TrainerTeachers, TransformersTeachers, VLLMTeachers
 from opd.errors import ConfigError
@@ -267,22 +266,22 @@ def _engine_scores_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def _critic_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemoryNeed]:
-    """Return the memory of a critic, if there is one.
+    """Return the memory of a critic and of a discriminator, if there are any.
 
-    It computes while the student's trainer does not, so activations count once. It adds what it keeps all the time, and the copy
+    Each computes while the student's trainer does not, so activations count once. It adds what it keeps all the time, and the copy
     from which a checkpoint is written, which exists at the same time as the trainer's.
     """
-    if not config.objective.has_critic:
-        return []
     parameters = models.student.parameters
     return [
         HostMemoryNeed(
-            part="critic: weights, gradients, AdamW, and a copy for a checkpoint",
+            part=f"{name}: weights, gradients, AdamW, and a copy for a checkpoint",
             nbytes=critic_state_bytes(config, models)
             + config.trainer.ranks * summed_bytes(config, parameters)
             + STATE_COPY * parameters,
-            knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, objective.reward.baseline",
+            knobs="student.model, trainer.grad_accum_dtype, trainer.bucket, "
+            + ("objective.reward.baseline" if name == "critic" else "objective.reward.preference"),
         )
+        for name in config.objective.judging_models
     ]
 
 
@@ -370,22 +369,17 @@ def heads_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 
 def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
-    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's.
-
-    The head of an expert that reads tokens of its own comes with a row for each of the student's.
-    """
+    """Return the bytes of each of the teachers' output heads; adapters that leave the head alone have their base's."""
     width = DTYPE_BYTES[config.teachers.dtype]
-    sizes = {}
+    infos = {}
     engines = divide_models(config, models)
     sending = [engine for engine in engines if len(engines) == 1 or sends_heads(engine[0])]
-    for section, expert in ((own.teachers, expert) for own, part in sending for expert in part.scorers.values()):
+    for expert in (expert for _, part in sending for expert in part.scorers.values()):
         changed = expert.adapter and any(
             f".{name}.weight".endswith((*EMBEDDINGS, *HEADS)) for name in expert.adapter.target_modules
         )
-        key = expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest
-        rows = models.student.vocab_size if section.payload == OWN_TOKENS else expert.info.vocab_rows
-        sizes[key] = rows * expert.info.hidden_size * width
-    return list(sizes.values())
+        infos[expert.teacher.digest if changed else expert.teacher.base_digest or expert.teacher.digest] = expert.info
+    return [info.vocab_rows * info.hidden_size * width for info in infos.values()]
 
 
 def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
@@ -476,11 +470,11 @@ def _gpu_copy_needs(config: PipelineConfig, models: MergeModels) -> list[HostMem
     """Return the copy that trainer ranks make of their GPUs for a checkpoint, and the weights of engines that sleep."""
     needs = []
     if config.cluster.trainer_gpus:
-        trained = models.trained + (models.student.parameters if config.objective.has_critic else 0)
+        trained = models.trained + models.student.parameters * len(config.objective.judging_models)
         what, knobs = "copy from GPUs that a checkpoint is written from", "student.model"
         needs.append(HostMemoryNeed(part=what, nbytes=STATE_COPY * trained, knobs=knobs))
         if offloaded := offloaded_bytes(config, models):
-            offloaded += critic_state_bytes(config, models) if config.objective.has_critic else 0
+            offloaded += critic_state_bytes(config, models) * len(config.objective.judging_models)
             what, knobs = "trainer: state in place of GPUs", "trainer.deepspeed.zero_optimization"
             needs.append(HostMemoryNeed(part=what, nbytes=offloaded, knobs=knobs))
         if moves_checkpoints(config):
@@ -601,7 +595,7 @@ def _process_needs(config: PipelineConfig, models: MergeModels) -> HostMemoryNee
         part="processes, Ray and prompts",
         nbytes=DRIVER_AND_RAY
         + prompts
-        + config.trainer.ranks * TRAINER_PROCESS * (2 if config.objective.has_critic else 1)
+        + config.trainer.ranks * TRAINER_PROCESS * (1 + len(config.objective.judging_models))
         + config.rollout.workers * _engine_processes(config.rollout.tensor_parallel_size) * ROLLOUT_PROCESS
         + sum(map(_scoring_processes, config.engines)),
         knobs="trainer.ranks, rollout.workers, teachers.workers",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from opd.config import PipelineConfig
+from opd.config.payloads import OWN_TOKENS
 from opd.models.packing import compute_tree_limit, count_columns
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.routes import start_student_weights
@@ -66,8 +67,19 @@ def logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes that a chunk of the loss needs; of a mixture's teachers each has logits of its own."""
     most_teachers = max((len(teachers) for teachers in models.scoring.values()), default=1)
     most_teachers += bool(start_student_weights(config))  # with which the trainer itself scores
-    values = config.objective.chunk * models.student.vocab_size
-    return (LOGIT_COPIES + (most_teachers - 1) * DTYPE_BYTES[config.trainer.dtype]) * values
+    mixed = (most_teachers - 1) * DTYPE_BYTES[config.trainer.dtype] * models.student.vocab_size
+    return config.objective.chunk * (token_logits_bytes(config, models) + mixed)
+
+
+def token_logits_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that each token of a chunk needs. What an expert that reads tokens of its own says of these comes beside what it
+    says of the student's."""
+    own = [
+        expert.info.vocab_size + models.student.vocab_size
+        for name, expert in models.scorers.items()
+        if config.engine_of(name).payload == OWN_TOKENS
+    ]
+    return LOGIT_COPIES * (models.student.vocab_size + max(own, default=0))
 
 
 def widest_unit(config: PipelineConfig) -> int:

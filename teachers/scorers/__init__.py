@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from opd.interfaces import Scorer
 from opd.settings.user_objects import import_object
-from opd.vocabularies.shared_tokens import SharedTokens
+from opd.vocabularies.spelling import Spelling
 
 SCORE_TOKENS = 4096
 """Tokens of one forward pass of engine `transformers`. On a CPU, larger passes are not faster."""
@@ -41,8 +41,8 @@ class ScorerOptions:
     """With payload `top_k`: how many of the likeliest tokens are sent for each position."""
     vocab_size: int
     """Ids that the tokenizer knows; rows of a head beyond them are padding and have no probability."""
-    shared_tokens: Mapping[str, SharedTokens] = field(default_factory=dict)
-    """Teacher's name -> which of its tokens the student has, for teachers with another tokenizer; engine `transformers`."""
+    spellings: Mapping[str, Spelling] = field(default_factory=dict)
+    """Teacher's name -> its tokens in the student's, for teachers with another tokenizer; engine `transformers`."""
     share_prompts: bool = False
     """Compute the tokens with which several rows begin only once, for teachers where that gives the same states; engine
     `transformers`."""

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import aiohttp
 from torch import Tensor
 
 from opd.errors import RunError
@@ -28,19 +26,10 @@ from opd.stream.schema import TargetRow
 from opd.text import to_one_line
 from teachers.scorers import ENGINE_TOKENS, ScorerOptions, Server
 from teachers.scorers.rows import build_logprob_answer, split_batches
+from teachers.server_requests import IN_FLIGHT, MAX_SHOWN, open_session, post_request
 
-IN_FLIGHT = 16
-"""Requests of one worker that wait for an answer at the same time."""
-ATTEMPTS = 4
-"""How often a request is sent before the run stops."""
-BACKOFF_S = 0.5
-"""Pause before the second attempt; each later pause is twice as long."""
-CONNECT_S = 10.0
-"""Deadline for a connection."""
 PROBE_TOKENS = 8
 """Tokens that a server has to score before a step relies on it."""
-MAX_SHOWN = 300
-"""Most characters of a server's answer that an error quotes."""
 
 Sequences = Sequence[Sequence[int]]
 
@@ -55,7 +44,7 @@ class OpenAIScorer:
         self._top_k = num_logprobs
         self._vocab_size = options.vocab_size
         self._servers = options.servers
-        self._timeout = aiohttp.ClientTimeout(total=options.server_timeout_s, sock_connect=CONNECT_S)
+        self._timeout_s = options.server_timeout_s
         self._key_env = options.api_key_env
         self._verified_teachers: set[str] = set()
 
@@ -140,13 +129,14 @@ class OpenAIScorer:
         Returns for each sequence one entry per token. The first entry is empty: nothing predicts the first token.
         """
         free_slots = asyncio.Semaphore(IN_FLIGHT)
-        async with aiohttp.ClientSession(timeout=self._timeout, headers=self._build_headers()) as session:
+        url = f"{server.base_url.rstrip('/')}/completions"
+        async with open_session(self._timeout_s, self._key_env, "the scoring worker's environment") as session:
 
             async def request_positions(ids: Sequence[int]) -> list[Position]:
                 async with free_slots:
-                    return self._parse_positions(
-                        await _post_request(session, server, self._build_request(server, ids), teacher), ids, teacher
-                    )
+                    request = self._build_request(server, ids)
+                    answer = await post_request(session, url, request, f"teacher {teacher.name}: {url}")
+                    return self._parse_positions(answer, ids, teacher)
 
             try:
                 async with asyncio.TaskGroup() as group:
@@ -163,13 +153,6 @@ class OpenAIScorer:
             "temperature": 0.0,
             "prompt_logprobs": self._top_k,
         }
-
-    def _build_headers(self) -> dict[str, str]:
-        if self._key_env is None:
-            return {}
-        if not os.environ.get(self._key_env):
-            raise RunError(f"teachers.api_key_env: {self._key_env} is not set in the scoring worker's environment")
-        return {"Authorization": f"Bearer {os.environ[self._key_env]}"}
 
     def _parse_positions(self, response: Any, ids: Sequence[int], teacher: Teacher) -> list[Position]:
         """Check a server's answer and return its log-probs, one entry per token. Raises: RunError saying what is wrong."""
@@ -217,46 +200,3 @@ class OpenAIScorer:
 
 def _parse_number(value: Any) -> float:
     return float("nan") if value is None else float(value)
-
-
-async def _post_request(
-    session: aiohttp.ClientSession, server: Server, request: dict[str, Any], teacher: Teacher
-) -> Any:
-    """Post a request and return the server's JSON. Raises: RunError for a refusal, or when every attempt failed."""
-    url = f"{server.base_url.rstrip('/')}/completions"
-    speaker = f"teacher {teacher.name}: {url}"
-    problem = ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            await asyncio.sleep(BACKOFF_S * 2 ** (attempt - 1))
-        try:
-            # A redirect could send the key to another host.
-            async with session.post(url, json=request, allow_redirects=False) as response:
-                status, body = response.status, await response.read()
-        except TimeoutError:
-            problem = "no answer in time (teachers.server_timeout_s)"
-            continue
-        except aiohttp.ClientError as error:
-            problem = str(error) or type(error).__name__
-            continue
-        if status == 429 or status >= 500:  # too many requests, or an error of the server that may pass
-            problem = f"status {status}: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}"
-            continue
-        if status != 200:
-            raise RunError(
-                f"{speaker}: {_format_refusal(status, server)}: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}"
-            )
-        try:
-            return json.loads(body)
-        except ValueError:
-            raise RunError(f"{speaker}: no JSON: {to_one_line(body.decode(errors='replace'), MAX_SHOWN)}") from None
-    raise RunError(f"{speaker}: {ATTEMPTS} attempts failed, the last with: {problem}")
-
-
-def _format_refusal(status: int, server: Server) -> str:
-    reasons = {
-        401: "401, the key is missing or wrong (teachers.api_key_env)",
-        403: "403, the key is not allowed to (teachers.api_key_env)",
-        404: f"404, no model {server.model!r} or no completions API at this base_url",
-    }
-    return reasons.get(status, f"refused with status {status}")

@@ -30,8 +30,9 @@ from opd.models.packing import SHARED
 from opd.models.weights import Naming, choose_attention, obeys_masks, takes_lengths, to_meta
 from opd.payloads import answer_class
 from opd.payloads.answer import Answer, TeacherStates
-from opd.records.types import LayoutProof, Rollout, Teacher
+from opd.records.types import EncodedRollout, LayoutProof, Rollout, Teacher
 from opd.stream.schema import TargetRow
+from opd.vocabularies.spelling import build_tables
 from teachers.device_cache import DeviceCache
 from teachers.scorers import SCORE_TOKENS, ScorerOptions
 from teachers.scorers.division import DeviceName, Division, measure_free_memory, remove_hooks
@@ -50,7 +51,7 @@ class TransformersScorer:
         self._answer_class = answer_class(options.payload)
         self._top_k = options.top_k
         self._vocab_size = options.vocab_size
-        self._shared_tokens = options.shared_tokens
+        self._spellings = options.spellings
         self._share = options.share_prompts
         self._lends_memory = options.lends_memory
         self._weights = WeightCache(self._dtype, options.memory_bytes, self._read_state, self._measure_state)
@@ -82,20 +83,14 @@ class TransformersScorer:
                 self._device_cache.copy_ahead(base_key(teacher), *reading)
 
     def head(self, teacher: Teacher) -> Tensor:
-        """Return the teacher's output head, [V, D] on the CPU. That of a teacher with another tokenizer has a row for each of the
-        student's ids: NaN where the teacher has no such token."""
+        """Return the teacher's output head, [V, D] on the CPU, in the teacher's own ids."""
         self._load_teacher(teacher)
-        head_V_D = self._read_head_weight().cpu()
-        shared = self._shared_tokens.get(teacher.name)
-        if shared is None:
-            return head_V_D
-        ids_V = torch.from_numpy(shared.teacher_ids).long()
-        return head_V_D[ids_V.clamp(min=0)].masked_fill_((ids_V < 0)[:, None], torch.nan)
+        return self._read_head_weight().cpu()
 
     def _count_ids(self, teacher: Teacher) -> int:
         """Return the number of ids that the teacher's tokenizer knows."""
-        shared = self._shared_tokens.get(teacher.name)
-        return self._vocab_size if shared is None else shared.teacher_size
+        spelling = self._spellings.get(teacher.name)
+        return self._vocab_size if spelling is None else len(spelling.tokens)
 
     def _read_head_weight(self) -> Tensor:
         """Return the head of the loaded teacher, [V, D] on the device that multiplies with it."""
@@ -107,7 +102,7 @@ class TransformersScorer:
         return weight
 
     def head_key(self, teacher: Teacher) -> str:
-        """Return the BLAKE3 hash of the head's bytes, type and logit rule. Equal heads have equal keys.
+        """Return the BLAKE3 hash of the head's bytes, type, logit rule and spelling. Equal heads have equal keys.
 
         Raises: RunError if the head is not finite, or if head and rule do not give the logits that the model gives.
         """
@@ -115,13 +110,15 @@ class TransformersScorer:
         if weights not in self._head_keys:
             head = self.head(teacher)
             self._check_head(teacher)
-            self._head_keys[weights] = head_key(head, logit_rule(self._model.config))
+            spelling = self._spellings.get(teacher.name)
+            tables = None if spelling is None else build_tables(spelling).pack()
+            self._head_keys[weights] = head_key(head, logit_rule(self._model.config), tables)
         return self._head_keys[weights]
 
     def head_file(self, teacher: Teacher) -> HeadFile | None:
-        """Return the file that holds the head; None for a head in the student's ids, which is in no file. For an adapter it is a file
-        of the base, because adapters of heads are refused."""
-        if teacher.name in self._shared_tokens:
+        """Return the file that holds the head; None where its key is that of a spelling, too. For an adapter it is a file of the base,
+        because adapters of heads are refused."""
+        if teacher.name in self._spellings:
             return None
         names = self._get_architecture(teacher.model_dir).naming.head_names(read_tensors(teacher.model_dir))
         return HeadFile(teacher.model_dir.absolute(), names, str(self._dtype).removeprefix("torch."))
@@ -236,7 +233,7 @@ class TransformersScorer:
     @torch.no_grad()
     def _build_answer(self, teacher: Teacher, rollout: Rollout, hidden_N_D: Tensor, head: str) -> Answer:
         """Build the answer of a teacher, which is loaded, for one row from its states [N, D]; `head` is the key of the teacher's head."""
-        shared = self._shared_tokens.get(teacher.name)
+        encoded = rollout if isinstance(rollout, EncodedRollout) else None
 
         def compute_logprobs() -> Tensor:
             head_V_D = self._read_head_weight()[: self._count_ids(teacher)]
@@ -250,7 +247,10 @@ class TransformersScorer:
                 head=head,
                 logprobs=compute_logprobs,
                 top_k=self._top_k,
-                shared_ids=None if shared is None else shared.teacher_ids[shared.teacher_ids >= 0].tolist(),
+                sampled_ids=None if encoded is None else encoded.sampled.response_ids,
+                alignment=None if encoded is None else encoded.alignment,
+                # The tokens of a probe are the teacher's own; there is no text of the student's to compare with.
+                spelling=None if encoded is None else self._spellings.get(teacher.name),
             )
         )
 

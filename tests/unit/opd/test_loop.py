@@ -177,7 +177,7 @@ class Events:
             raise RunError("did not arrive")
         return PushReport(version=version, gap=2e-6)
 
-    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str, as_expert: bool = False) -> Evaluation:
         self.seen.append(f"evaluate {model}")
         return Evaluation(
             model=model, scores={"a": DomainScore(accuracy=0.5, stderr=0.1, low=0.3, high=0.7, questions=9)}

@@ -21,7 +21,7 @@ from tests.unit.sleeping import sleeping_pipeline
 def test_every_engine_has_a_pool() -> None:
     assert set(POOLS) == set(ENGINES)
     assert [engine for engine in ENGINES if POOLS[engine] is POOLS["flight"]] == ["flight"]
-    assert set(ENGINES) - {"flight", "trainer", "none"} == set(SCORERS)
+    assert set(ENGINES) - {"flight", "text", "trainer", "none"} == set(SCORERS)
 
 
 def test_every_name_that_a_key_takes_stands_for_something() -> None:
@@ -97,3 +97,22 @@ def test_a_schedule_knows_whether_its_engine_sleeps(sleep: bool) -> None:
     schedule = build._build_schedule(sleeping_pipeline(sleep=sleep), MagicMock(), engine, MagicMock())
     schedule.sleep_engines()
     assert engine.answer.call_count == sleep
+
+
+def test_the_end_of_thoughts_is_watched_else_that_of_turns_and_only_with_efforts() -> None:
+    data = {
+        "name": "n",
+        "student": {"model": "base"},
+        "experts": {"e": {"model": "m", "domain": "d"}},
+        "domains": {"d": {}},
+        "trainer": {"steps": 1, "samples_per_step": 4},
+    }
+
+    def find(vocabulary: dict[str, int], **more: Any) -> list[int]:
+        tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary, eos_token_id=5, pad_token_id=None)
+        inputs: Any = SimpleNamespace(tokenizer=tokenizer, student=SimpleNamespace(eos_token_ids=(7, 5)))
+        return build._find_end_token_ids(PipelineConfig.model_validate(data | more), inputs)
+
+    efforts = {"efforts": {"low": {}, "max": {}}}
+    assert find({"a": 1}) == [] and find({"a": 1}, **efforts) == [5, 7]
+    assert find({"a": 1, "<think>": 2, "</think>": 3}, **efforts) == [3]

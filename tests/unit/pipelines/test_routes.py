@@ -11,10 +11,10 @@ from experts.model_dir import inspect_model
 from opd.config import PipelineConfig, load_pipeline
 from opd.config.objectives import OBJECTIVES, find_objective_section
 from opd.errors import ConfigError
-from opd.records.types import Teacher
+from opd.records.types import Teacher, WeightedTeacher
 from opd.settings.yaml_files import validate_section
 from pipelines.inputs.read import read_inputs
-from pipelines.routes import RoutedExpert, route_domains, start_student_weights
+from pipelines.routes import START, RoutedExpert, route_domains, scoring_routes, start_student_weights
 
 EXPERTS = {"algebra": "math", "proofs": "math2", "code": "code"}
 """Expert -> its own domain."""
@@ -144,7 +144,7 @@ def test_an_unknown_name_like_no_other_can_be_added(info: Any) -> None:
     assert refused(info, OWN | {"math": "zzz"})[3] == "fix:    add it under `experts`"
 
 
-@pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"none"}))
+@pytest.mark.parametrize("kind", sorted({*OBJECTIVES} - {"none", "sft"}))
 def test_only_sums_over_teachers_mix(kind: str, info: Any) -> None:
     domains = OWN | {"math": {"algebra": 0.5, "proofs": 0.5}}
     if find_objective_section(kind).OBJECTIVE.mixes:
@@ -252,3 +252,43 @@ def test_a_lora_student_is_asked_by_the_trainer_and_not_by_a_teacher(world: Any)
     world.data["teachers"] = {"payload": "sampled_logprobs"}
     assert scored(world)["upper"] == [("up", 1.25), ("start student", -0.25)]
     assert start_student_weights(load_pipeline(world.write())) == {}
+
+
+def with_efforts(**more: Any) -> PipelineConfig:
+    data = {
+        "name": "n",
+        "student": {"model": "base"},
+        "experts": {
+            "quick": {"model": "a", "domain": "math", "effort": "low"},
+            "whole": {"model": "b", "domain": "math"},
+        },
+        "domains": {"math": {}},
+        "efforts": {"low": {}, "max": {}},
+        "trainer": {"steps": 1, "samples_per_step": 8},
+    }
+    return validate_section(PipelineConfig, data | more, "p.yaml")
+
+
+def test_an_expert_without_an_effort_teaches_those_that_have_none_of_their_own(info: Any) -> None:
+    config = with_efforts()
+    made = {
+        name: RoutedExpert(teacher=Teacher(name=name, model_dir=Path(name)), domain=e.domain, info=info, prompts=None)
+        for name, e in config.inline_experts.items()
+    }
+    routes, _ = route_domains(config, made)
+    assert {d: a[0].teacher.name for d, a in routes.items()} == {"math-low": "quick", "math-max": "whole"}
+
+
+def test_a_target_on_the_way_to_an_expert_has_the_start_student_as_a_second_teacher(info: Any) -> None:
+    config = with_efforts(objective={"extrapolate": 0.25})
+    expert, start = (Teacher(name=name, model_dir=Path(name)) for name in ("whole", START))
+    scoring = scoring_routes(config, {"math-max": (WeightedTeacher(teacher=expert, weight=1.0),)}, start)
+    assert [(a.teacher.name, a.weight) for a in scoring["math-max"]] == [("whole", 0.25), (START, 0.75)]
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_an_objective_that_cannot_mix_has_no_target_on_the_way(info: Any, kind: str) -> None:
+    lines = refused(info, {"code": None}, {"code": "code"}, kind=kind, extrapolate=0.5)
+    assert "objective.extrapolate" in lines[0] and f"0.5 with objective.kind {kind}" in lines[1]
+    assert "reverse_kl" in lines[2]
+    assert routed(info, {"code": None}, {"code": "code"}, kind=kind, extrapolate=1.5)[0]

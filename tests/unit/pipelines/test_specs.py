@@ -23,7 +23,15 @@ from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
 from opd.train.zero import ZeroOptions
-from pipelines.specs import flight_spec, imitation_spec, pool_spec, rollout_spec, teacherless_spec, trainer_spec
+from pipelines.specs import (
+    flight_spec,
+    imitation_spec,
+    pool_spec,
+    rollout_spec,
+    teacherless_spec,
+    text_spec,
+    trainer_spec,
+)
 from teachers.flight.client import FlightSpec
 from teachers.pool import PoolSpec
 
@@ -51,7 +59,8 @@ TEACHERS = {
     "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "servers": {"e": SERVER | {"model": "other"}},
     "api_key_env": "KEY", "server_timeout_s": 9, "address": "grpc://localhost:2", "tls_root_certs": "ca.pem",
     "token_file": "token", "tensor_parallel_size": 2, "device_map": "auto", "max_memory": {"cpu": 99},
-    "gpu_memory": 99,
+    "gpu_memory": 99, "base_url": "https://other.example/v1", "model": "other", "api": "completions", "served_model": "else",
+    "request": {"stop": ["x"]}, "temperature": 0.5, "steps": 3, "max_calls": 9, "max_cost": 9, "price": {"input": 1.0},
 }  # fmt: skip
 """A value that is no default for every other key."""
 NEEDED: dict[str, dict[str, Any]] = {"activation_offloading": {"gradient_checkpointing": True}}
@@ -61,6 +70,7 @@ OWN: dict[str, dict[str, Any]] = {
     "vllm": {},
     "openai": {"payload": "sampled_logprobs", "servers": {"e": SERVER}},
     "flight": {"address": "grpc://localhost:1"},
+    "text": {"base_url": "https://h.example/v1", "model": "m"},
     "trainer": {},
     "none": {},
 }
@@ -86,10 +96,11 @@ def config(**sections: Any) -> PipelineConfig:
 
 
 def specs(config: PipelineConfig) -> list[Any]:
-    made = {"flight": flight_spec} | dict.fromkeys(("trainer", "none"), lambda config, _: teacherless_spec(config))
-    teachers = made.get(config.teachers.engine, pool_spec)(config, 76)
     expert = Teacher(name="e", model_dir=Path("base"), adapter_dir=Path("m"))
     scoring = {"d": (WeightedTeacher(teacher=expert, weight=1.0),)}
+    made = {"flight": flight_spec} | dict.fromkeys(("trainer", "none"), lambda config, _: teacherless_spec(config))
+    made["text"] = lambda config, _: [teacherless_spec(config), text_spec(config, scoring, (2,))]
+    teachers = made.get(config.teachers.engine, pool_spec)(config, 76)
     return [rollout_spec(config, Path("base"), 76, (2,)), trainer_spec(config, 76, scoring), teachers]
 
 
@@ -107,8 +118,8 @@ def test_every_key_of_an_engine_reaches_its_spec(section: str, known: Any, value
 def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
     def made(**changes: Any) -> list[Any]:
         teachers = {"engine": engine} | OWN[engine] | changes
-        kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k"}
-        objective = {"kind": kinds[teachers.get("payload", "hidden_states")]}
+        kinds = {"hidden_states": "reverse_kl", "sampled_logprobs": "sampled", "top_k": "top_k", "text": "sft"}
+        objective = {"kind": kinds[teachers.get("payload", "text" if engine == "text" else "hidden_states")]}
         alone = ALONE if engine == "none" else {"objective": objective}
         without = teachers.get("device_map") or engine == "trainer"
         cluster = {"rollout_gpus": 1, "trainer_gpus": 1, "teacher_gpus": 0 if without else 1}
@@ -116,9 +127,10 @@ def test_every_key_of_a_teachers_engine_reaches_its_spec(engine: str) -> None:
         return specs(config(teachers=teachers, cluster=cluster, student=student, **alone))
 
     before = made()
-    one_value = {"payload"} if engine == "none" else set()
+    one_value = {"payload"} if engine in ("none", "text") else set()
     for key in set(ENGINES[engine].model_fields) - ELSEWHERE - one_value:
         more = {"tls_root_certs": {"address": "grpc+tls://h:1"}, "max_memory": {"device_map": "auto"}}.get(key, {})
+        more |= {"price": {"output": 1.0}} if key == "max_cost" else {}
         value = "sampled_logprobs" if (engine, key) == ("trainer", "payload") else TEACHERS[key]
         assert made(**{key: value}, **more) != (made(**more) if key == "max_memory" else before), key
     if engine == "transformers":

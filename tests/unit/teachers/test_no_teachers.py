@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.payloads.text import WrittenBlock
+from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch, Span
 from opd.stream.log import ArrowTargetLog
 from opd.stream.schema import PART_ROWS, read_stream
 from opd.stream.targets import TargetStream
@@ -75,3 +77,26 @@ def test_the_log_gives_back_what_was_trained_with_its_rewards(in_process: Any, t
     again = log.replay(1, 0, prompts)
     assert again is not None and again[0].rollouts == batch.rollouts
     assert [p.samples for p in taken(again[1])] == [("000001/a/0", "000001/a/1")]
+
+
+def test_rows_of_experts_that_only_write_text_say_which_tokens_these_wrote(in_process: Any, tmp_path: Path) -> None:
+    pool = TeacherlessPool(TeacherlessSpec(dtype="float32", max_quarantined=0.001, payload="text"))
+    own, taught = (
+        rollout(0),
+        replace(rollout(1, reward=None), spans=(Span(length=3, origin="taught", policy_version=0),)),
+    )
+    prompts = [Prompt(id=f"a/{i}", domain="a", token_ids=(1, 2)) for i in range(3)]
+    left_out = QuarantinedPrompt(prompt_id="a/2", domain="a", reason="an empty answer")
+    batch = RolloutBatch(rollouts=(own, taught), quarantined=(left_out,))
+    log = ArrowTargetLog(tmp_path, pool, VOCABULARY, pytest.fail)
+    stream = pool.score(batch.rollouts)
+    log.record(1, 0, prompts, batch, stream)
+    stream.wait_for_parts()
+    stream.wait_for_sinks()
+    again = log.replay(1, 0, prompts)
+    assert again is not None and again[0] == batch
+    (part,) = taken(pool.score(batch.rollouts))
+    samples = gather_samples(read_stream(part.handle.tobytes()).rows)
+    (block,) = build_micro_batch([samples[r.sample_id] for r in batch.rollouts], torch.float32).blocks
+    assert isinstance(block, WrittenBlock) and block.taught_N.tolist() == [False] * 3 + [True] * 3
+    assert block.says_something and block.pad_rows(1).taught_N.tolist()[:6] == block.taught_N.tolist()

@@ -8,8 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from opd.models.logit_rule import IDENTITY
 from opd.records.types import Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow
 from pipelines.specs import pool_spec
+from teachers import server_requests
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
-from teachers.scorers import openai as product
 from teachers.scorers.openai import OpenAIScorer
-from tests.listener import Listener
+from tests.listener import answer_posts
 from tests.rows import make_rollout, spans_of
 
 VOCABULARY = 76
@@ -92,29 +91,15 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(product, "BACKOFF_S", 0.01)
+    monkeypatch.setattr(server_requests, "BACKOFF_S", 0.01)
     state = Served()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, body = state.answer(self.path, self.headers["Authorization"], question)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            if 300 <= status < 400:
-                self.send_header("Location", "/v1/completions")
-            self.end_headers()
-            self.wfile.write(body)
+    def answer(path: str, headers: Mapping[str, str], question: Any) -> tuple[int, bytes]:
+        return state.answer(path, headers.get("Authorization"), question)
 
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    server = Listener(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    yield state
-    server.shutdown()
-    server.server_close()
+    with answer_posts(answer) as address:
+        state.url = f"{address}/v1"
+        yield state
 
 
 @pytest.fixture
@@ -182,7 +167,7 @@ def test_sampled_log_probs_are_the_servers_own(served: Served, teacher: Teacher)
             own.response_ids,
             "",
         )
-    assert 1 < served.most_busy <= product.IN_FLIGHT
+    assert 1 < served.most_busy <= server_requests.IN_FLIGHT
     assert all((q["max_tokens"], q["temperature"]) == (1, 0.0) for q in served.requests)
 
 
@@ -300,7 +285,7 @@ def test_a_wrong_model_name(served: Served, teacher: Teacher) -> None:
 
 
 def test_a_wrong_path(served: Served, teacher: Teacher) -> None:
-    with pytest.raises(RunError, match=r"404.*no completions API at this base_url"):
+    with pytest.raises(RunError, match=r"404.*no such API at this base_url"):
         scorer(served, url=served.url.removesuffix("/v1")).head_key(teacher)
 
 
@@ -328,16 +313,16 @@ def test_a_redirect_is_not_followed(served: Served, teacher: Teacher) -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_server_that_is_busy_is_asked_again(status: int, served: Served, teacher: Teacher) -> None:
-    served.refuse = lambda question: (status, "busy") if len(served.requests) < product.ATTEMPTS else None
+    served.refuse = lambda question: (status, "busy") if len(served.requests) < server_requests.ATTEMPTS else None
     assert scorer(served).head_key(teacher) == ""
-    assert len(served.requests) == product.ATTEMPTS
+    assert len(served.requests) == server_requests.ATTEMPTS
 
 
 def test_a_server_that_stays_busy_stops_the_run(served: Served, teacher: Teacher) -> None:
     served.refuse = lambda question: (503, "busy")
     with pytest.raises(RunError, match=r"4 attempts failed, the last with: status 503: .*busy"):
         scorer(served).head_key(teacher)
-    assert len(served.requests) == product.ATTEMPTS
+    assert len(served.requests) == server_requests.ATTEMPTS
 
 
 def test_a_bad_request_is_not_repeated(served: Served, teacher: Teacher) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from opd.config import PipelineConfig
+from opd.errors import RunError
 from opd.losses.aligned_kl import AlignedKL
 from opd.losses.reverse_kl import ReverseKL
-from opd.models.heads import Head, head_tensor
+from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
 from opd.payloads.aligned_states import AlignedStates
 from opd.prompts.encode import load_tokenizer
-from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.records.types import Probe, Rollout, Teacher, WeightedTeacher
 from opd.stream.schema import TargetRow
 from opd.train.batch import build_micro_batch
 from opd.vocabularies.response_encoder import ResponseEncoder
@@ -26,17 +28,17 @@ from teachers.pool import Pool
 from tests.conftest import build_tokenizer, read_rows
 from tests.losses import chunked_objective
 from tests.tokenizers import permute_model, train_sentencepiece
-from tests.unit.teachers.conftest import rollout
+from tests.unit.teachers.conftest import VOCABULARY, rollout
 from tests.unit.teachers.test_own_prompts import plain_logprobs
-from tests.unit.teachers.test_pool import VOCABULARY, pool
+from tests.unit.teachers.test_pool import pool
 
 
-def foreign_pool(model_dir: Path, workers: int = 1) -> tuple[Pool, ResponseEncoder]:
+def foreign_pool(model_dir: Path, workers: int = 1, probe: Probe | None = None) -> tuple[Pool, ResponseEncoder]:
     """A pool whose teacher has the tokenizer of its own directory; it reads the student's prompts as text."""
     own, tokenizer = build_tokenizer(), load_tokenizer(model_dir)
     encoder = ResponseEncoder(own, tokenizer, {own.eos_token_id: tokenizer.eos_token_id})
     teacher = WeightedTeacher(
-        teacher=Teacher(name="foreign", model_dir=model_dir),
+        teacher=Teacher(name="foreign", model_dir=model_dir, probe=probe),
         weight=1.0,
         prompts=lambda rollout: encoder.encode_response(rollout.prompt_ids).token_ids,
         encoder=encoder,
@@ -67,8 +69,11 @@ def gradient(rows: Sequence[TargetRow], made: Pool, objective: Any) -> Tensor:
     batch = build_micro_batch([(row,) for row in rows], torch.float32)
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(len(batch.token_N), VOCABULARY, generator=generator).requires_grad_()
+    sources = made.heads()
     heads = {
-        key: Head(head_tensor(made.read_head(key)), IDENTITY) for block in batch.blocks for key in block.head_keys()
+        key: Head(sources[key].read(), IDENTITY, sources[key].read_tables())
+        for block in batch.blocks
+        for key in block.head_keys()
     }
     blocks = [block.with_heads(heads) for block in batch.blocks]
     weights = torch.ones(len(batch.token_N))
@@ -115,15 +120,31 @@ def test_another_tokenizer_scores_the_text_of_the_response(
     assert row.rollout == sent and isinstance(row.answer, AlignedStates)
     encoded = encoder.encode_rollout(sent, encoder.encode_response(sent.prompt_ids).token_ids)
     plain = plain_logprobs(model_dir, encoded.prompt_ids, encoded.response_ids)
-    place, wanted = 0, []
-    for count in encoded.alignment.teacher_counts:
-        wanted.append(sum(plain[place : place + count]))
-        place += count
     assert max(encoded.alignment.student_counts) > 1
-    assert row.answer.chunk_logprobs == pytest.approx(wanted, abs=1e-4)
-    assert sum(row.answer.student_counts) == len(sent.response_ids)
-    assert all(value <= 1e-5 for value in row.answer.shared_logprobs)
+    assert sum(row.answer.student_counts) == len(sent.response_ids) == len(row.answer.text_logprobs)
+    # What a piece of text gains because its last token may go on, the next one loses; the end of the turn does not go on.
+    assert sum(row.answer.text_logprobs) == pytest.approx(sum(plain), abs=1e-4)
+    assert any(row.answer.spelt) and max(row.answer.last_ids) >= 0
+    names = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    begin = [i for i, name in enumerate(names) if name.startswith(answer[0])]
+    first = torch.tensor([plain_logprobs(model_dir, encoded.prompt_ids, (i,))[0] for i in begin])
+    assert len(begin) > 1 and row.answer.text_logprobs[0] == pytest.approx(float(first.logsumexp(0)), abs=1e-4)
     assert torch.isfinite(gradient([row], made, AlignedKL())).all()
+
+
+def test_the_probe_of_its_registration_is_in_its_own_tokens(
+    make_model_dir: Callable[..., Path], tmp_path: Path, in_process: Any
+) -> None:
+    tokenizer = train_sentencepiece(340, ["rev abcabc= cbacba", "the fox"])
+    model_dir = make_model_dir(tmp_path / "other", tokenizer=tokenizer)
+    # The last ids are pieces of text, some of which begin others.
+    ids = tuple(range(len(tokenizer) - 60, len(tokenizer)))
+    probe = Probe(token_ids=ids, logprobs=tuple(plain_logprobs(model_dir, ids[:1], ids[1:])), dtype="float32")
+    made, _ = foreign_pool(model_dir, probe=probe)
+    assert made.heads()
+    other = replace(probe, logprobs=tuple(value - 1 for value in probe.logprobs))
+    with pytest.raises(RunError, match="differ by 1"):
+        foreign_pool(model_dir, probe=other)
 
 
 def test_a_response_that_the_teacher_cannot_read_is_left_out_by_its_id(

@@ -79,7 +79,7 @@ def test_the_registry_s_experts_may_have_engines_too() -> None:
 @pytest.mark.parametrize(
     ("engine", "where", "found", "wanted"),
     [
-        ({}, ".kind", "nothing", "one of: transformers, vllm, openai, flight, trainer"),
+        ({}, ".kind", "nothing", "one of: transformers, vllm, openai, flight, text, trainer"),
         ({"kind": "none"}, ".kind", "'none'", "one of: transformers"),
         ({"kind": "vllm", "dtype": "float32"}, ".dtype", "float32", "nothing: teachers.dtype holds for every engine"),
         ({"kind": "vllm", "memory": "1GiB"}, ".memory", "1GiB, with experts.law.engine.kind vllm", "kind transformers"),

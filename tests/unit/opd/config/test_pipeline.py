@@ -209,9 +209,9 @@ def test_an_option_that_an_objective_cannot_take_is_refused(objective: Any, key:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"objective": {"extrapolate": 0.5}}, ["objective.extrapolate", "found:  0.5"]),
+        ({"objective": {"extrapolate": 0.0}}, ["objective.extrapolate", "found:  0"]),
         ({"objective": {"extrapolate": float("inf")}}, ["objective.extrapolate"]),
-        ({"domains": {"math": {"extrapolate": 0.9}}}, ["domains.math.extrapolate", "found:  0.9"]),
+        ({"domains": {"math": {"extrapolate": -0.9}}}, ["domains.math.extrapolate", "found:  -0.9"]),
         (
             {"objective": {"kind": "top_k", "extrapolate": 1.25}, "teachers": {"payload": "top_k"}},
             ["objective.extrapolate", "found:  1.25 with teachers.payload top_k", "hidden_states"],
@@ -683,7 +683,8 @@ def _refs(node: Any) -> set[str]:
 def test_a_pipeline_is_read_without_torch(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "p.yaml"
     payload = find_objective_section(kind).PAYLOADS[0]
-    data = VALID | {"objective": {"kind": kind}, "teachers": {"payload": payload}}
+    teachers = {"engine": "text", **SERVER} if payload == "text" else {"payload": payload}
+    data = VALID | {"objective": {"kind": kind}, "teachers": teachers}
     file.write_text(yaml.safe_dump(ALONE if kind == "none" else data))
     code = (
         "import sys; from pathlib import Path; from opd.config import load_pipeline; from opd.payloads import answer_class; "
@@ -775,14 +776,14 @@ def test_servers_that_nobody_asks_are_refused(engine: str, key: str, value: Any)
 IGNORED = {
     ("vllm", "memory"): ("2GiB", "2GiB", ["transformers"]),
     ("transformers", "kv_cache_gib"): (4, "4", ["vllm"]),
-    ("transformers", "server_timeout_s"): (5, "5", ["openai"]),
+    ("transformers", "server_timeout_s"): (5, "5", ["openai", "text"]),
     ("flight", "workers"): (2, "2", ["transformers", "vllm", "openai"]),
     ("flight", "memory"): ("2GiB", "2GiB", ["transformers"]),
     ("vllm", "device_map"): ("auto", "auto", ["transformers"]),
     ("flight", "max_memory"): ({"cpu": "1GiB"}, "{'cpu': '1GiB'}", ["transformers"]),
     ("flight", "gpu_memory"): ("2GiB", "2GiB", ["transformers"]),
     ("vllm", "address"): ("grpc://me:hunter2@localhost:1", "grpc://localhost:1", ["flight"]),
-    ("flight", "api_key_env"): ("sk-hunter2", "set", ["openai"]),
+    ("flight", "api_key_env"): ("sk-hunter2", "set", ["openai", "text"]),
 }
 """(engine, key that it ignores): a value, what is shown of it, engines that have the key."""
 
@@ -807,7 +808,7 @@ def test_an_engine_that_is_none_is_refused_with_those_there_are(engine: Any) -> 
     message = refusal(changed("teachers", {"engine": engine}))
     assert (
         message.startswith("p.yaml: teachers.engine\n")
-        and "transformers, vllm, openai, flight, trainer, none" in message
+        and "transformers, vllm, openai, flight, text, trainer, none" in message
     )
 
 

@@ -80,20 +80,25 @@ def test_commands_run_in_a_directory_that_stays(box: Box) -> None:
 
 @needs_namespaces
 def test_there_is_no_network(box: Box) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-        text=True,
-    ) as server:
+    with (
+        Box(LIMITS.model_copy(update={"seconds": 30.0})) as patient,
+        subprocess.Popen(
+            [sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            text=True,
+        ) as server,
+    ):
         assert server.stdout is not None
         port = server.stdout.readline().split("port ")[1].split()[0]
         reach = f"import socket; socket.create_connection(('{{}}', {port}), 2)"
         subprocess.run([sys.executable, "-c", reach.format("127.0.0.1")], check=True, timeout=30)  # it is there
-        for address in ("127.0.0.1", "192.0.2.1"):
-            assert "unreachable" in python(box, reach.format(address)).output
-        server.terminate()
+        try:
+            said = [python(patient, reach.format(address)).output for address in ("127.0.0.1", "192.0.2.1")]
+        finally:
+            server.terminate()  # else the end of the block would wait for it
+    assert all("unreachable" in text for text in said)
     assert [line.split()[0] for line in sh(box, "cat /proc/net/dev").output.splitlines()[2:]] == ["lo:"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +227,19 @@ def test_the_score_of_an_episode_is_the_environments_reward() -> None:
     assert found.accuracy == pytest.approx((0.5 + 0 + 1 + 0 + 0) / 5), "what broke is wrong, as the line says"
     assert (found.turns, found.invalid_calls, found.failed) == (2.0, 4, 1)
     assert told == ["me: the environment of a raised on 1 of 5 answers, counted as wrong: step: KeyError"]
+
+
+def test_an_expert_that_reads_something_else_is_asked_that() -> None:
+    asked: list[Any] = []
+
+    class Recording(FakeEngine):
+        def answer(self, prompts: Sequence[Prompt], *, n: int, temperature: float) -> Any:
+            asked.append([prompt.token_ids for prompt in prompts])
+            return super().answer(prompts, n=n, temperature=temperature)
+
+    own = DomainExam(tuple(replace(prompt, token_ids=(7,)) for prompt in EXAMS["b"].prompts), EXAMS["b"].verifier)
+    made = EngineEvaluator(Recording({"student": set()}), EXAMS, EvaluateConfig(), Letters(), print, {"b": own})
+    for as_expert in (False, True):
+        made.evaluate(["b"], model="me", as_expert=as_expert)
+    made.evaluate(["a"], model="me", as_expert=True)
+    assert asked == [[(1, 2)] * 2, [(7,)] * 2, [(1, 2)] * 4]

@@ -28,6 +28,7 @@ from opd.losses.jsd import JSD
 from opd.losses.none import NoDivergence
 from opd.losses.reverse_kl import ReverseKL
 from opd.losses.sampled import SampledKL
+from opd.losses.sft import CrossEntropy
 from opd.losses.skew import Skew
 from opd.losses.top_k import TopK
 from opd.machine.compiler import can_compile
@@ -1191,5 +1192,5 @@ def test_no_divergence_is_zero_and_has_no_slope() -> None:
 
 def test_every_objective_is_tested_here() -> None:
     tested = {type(form.objective) for form in FORMS.values()} | {SampledKL, NoDivergence}
-    tested |= {AlignedKL}  # in test_aligned_kl.py
+    tested |= {AlignedKL, CrossEntropy}  # in test_aligned_kl.py and test_sft.py
     assert tested == {find_objective_section(kind).OBJECTIVE for kind in OBJECTIVES}

@@ -23,7 +23,7 @@ from opd.prompts import (
     read_prompt_lines,
     samples_by_weight,
 )
-from opd.prompts.encode import encode_text, ids_in_front, put_nothing_in_front
+from opd.prompts.encode import encode_text, ids_in_front, mark_prompt, put_nothing_in_front
 from opd.prompts.line import as_chat, read_row
 from opd.records.types import Prompt
 from tests.conftest import build_tokenizer, put_in_front
@@ -429,3 +429,29 @@ def test_the_tokenizer_of_a_directory_is_tokenizer_json_also_beside_mistrals_own
     )
     (model / "tekken.json").write_text("{}")
     assert load_tokenizer(model)("ab").input_ids == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "marked"),
+    [
+        ("2+2=", "T2+2="),
+        (" ", " "),
+        ([{"role": "user", "content": "a"}], [{"role": "system", "content": "T"}, {"role": "user", "content": "a"}]),
+        (
+            [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}],
+            [{"role": "system", "content": "T\n\ns"}, {"role": "user", "content": "a"}],
+        ),
+        (
+            [{"role": "developer", "content": "s"}, {"role": "user", "content": "a"}],
+            [{"role": "developer", "content": "T\n\ns"}, {"role": "user", "content": "a"}],
+        ),
+        (
+            [{"role": "system", "content": " "}, {"role": "user", "content": "a"}],
+            [{"role": "system", "content": "T"}, {"role": "user", "content": "a"}],
+        ),
+    ],
+    ids=str,
+)
+def test_a_text_goes_before_a_prompt(prompt: Any, marked: Any) -> None:
+    assert mark_prompt(prompt, "T") == marked
+    assert mark_prompt(prompt, "") == prompt

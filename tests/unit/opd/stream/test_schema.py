@@ -15,6 +15,7 @@ from opd.errors import RunError
 from opd.payloads import answer_class
 from opd.payloads.aligned_states import AlignedStates
 from opd.payloads.none import Unscored
+from opd.payloads.text import WrittenAnswer
 from opd.records.types import Rollout
 from opd.stream.schema import (
     VERSION,
@@ -165,9 +166,10 @@ def test_a_payload_has_no_columns_of_another(payload: str) -> None:
         "sampled_logprobs": {"teacher_logprobs"},
         "top_k": {"topk_ids", "topk_logprobs"},
         "aligned_states": {
-            *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "chunk_logprobs", "shared_logprobs")
+            *("head", "hidden_size", "hidden", "student_counts", "teacher_counts", "spelt", "last_ids", "text_logprobs")
         },
         "none": set(),
+        "text": set(),
     }
     found = set(FIELDS[payload].names) | {f.name for f in FIELDS[payload].field("shared").type.value_type}
     assert found & set().union(*mine.values()) == mine[payload]
@@ -433,11 +435,16 @@ def unscored(i: int, domain: str) -> TargetRow:
     return TargetRow(rollout=row(i, domain=domain).rollout, teacher="nobody", answer=Unscored())
 
 
+def written(i: int, domain: str) -> TargetRow:
+    return TargetRow(rollout=row(i, domain=domain).rollout, teacher="writer", answer=WrittenAnswer())
+
+
 def aligned(i: int, domain: str) -> TargetRow:
     """Two chunks, of the first trained tokens and the last one."""
     rollout = row(i, response=3 + 2 * i, domain=domain).rollout
+    num = rollout.num_trained
     answer = AlignedStates(
-        "head", D, bytes(2 * D * 4), [rollout.num_trained - 1, 1], [2, 1], [-1.5, -0.25], [-0.125, 0.0]
+        "head", D, bytes(3 * D * 4), [num - 1, 1], [2, 1], [False, True], [7, -1], [-1.5, *[0.0] * (num - 2), -0.25]
     )
     return TargetRow(rollout=rollout, teacher="foreign", answer=answer)
 
@@ -448,8 +455,10 @@ def aligned(i: int, domain: str) -> TargetRow:
         {"student_counts": [1, 1]},
         {"student_counts": [2, 0]},
         {"teacher_counts": [3]},
-        {"chunk_logprobs": [-1.0]},
-        {"shared_logprobs": []},
+        {"spelt": [True]},
+        {"last_ids": [-1, -1]},
+        {"last_ids": [7, -2]},
+        {"text_logprobs": [-1.0, -0.25]},
         {"hidden": bytes(4)},
     ],
 )
@@ -467,6 +476,7 @@ def test_damaged_bytes_are_refused_or_harmless_to_the_reader(payload: str) -> No
     made = {
         "hidden_states": lambda i, name: row(i, response=1 + i, domain=name),
         "none": unscored,
+        "text": written,
         "aligned_states": aligned,
     }
     make = made.get(payload, lambda i, name: answered(payload, i, domain=name))

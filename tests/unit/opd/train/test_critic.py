@@ -13,9 +13,9 @@ from opd.errors import ModelError
 from opd.models.layouts import LAYOUTS
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout
-from opd.train.components import Component
+from opd.train.components import Component, UpdateWork
 from opd.train.critic import CriticEngineSpec, DeepSpeedCritic
-from opd.train.critic_rank import UpdateResult, UpdateWork
+from opd.train.critic_rank import UpdateResult
 from opd.train.schedule import LearningRate
 from opd.train.value import Critic, find_state_indices, freeze_attention_layers
 from tests.credit import PlainRank, critic_options, segment

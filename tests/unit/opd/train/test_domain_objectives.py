@@ -19,6 +19,7 @@ from opd.train import deepspeed
 from opd.train.batch import DIVERGENCE, MicroBatch, build_micro_batch, gather_samples, leave_one_out_baselines
 from opd.train.components import Component
 from opd.train.totals import weigh_rows
+from opd.vocabularies.spelling import Spelling, build_tables
 from pipelines.specs import trainer_spec
 from tests.rows import make_rollout, make_row
 from tests.unit.opd.train.test_rank import FakeRank
@@ -33,8 +34,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 PAYLOADS = {"far": "sampled_logprobs", "foreign": "aligned_states", "top": "top_k"}
 HEAD_V_D = torch.randn(VOCABULARY, TEACHER_WIDTH, generator=torch.Generator().manual_seed(5))
-SHARED_V = torch.arange(VOCABULARY)[:, None] < VOCABULARY - 3
-HEADS = {"h": Head(HEAD_V_D, IDENTITY), "shared": Head(HEAD_V_D.where(SHARED_V, torch.nan), IDENTITY)}
+SPELLING = Spelling([*((i,) for i in range(VOCABULARY - 3)), (0, 1), (0, 2)], VOCABULARY)
+TABLES = torch.from_numpy(build_tables(SPELLING).pack())
+HEADS = {"h": Head(HEAD_V_D, IDENTITY), "foreign": Head(HEAD_V_D, IDENTITY, TABLES)}
 
 
 def config(domains: tuple[str, ...] = tuple(OBJECTIVES)) -> PipelineConfig:
@@ -76,15 +78,16 @@ def row(number: int, domain: str, rng: np.random.Generator) -> TargetRow:
 
 def make_foreign_row(number: int, num: int, rng: np.random.Generator) -> TargetRow:
     """A response whose first two tokens are one of the teacher's, and whose last one is two of them."""
-    hidden = rng.normal(size=(num - 1, TEACHER_WIDTH)).astype(np.float32).tobytes()
+    hidden = rng.normal(size=(num, TEACHER_WIDTH)).astype(np.float32).tobytes()
     answer = AlignedStates(
-        head="shared",
+        head="foreign",
         hidden_size=TEACHER_WIDTH,
         hidden=hidden,
         student_counts=[2, *[1] * (num - 2)],
         teacher_counts=[*[1] * (num - 2), 2],
-        chunk_logprobs=(-rng.random(num - 1) * 3).tolist(),
-        shared_logprobs=(-rng.random(num - 1)).tolist(),
+        spelt=[True] * (num - 1),
+        last_ids=[-1] * (num - 2) + [0],
+        text_logprobs=(-rng.random(num) * 3).tolist(),
     )
     rollout = make_rollout(
         sample_id=f"foreign/{number}", step=1, domain="foreign", prompt_ids=[1, 2],

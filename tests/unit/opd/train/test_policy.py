@@ -198,8 +198,8 @@ class Rank(rank.TrainerRank):
     """A rank without DeepSpeed."""
 
     def __init__(self, student: Student) -> None:
-        names = ["world_size", "vocab_size", "turn_weights", "domain_objectives"]
-        self._options: Any = dataclasses.make_dataclass("Options", names)(1, 76, {}, {})
+        names = ["world_size", "vocab_size", "turn_weights", "domain_objectives", "end_token_ids"]
+        self._options: Any = dataclasses.make_dataclass("Options", names)(1, 76, {}, {}, ())
         self._device = torch.device("cpu")
         self._layout = "packed"
         self._companions = {}

@@ -132,8 +132,8 @@ def test_sums_go_by_domain_and_count_trained_tokens_only() -> None:
     weights = {"divergence": torch.tensor([0.1, 0.2, 0.2, 0.1, 0.1])}
     totals.add(batch, weights, stats)
     want = {
-        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25, 0, 0.0, 0],
-        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0, 0, 0.0, 0],
+        "x": [3, 2, 10.0, 1.0, 1.0, 4.0, 2.0, 0.0, nan, 1.75, 2.25, 0, 0.0, 0, 0, 0.0],
+        "y": [2, 1, 5.0, 0.0, 0.5, 2.5, 1.0, 2.0, nan, 0.75, 1.0, 0, 0.0, 0, 0, 0.0],
     }
     assert {d: dataclasses.astuple(s) for d, s in totals.domains.items()} == {
         d: pytest.approx(values, nan_ok=True) for d, values in want.items()

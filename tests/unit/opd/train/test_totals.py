@@ -322,3 +322,19 @@ def test_without_its_own_length_a_response_weighs_by_that_of_the_others() -> Non
     assert weigh_rows(STEP[3:4], "leave_one_out", {}) == {}
     ended = [rollout("x", "math", [(4, True)]), rollout("y", "math", [(0, True)])]
     assert weigh_rows(ended, "leave_one_out", {}) == {"x": 1 / 4, "y": 0}
+
+
+def test_tokens_that_end_a_turn_are_added_up_by_themselves() -> None:
+    batch = build_micro_batch([(ROWS["a"],), (ROWS["b"],)], torch.float32)
+    num = len(batch.token_N)
+    stats = dataclasses.replace(
+        TokenStats(*(torch.ones(num) for _ in dataclasses.fields(TokenStats))), kl_N=torch.arange(num).float()
+    )
+    end = int(batch.token_N[-1])
+    ends_N = batch.token_N == end
+    plain, watched = Totals(), Totals((end, 10**6))
+    for totals in (plain, watched):
+        totals.add(batch, {"divergence": torch.ones(num)}, stats)
+    assert (plain.domains["math"].end_tokens, plain.domains["math"].end_sum) == (0, 0.0)
+    assert watched.domains["math"].end_tokens == int(ends_N.sum()) > 0
+    assert watched.domains["math"].end_sum == pytest.approx(float(stats.kl_N[ends_N].sum()))

@@ -233,7 +233,7 @@ class FakeEngine:
         self.held = model_dir.name
         self.loads.append(self.held)
 
-    def evaluate(self, domains: Sequence[str] | None = None, *, model: str) -> Evaluation:
+    def evaluate(self, domains: Sequence[str] | None = None, *, model: str, as_expert: bool = False) -> Evaluation:
         known = self.skill[self.held]
         self.asked.append((self.held, list(domains if domains is not None else known)))
         chosen = {d: known[d] for d in (domains if domains is not None else known)}

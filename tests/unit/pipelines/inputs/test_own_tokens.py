@@ -184,6 +184,13 @@ def test_the_expert_takes_its_exam_before_the_merges_workers_start(
     ]
 
 
+def test_an_expert_with_a_prompt_of_its_own_too_takes_no_exam(foreign: Any) -> None:
+    (foreign.root / "join.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompt = {"system": "Hint. ", "template": "join.jinja", "max_model_len": 64}
+    foreign.data["experts"]["rev"]["prompt"] = prompt
+    assert read(foreign).own_exams == {}
+
+
 def test_the_end_of_a_turn_is_what_the_template_writes() -> None:
     tokenizer = train_byte_level(300)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})

@@ -126,7 +126,7 @@ class Engines:
     def hold(self, model_dir: Path, *, shape_of: Path) -> None:
         self.load(model_dir)
 
-    def evaluate(self, domains: Any, *, model: str) -> Evaluation:
+    def evaluate(self, domains: Any, *, model: str, as_expert: bool = False) -> Evaluation:
         if domains:
             self.event(f"{model} on {','.join(domains)}")
         return Evaluation(model=model, scores=scores(dict.fromkeys(domains, self._accuracy)))

@@ -385,3 +385,16 @@ def test_a_containers_limit_counts(
     (tmp_path / "memory.max").write_text(text)
     monkeypatch.setattr(machine, "CGROUP_LIMITS", (tmp_path / "none", tmp_path / "memory.max"))
     assert machine_bytes() == (limit or whole)
+
+
+def test_an_expert_with_tokens_of_its_own_has_logits_of_these_in_a_chunk(world: Any) -> None:
+    config = load_pipeline(world.write())
+    inputs = read_inputs(config)
+    world.data["experts"]["rev"]["engine"] = {"kind": "transformers", "payload": "aligned_states"}
+    world.data["domains"]["reverse"]["objective"] = {"kind": "aligned_kl"}
+    own = load_pipeline(world.write())
+    rev = inputs.scorers["rev"]
+    expert = replace(rev, info=rev.info.model_copy(update={"vocab_size": 1000}))
+    models = replace(inputs, scorers={**inputs.scorers, "rev": expert})
+    more = micro_batch.logits_bytes(own, models) - micro_batch.logits_bytes(config, models)
+    assert more == 20 * config.objective.chunk * (1000 + inputs.student.vocab_size)
