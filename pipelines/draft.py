@@ -5,16 +5,17 @@ from __future__ import annotations
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
 from opd.draft.companion import DraftSpec
+from opd.draft.shape import DraftShape
 from opd.models.weights import load_config
 
 
-def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:
-    """Return the spec of the draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
+def draft_shape(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftShape:
+    """Return the shape of the draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
     student = load_config(config.student.model).get_text_config(decoder=True)
     heads = student.num_attention_heads
     last = student.num_hidden_layers - 1
     rope = getattr(student, "rope_parameters", None) or {}
-    return DraftSpec(
+    return DraftShape(
         model={
             "hidden_size": student.hidden_size,
             "intermediate_size": student.intermediate_size,
@@ -29,11 +30,19 @@ def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> D
         kind=draft.kind,
         layers=draft.layers or tuple(sorted({0, last // 2, last})),
         vocab=tuple(range(vocab_size)),
+    )
+
+
+def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:
+    """Return the spec with which trainer ranks start the draft. Raises: as `draft_shape`."""
+    return DraftSpec(
+        shape=draft_shape(config, draft, vocab_size),
         steps=draft.num_speculative_tokens,
         loss=draft.loss,
         decay=draft.decay,
         lr=draft.lr,
         tokens=draft.tokens,
+        temperature=config.rollout.temperature,
         seed=config.seed,
         domains=tuple(config.domains),
     )

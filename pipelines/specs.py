@@ -15,6 +15,7 @@ from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
+from opd.draft.shape import DraftShape
 from opd.records.types import TeacherPrompts, WeightedTeacher
 from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
@@ -112,8 +113,19 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
         tensor_parallel_size=rollout.tensor_parallel_size,
         kv_cache_dtype=rollout.kv_cache_dtype,
         engine_args=rollout.engine_args,
+        draft=_served_draft(config, vocab_size),
+        num_speculative_tokens=rollout.num_speculative_tokens,
         add_special_tokens=config.student.puts_in_front,
     )
+
+
+def _served_draft(config: PipelineConfig, vocab_size: int) -> DraftShape | None:
+    """Return the shape of the draft that rollout engines guess with; None if they do not."""
+    if config.draft is None or not config.rollout.num_speculative_tokens:
+        return None
+    from pipelines.draft import draft_shape  # imports code of transformers, which takes a second
+
+    return draft_shape(config, config.draft, vocab_size)
 
 
 def trainer_spec(

@@ -86,6 +86,9 @@ class Guesser:
         moments = {name.partition("/")[2]: tensor for name, tensor in state.items()}
         self._optimizer.state[self._weight] = moments  # type: ignore[assignment]
 
+    def serving_weights(self) -> dict[str, Tensor]:
+        return {"weight": self._weight.detach().clone()}
+
     def export(self, path: Path) -> None:
         if self._rank == 0:
             save_file({"weight": self._weight.detach()}, path / "model.safetensors")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
-from transformers import LlamaConfig
 
-from opd.draft.export import export_draft
-from opd.draft.head import DraftHead, DraftKind, Windows
+from opd.draft.export import name_weights, write_draft
+from opd.draft.head import DraftHead, Windows, build_draft
+from opd.draft.shape import DraftShape, DraftWeights
 from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
@@ -42,13 +42,7 @@ STRIDE = 7919
 class DraftSpec:
     """Settings of a draft that is trained beside the student."""
 
-    model: Mapping[str, Any]
-    """Values of the LlamaConfig of the draft's layer."""
-    kind: DraftKind
-    layers: tuple[int, ...]
-    """Indices, from 0, of the student's layers whose outputs the draft reads."""
-    vocab: tuple[int, ...]
-    """The draft's tokens: ids of the student in rising order."""
+    shape: DraftShape
     steps: int
     """Guesses of a start, K."""
     loss: DraftLoss
@@ -57,6 +51,8 @@ class DraftSpec:
     lr: float
     tokens: int
     """Starts in a micro-batch at most."""
+    temperature: float = 1.0
+    """Temperature of the samples for which the draft guesses."""
     width: int = 16
     """Starts of a window, W."""
     max_grad_norm: float = 1.0
@@ -69,38 +65,22 @@ class DraftSpec:
         """Start the draft on a rank. Its output head begins as the student's, and its input as the states of the last depth."""
         from deepspeed import zero
 
-        head = build_draft(self)
+        head = build_draft(self.shape, self.seed)
         weight_V_D: Tensor = student.lm.get_output_embeddings().weight
         # All ranks take part, because each holds a share of the student's head.
         with zero.GatheredParameters([weight_V_D]), torch.no_grad():
-            head.lm_head.weight.copy_(weight_V_D.detach()[torch.tensor(self.vocab)].float())
+            head.lm_head.weight.copy_(weight_V_D.detach()[torch.tensor(self.shape.vocab)].float())
         return DraftCompanion(self, head.to(device), rank, options.world_size)
-
-
-def build_draft(spec: DraftSpec) -> DraftHead:
-    """Return a new draft, the same on every rank."""
-    state = torch.random.get_rng_state()
-    torch.manual_seed(spec.seed)
-    draft = DraftHead(LlamaConfig(**spec.model), len(spec.layers), len(spec.vocab), spec.kind)
-    for param in draft.parameters():
-        if param.dim() > 1:
-            torch.nn.init.normal_(param, std=0.02)
-    width = draft.config.hidden_size
-    with torch.no_grad():
-        draft.fc.weight.zero_()
-        draft.fc.weight[:, -width:] = torch.eye(width)
-    torch.random.set_rng_state(state)  # the student's own numbers must not change
-    return draft
 
 
 class DraftCompanion:
     """Implements `opd.train.companions.Companion`."""
 
     def __init__(self, spec: DraftSpec, draft: DraftHead, rank: int, ranks: int) -> None:
-        self.layers = (*spec.layers, EMBEDDING)
+        self.layers = (*spec.shape.layers, EMBEDDING)
         self._spec, self._draft, self._rank, self._ranks = spec, draft, rank, ranks
         self._device = draft.fc.weight.device
-        self._vocab_V = torch.tensor(spec.vocab, device=self._device)
+        self._vocab_V = torch.tensor(spec.shape.vocab, device=self._device)
         self._optimizer = torch.optim.AdamW(draft.parameters(), lr=spec.lr, betas=(0.9, 0.95), weight_decay=0.0)
         self._steps_taken = 0
         self._micro_batches = 0
@@ -127,8 +107,8 @@ class DraftCompanion:
         """Copy the student's probabilities of the draft's tokens, where a window needs them."""
         needed_C = (self._place_N[rows] >= 0).to(logits_C_V.device)
         if needed_C.any():
-            logits = logits_C_V[needed_C].float()
-            whole = len(self._spec.vocab) == logits.shape[1]
+            logits = logits_C_V[needed_C].float() / self._spec.temperature
+            whole = len(self._spec.shape.vocab) == logits.shape[1]
             # Tokens that the draft lacks still count in the sum over all tokens.
             probs = logits.softmax(-1)
             self._p.append(probs if whole else probs[:, self._vocab_V])
@@ -154,7 +134,7 @@ class DraftCompanion:
         size = max(
             1,
             GROUP_VALUES
-            // (spec.width * max(spec.steps * len(spec.vocab), self._draft.config.num_attention_heads * length)),
+            // (spec.width * max(spec.steps * len(spec.shape.vocab), self._draft.config.num_attention_heads * length)),
         )
         for first in range(0, len(chosen.domains), size):
             part = slice(first, first + size)
@@ -174,11 +154,11 @@ class DraftCompanion:
         """Add the gradients of some windows, and their numbers to the step's sums."""
         spec, device = self._spec, self._device
         column_S_L = group.column_S_L.to(device)
-        features = torch.cat([hidden[layer][column_S_L].float() for layer in spec.layers], -1)
+        features = torch.cat([hidden[layer][column_S_L].float() for layer in spec.shape.layers], -1)
         windows = Windows(group.windows.sequence_I.to(device), group.windows.start_I_W.to(device))
         row_I_W_K, valid_I_W_K = group.row_I_W_K.to(device), group.valid_I_W_K.to(device)
         context = self._draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
-        logits_I_W_K_V = self._draft.lm_head(self._draft.guess_tokens(context, windows, spec.steps))
+        logits_I_W_K_V = self._draft.lm_head(self._draft.guess_tokens(context, windows, spec.steps)) / spec.temperature
         p_I_W_K_V = p_M_V[self._place_N.to(device)[row_I_W_K]]
         # A start counts as much as the token of its first guess.
         weight_I_W = weight_N[row_I_W_K[..., 0]] * valid_I_W_K[..., 0]
@@ -245,4 +225,8 @@ class DraftCompanion:
 
     def export(self, path: Path) -> None:
         if self._rank == 0:
-            export_draft(self._draft, path, self._spec.layers, self._spec.vocab)
+            write_draft(self._spec.shape, name_weights(self._draft, self._spec.shape), path)
+
+    def serving_weights(self) -> DraftWeights:
+        """Return a copy of the weights in the names of the draft's file."""
+        return {name: tensor.cpu().clone() for name, tensor in name_weights(self._draft, self._spec.shape).items()}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 
-DraftKind = Literal["eagle3", "shared_kv"]
+from opd.draft.shape import DraftShape
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,14 @@ class DraftLayer(nn.Module):
 class DraftHead(nn.Module):
     """A draft. Its parameters have the names of vLLM's `LlamaForCausalLMEagle3`; the embedding is the student's own."""
 
-    def __init__(self, config: LlamaConfig, depths: int, draft_vocab: int, kind: DraftKind) -> None:
+    def __init__(self, shape: DraftShape) -> None:
         super().__init__()
-        self.config, self.kind = config, kind
-        self.fc = nn.Linear(depths * config.hidden_size, config.hidden_size, bias=False)
+        self.config, self.kind = LlamaConfig(**shape.model), shape.kind
+        config = self.config
+        self.fc = nn.Linear(len(shape.layers) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = DraftLayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, len(shape.vocab), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
 
     def read_context(self, features_S_L_F: Tensor, embeds_S_L_D: Tensor) -> Context:
@@ -154,3 +155,18 @@ class DraftHead(nn.Module):
         cos, sin = self.rotary(x_S_H_L_E, position_S_L)
         turned, _ = apply_rotary_pos_emb(x_S_H_L_E, x_S_H_L_E[:, :1], cos, sin)
         return turned
+
+
+def build_draft(shape: DraftShape, seed: int) -> DraftHead:
+    """Return a new draft, the same on every rank. Its input begins as the states of the last depth."""
+    with torch.random.fork_rng():  # the student's own numbers must not change
+        torch.manual_seed(seed)
+        draft = DraftHead(shape)
+        for param in draft.parameters():
+            if param.dim() > 1:
+                torch.nn.init.normal_(param, std=0.02)
+    width = draft.config.hidden_size
+    with torch.no_grad():
+        draft.fc.weight.zero_()
+        draft.fc.weight[:, -width:] = torch.eye(width)
+    return draft

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.records.drafts import summarise_engine
 from opd.records.episodes import EpisodesRecord
 from opd.records.json_fields import make_record
 from opd.records.rewards import RewardRecord
@@ -183,7 +184,8 @@ class StepRecord:
     """Norm of the gradient before clipping."""
     lr: float = 0.0
     draft: Mapping[str, float] = field(default_factory=dict)
-    """The draft's numbers, see `opd.draft.sums.DraftSums.summarise`; empty without a draft."""
+    """The draft's numbers: the trainer's, see `opd.draft.sums.DraftSums.summarise`, and those of engines that guess with it, see
+    `opd.records.drafts.summarise_engine`; empty without a draft."""
     logprob_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
     drift: float = 0.0
@@ -306,7 +308,7 @@ def build_step_record(
         ),
         grad_norm=train_report.grad_norm,
         lr=train_report.lr,
-        draft=train_report.companions.get(DRAFT, {}),
+        draft={**train_report.companions.get(DRAFT, {}), **summarise_engine(batch.accepted)},
         logprob_gap=train_report.logprob_gap,
         drift=train_report.drift,
         token_ages={str(age): tokens for age, tokens in count_ages(trained_rollouts, push_report.version - 1).items()},

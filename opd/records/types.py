@@ -276,6 +276,9 @@ class RolloutBatch:
     """Names of rollout workers that died since the batch before, and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
     """Domain -> counts of its episodes; only domains with an environment or an agent's program."""
+    accepted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Domain -> number of the engines' passes in which 0, 1, ... guesses of the draft were kept; only single responses, and only with a
+    draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from opd import cluster
 from opd.cluster import Worker
 from opd.interfaces import Decoder
+from opd.records.drafts import add_histograms
 from opd.records.episodes import EpisodeResult, EpisodeStats
 from opd.records.types import Completion, Prompt, QuarantinedPrompt, RolloutBatch
 from opd.rollouts.decoding import end_ids, written_text
@@ -98,6 +100,7 @@ class VLLMRolloutEngine(Engines):
             quarantined=responses.quarantined + episodes.quarantined,
             restarted=restarted,
             episodes=episodes.episodes,
+            accepted=responses.accepted,
         )
 
     def _sample_responses(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
@@ -115,14 +118,16 @@ class VLLMRolloutEngine(Engines):
             )
             for prompt, sample_id in fitting
         ]
-        rollouts = []
+        rollouts, histograms = [], defaultdict(list)
         for (prompt, sample_id), out in zip(fitting, self._generate(requests, self._spec.n), strict=True):
+            histograms[prompt.domain].append(out.accepted)
             refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
             masked = self._spec.untrained.get(prompt.domain, frozenset())
             rollouts.append(make_rollout(prompt, sample_id, step, out, masked, policy_version))
         return RolloutBatch(
             rollouts=tuple(rollouts),
             quarantined=tuple(_quarantine_prompt(p, context) for p in prompts if not _fits_context(p, context)),
+            accepted={domain: total for domain, counts in histograms.items() if (total := add_histograms(counts))},
         )
 
     def _play_step(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:

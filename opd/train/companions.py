@@ -80,6 +80,10 @@ class Companion(Protocol):
         """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
         ...
 
+    def serving_weights(self) -> dict[str, Tensor]:
+        """Return a copy of the weights, by the names that they have where the companion is exported."""
+        ...
+
     def export(self, path: Path) -> None:
         """Let rank 0 write the model into the directory `path`."""
         ...

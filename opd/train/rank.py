@@ -354,6 +354,10 @@ class TrainerRank(ZeroEngine):
         for companion in self._companions.values():
             companion.load(path)
 
+    def companion_weights(self, name: str) -> dict[str, Tensor]:
+        """Return the weights of a companion, which are whole on every rank; empty on ranks after the first."""
+        return self._companions[name].serving_weights() if self._rank == 0 else {}
+
     def export_companions(self, path: Path) -> None:
         """Make a directory for every companion in `path`, by its name, and let the companion write its model there."""
         for name, companion in self._companions.items():

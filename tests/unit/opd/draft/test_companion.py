@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from opd.draft.companion import DraftCompanion, DraftSpec
+from opd.draft.shape import DraftShape
 from opd.draft.windows import choose_windows
 from opd.train.batch import build_unscored_batch
 from opd.train.companions import EMBEDDING, StudentView
@@ -17,7 +18,7 @@ from tests.rows import make_rollout
 from tests.unit.opd.train.test_rank import rollout
 
 WIDTH = 64
-SPEC = DraftSpec(
+SHAPE = DraftShape(
     model={
         "hidden_size": WIDTH,
         "intermediate_size": 64,
@@ -29,6 +30,10 @@ SPEC = DraftSpec(
     kind="eagle3",
     layers=(0, 1),
     vocab=tuple(range(76)),
+)
+HALF = dataclasses.replace(SHAPE, vocab=tuple(range(0, 76, 2)))
+SPEC = DraftSpec(
+    shape=SHAPE,
     steps=3,
     loss="forward_kl",
     decay=0.8,
@@ -174,7 +179,7 @@ def test_what_it_reads_is_what_the_student_computed(tiny_model_dir: Path) -> Non
 
 def test_it_learns_and_goes_on_after_a_resume(tiny_model_dir: Path, tmp_path: Path) -> None:
     student, rollouts = load_student(tiny_model_dir), make_rollouts()
-    companion = start(student, vocab=tuple(range(0, 76, 2)))
+    companion = start(student, shape=HALF)
     losses = []
 
     def step(of: DraftCompanion, number: int) -> dict[str, float]:
@@ -187,7 +192,7 @@ def test_it_learns_and_goes_on_after_a_resume(tiny_model_dir: Path, tmp_path: Pa
     assert losses[-1] < 0.5 * losses[0]
     companion.begin_save(tmp_path)
     expected = [step(companion, number) for number in (31, 32)]
-    resumed = start(student, vocab=tuple(range(0, 76, 2)))
+    resumed = start(student, shape=HALF)
     resumed.load(tmp_path)
     assert [step(resumed, number) for number in (31, 32)] == expected
     companion.export(tmp_path)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
-from opd.draft.head import Context, DraftHead, DraftKind, Windows
+from opd.draft.head import Context, DraftHead, Windows
+from opd.draft.shape import DraftKind, DraftShape
 
 L, D, K = 11, 16, 3
 
 
 def make_head(kind: DraftKind) -> DraftHead:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=D, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=4, vocab_size=13
-    )
-    return DraftHead(config, 3, 13, kind).double()
+    model = {
+        "hidden_size": D,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": 13,
+    }
+    return DraftHead(DraftShape(model=model, kind=kind, layers=(0, 1, 2), vocab=tuple(range(13)))).double()
 
 
 def guess_one_by_one(head: DraftHead, features_L_F: Tensor, embeds_L_D: Tensor, start: int) -> Tensor:
