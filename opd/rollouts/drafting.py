@@ -16,7 +16,7 @@ def repair_drafting(draft: Any, vocab_size: int) -> None:
     if loses_fractions(rejection_sampler.expand_batch_to_tokens):
         rejection_sampler.expand_batch_to_tokens = repeat_by_counts
     llm_base_proposer.compute_probs_and_sample_next_token = draw_guesses
-    if draft.draft_id_to_target_id is not None:
+    if getattr(draft, "draft_id_to_target_id", None) is not None:
         # vLLM spreads the guesses over so many ids, and compares them with the student's probabilities one by one.
         draft.config.vocab_size = vocab_size
 
