@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import islice
+from typing import Any
+
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
 from opd.draft.companion import DraftSpec
@@ -29,7 +32,7 @@ def draft_shape(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> 
         },
         kind=draft.kind,
         layers=draft.layers or tuple(sorted({0, last // 2, last})),
-        vocab=tuple(range(vocab_size)),
+        vocab=_choose_tokens(draft.vocab_size, vocab_size, student),
     )
 
 
@@ -46,3 +49,11 @@ def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> D
         seed=config.seed,
         domains=tuple(config.domains),
     )
+
+
+def _choose_tokens(size: int | None, vocab_size: int, student: Any) -> tuple[int, ...]:
+    """Return the ids that the draft can guess, in rising order: the lowest, and those that end a turn."""
+    ends = student.eos_token_id if isinstance(student.eos_token_id, list) else [student.eos_token_id]
+    last = {end for end in ends if end is not None and end < vocab_size}
+    lowest = (id for id in range(vocab_size) if id not in last)
+    return tuple(sorted([*last, *islice(lowest, min(size or vocab_size, vocab_size) - len(last))]))
