@@ -13,6 +13,7 @@ from pipelines.commands import (
     check,
     demo,
     doctor,
+    draft,
     environments,
     evaluate,
     experts,
@@ -69,6 +70,7 @@ for name, group in (
     ("prompts", prompts),
     ("models", models),
     ("teachers", teachers),
+    ("draft", draft),
     ("environments", environments),
     ("guard", guard),
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from opd.config import PipelineConfig
@@ -12,9 +13,9 @@ from opd.draft.shape import DraftShape
 from opd.models.weights import load_config
 
 
-def draft_shape(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftShape:
-    """Return the shape of the draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
-    student = load_config(config.student.model).get_text_config(decoder=True)
+def draft_shape(model: Path, draft: DraftConfig, vocab_size: int) -> DraftShape:
+    """Return the shape of a model's draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
+    student = load_config(model).get_text_config(decoder=True)
     heads = student.num_attention_heads
     last = student.num_hidden_layers - 1
     rope = getattr(student, "rope_parameters", None) or {}
@@ -39,7 +40,7 @@ def draft_shape(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> 
 def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:
     """Return the spec with which trainer ranks start the draft. Raises: as `draft_shape`."""
     return DraftSpec(
-        shape=draft_shape(config, draft, vocab_size),
+        shape=draft_shape(config.student.model, draft, vocab_size),
         steps=draft.num_speculative_tokens,
         loss=draft.loss,
         decay=draft.decay,

@@ -125,7 +125,7 @@ def _served_draft(config: PipelineConfig, vocab_size: int) -> DraftShape | None:
         return None
     from pipelines.draft import draft_shape  # imports code of transformers, which takes a second
 
-    return draft_shape(config, config.draft, vocab_size)
+    return draft_shape(config.student.model, config.draft, vocab_size)
 
 
 def trainer_spec(

@@ -23,7 +23,7 @@ from opd.draft.shape import DraftShape, DraftWeights
 from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
-from opd.losses.draft import DraftLoss, compute_draft_loss, compute_overlaps
+from opd.losses.draft import DraftLoss, compute_draft_loss, compute_overlaps, estimate_kept
 from opd.records.step import DRAFT
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
@@ -61,6 +61,11 @@ class DraftSpec:
     """Domains whose numbers are told apart."""
     name: str = DRAFT
 
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """What the draft reads of the student, see `opd.train.companions.Companion.layers`."""
+        return (*self.shape.layers, EMBEDDING)
+
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> DraftCompanion:
         """Start the draft on a rank. Its output head begins as the student's, and its input as the states of the last depth."""
         from deepspeed import zero
@@ -77,7 +82,7 @@ class DraftCompanion:
     """Implements `opd.train.companions.Companion`."""
 
     def __init__(self, spec: DraftSpec, draft: DraftHead, rank: int, ranks: int) -> None:
-        self.layers = (*spec.shape.layers, EMBEDDING)
+        self.layers = spec.read_layers
         self._spec, self._draft, self._rank, self._ranks = spec, draft, rank, ranks
         self._device = draft.fc.weight.device
         self._vocab_V = torch.tensor(spec.shape.vocab, device=self._device)
@@ -103,6 +108,10 @@ class DraftCompanion:
             rows_M = self._chosen.row_I_W_K[self._chosen.valid_I_W_K].unique()
             self._place_N[rows_M] = torch.arange(len(rows_M))
 
+    def needs_logits(self, rows: slice) -> bool:
+        """Return True if a window of the micro-batch needs the logits of one of these trained tokens."""
+        return bool((self._place_N[rows] >= 0).any())
+
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
         """Copy the student's probabilities of the draft's tokens, where a window needs them."""
         needed_C = (self._place_N[rows] >= 0).to(logits_C_V.device)
@@ -115,13 +124,29 @@ class DraftCompanion:
 
     def add_gradients(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> None:
         """Run the draft on the windows, a few at a time."""
+        for loss in self._compute_losses(batch, hidden, weight_N):
+            loss.backward()
+
+    def measure(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> None:
+        """Add the windows of the micro-batch to the numbers, and learn nothing. Arguments: as in `add_gradients`."""
+        with torch.no_grad():
+            for _ in self._compute_losses(batch, hidden, weight_N):
+                pass
+
+    def take_numbers(self) -> dict[str, float]:
+        """Return the numbers since the last step, and begin anew."""
+        sums, self._sums = self._sums, DraftSums(self._spec.domains, self._spec.steps)
+        return sums.summarise()
+
+    def _compute_losses(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> Iterator[Tensor]:
+        """Yield the summed loss of a few windows at a time, after adding these to the step's sums."""
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             return
         p_M_V, self._p = torch.cat(self._p), []
-        token_N = self._find_columns(batch.token_N)
+        token_N = self._find_columns(batch.token_N.to(self._device))
         for group in self._split_windows(chosen):
-            self._train_group(group, hidden, p_M_V, token_N, weight_N)
+            yield self._judge_group(group, hidden, p_M_V, token_N, weight_N)
 
     def _find_columns(self, token_N: Tensor) -> Tensor:
         """Return [N] the draft's column of each token, -1 for a token that it lacks."""
@@ -148,10 +173,10 @@ class DraftCompanion:
                 domains=chosen.domains[part],
             )
 
-    def _train_group(
+    def _judge_group(
         self, group: DraftBatch, hidden: Mapping[int, Tensor], p_M_V: Tensor, token_N: Tensor, weight_N: Tensor
-    ) -> None:
-        """Add the gradients of some windows, and their numbers to the step's sums."""
+    ) -> Tensor:
+        """Return the loss of some windows, summed by the weights of their starts, and add their numbers to the step's sums."""
         spec, device = self._spec, self._device
         column_S_L = group.column_S_L.to(device)
         features = torch.cat([hidden[layer][column_S_L].float() for layer in spec.shape.layers], -1)
@@ -170,11 +195,13 @@ class DraftCompanion:
             valid_I_W_K.flatten(0, 1),
             spec.decay,
         ).view_as(weight_I_W)
-        loss = (loss_I_W * weight_I_W).sum()
-        loss.backward()
         with torch.no_grad():
-            kept_I_W_K = compute_overlaps(p_I_W_K_V, logits_I_W_K_V)
-        self._sums.add(loss_I_W.detach(), weight_I_W, kept_I_W_K, valid_I_W_K, group.domains)
+            overlap_I_W_K = compute_overlaps(p_I_W_K_V, logits_I_W_K_V)
+            kept_I_W_K = estimate_kept(
+                p_I_W_K_V.flatten(0, 1), logits_I_W_K_V.flatten(0, 1), token_N[row_I_W_K].flatten(0, 1)
+            ).view_as(overlap_I_W_K)
+        self._sums.add(loss_I_W.detach(), weight_I_W, overlap_I_W_K, kept_I_W_K, valid_I_W_K, group.domains)
+        return (loss_I_W * weight_I_W).sum()
 
     def take_step(self, step: int, share: float) -> dict[str, float]:
         """Step the optimiser with the mean over all ranks' starts. `share` is not needed: only scored tokens were seen."""

@@ -10,14 +10,17 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from opd.draft.head import DraftHead, build_draft
-from opd.draft.shape import DraftShape, DraftWeights
+from opd.draft.shape import DraftKind, DraftShape, DraftWeights
+
+ARCHITECTURES: dict[DraftKind, str] = {"eagle3": "LlamaForCausalLMEagle3", "shared_kv": "SharedKvDraft"}
+"""Kind of draft -> its name in `architectures`; vLLM knows the first."""
 
 
 def write_draft(shape: DraftShape, weights: DraftWeights, path: Path) -> None:
     """Write config.json and model.safetensors. `weights`: see `name_weights`."""
     config = {
         **LlamaConfig(**shape.model).to_diff_dict(),
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [ARCHITECTURES[shape.kind]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "draft_vocab_size": len(shape.vocab),

@@ -24,9 +24,16 @@ class DraftSums:
         return float(self._sums[0, 1])
 
     def add(
-        self, loss_I_W: Tensor, weight_I_W: Tensor, kept_I_W_K: Tensor, valid_I_W_K: Tensor, domains: Sequence[str]
+        self,
+        loss_I_W: Tensor,
+        weight_I_W: Tensor,
+        overlap_I_W_K: Tensor,
+        kept_I_W_K: Tensor,
+        valid_I_W_K: Tensor,
+        domains: Sequence[str],
     ) -> None:
-        """Add windows: losses, weights and overlaps of their guesses; `domains`: the domain of each window."""
+        """Add windows: losses, weights of their starts, overlaps of their guesses, and what `opd.losses.draft.estimate_kept` says of these;
+        `domains`: the domain of each window."""
         weight_I_W_K = (weight_I_W[..., None] * valid_I_W_K).double()
         kept_I_W_K = kept_I_W_K.double()
         columns_I = torch.cat(
@@ -34,7 +41,7 @@ class DraftSums:
                 (loss_I_W.double() * weight_I_W).sum(1)[:, None],
                 weight_I_W.double().sum(1)[:, None],
                 weight_I_W_K.sum(1),
-                (weight_I_W_K * kept_I_W_K).sum(1),
+                (weight_I_W_K * overlap_I_W_K.double()).sum(1),
                 (weight_I_W_K * kept_I_W_K.cumprod(-1)).sum(1),
             ],
             1,

@@ -1,7 +1,8 @@
 """Losses of a draft q that guesses the next K tokens of a student p, each from the student's exact probabilities.
 
-With rejection sampling a guess is kept with probability a_k = sum_v min(p_v, q_v) = 1 - TV_k, so 1 + sum_j prod_(i<=j) a_i tokens are
-written by one pass of the student.
+With rejection sampling a guess is kept with probability a_k = sum_v min(p_v, q_v) = 1 - TV_k. Along a text y that the student wrote, the
+product of min(1, q(y_i) / p(y_i)) over i <= j is an unbiased estimate of the probability that the first j guesses are kept; the product
+of a_i, which the loss takes because its gradient is less noisy, is one where guesses are kept independently.
 
     cross_entropy   -log q(y) of the token y that was written
     forward_kl      KL(p || q)
@@ -31,6 +32,14 @@ LEAST_OVERLAP = 1e-37
 def compute_overlaps(p_C_K_V: Tensor, logits_C_K_V: Tensor) -> Tensor:
     """Return [C, K] the probability with which each guess would be kept: sum_v min(p_v, q_v)."""
     return torch.minimum(p_C_K_V, logits_C_K_V.softmax(-1)).sum(-1)
+
+
+def estimate_kept(p_C_K_V: Tensor, logits_C_K_V: Tensor, token_C_K: Tensor) -> Tensor:
+    """Return [C, K] min(1, q(y) / p(y)) of the tokens y that the student wrote; 0 for a token that the draft lacks."""
+    column_C_K_1 = token_C_K.clamp(min=0)[..., None]
+    logq_C_K = logits_C_K_V.log_softmax(-1).gather(-1, column_C_K_1)[..., 0]
+    p_C_K = p_C_K_V.gather(-1, column_C_K_1)[..., 0]
+    return (logq_C_K - p_C_K.log()).exp().clamp(max=1.0).where(token_C_K >= 0, 0.0)
 
 
 def compute_draft_loss(

@@ -9,16 +9,21 @@ from torch import Tensor
 
 
 def repair_drafting(draft: Any, vocab_size: int) -> None:
-    """Repair vLLM's functions in this process. `draft`: vLLM's model of the draft, whose guesses are cut to `vocab_size` ids."""
+    """Repair vLLM's functions, and cut the guesses of `draft`, vLLM's model, to `vocab_size` ids."""
+    repair_functions()
+    if getattr(draft, "draft_id_to_target_id", None) is not None:
+        # vLLM spreads the guesses over so many ids, and compares them with the student's probabilities one by one.
+        draft.config.vocab_size = vocab_size
+
+
+def repair_functions() -> None:
+    """Repair vLLM's functions in this process."""
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode import llm_base_proposer
 
     if loses_fractions(rejection_sampler.expand_batch_to_tokens):
         rejection_sampler.expand_batch_to_tokens = repeat_by_counts
     llm_base_proposer.compute_probs_and_sample_next_token = draw_guesses
-    if getattr(draft, "draft_id_to_target_id", None) is not None:
-        # vLLM spreads the guesses over so many ids, and compares them with the student's probabilities one by one.
-        draft.config.vocab_size = vocab_size
 
 
 def loses_fractions(expand_batch_to_tokens: Any) -> bool:
