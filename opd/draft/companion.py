@@ -24,6 +24,7 @@ from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
 from opd.losses.draft import DraftLoss, compute_draft_loss, compute_overlaps, estimate_kept
+from opd.machine.devices import to_device
 from opd.records.step import DRAFT
 from opd.records.types import WrittenFile
 from opd.train.batch import MicroBatch
@@ -76,6 +77,24 @@ class DraftSpec:
         with zero.GatheredParameters([weight_V_D]), torch.no_grad():
             head.lm_head.weight.copy_(weight_V_D.detach()[torch.tensor(self.shape.vocab)].float())
         return DraftCompanion(self, head.to(device), rank, options.world_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GuessedWindows:
+    """Windows of a micro-batch with the draft's guesses there."""
+
+    row_I_W_K: Tensor
+    """Index of the trained token that each guess is about, as in `DraftBatch`."""
+    valid_I_W_K: Tensor
+    """True where there is a trained token to judge the guess by."""
+    column_I_W_K: Tensor
+    """The draft's column of that token, -1 for one that the draft lacks."""
+    p_I_W_K_V: Tensor
+    """The student's probabilities of the draft's tokens."""
+    logits_I_W_K_V: Tensor
+    """The draft's logits."""
+    domains: tuple[str, ...]
+    """Domain of each window."""
 
 
 class DraftCompanion:
@@ -139,14 +158,46 @@ class DraftCompanion:
         return sums.summarise()
 
     def _compute_losses(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> Iterator[Tensor]:
-        """Yield the summed loss of a few windows at a time, after adding these to the step's sums."""
+        """Yield the summed loss of a few windows at a time, after adding their numbers to the step's sums."""
+        spec = self._spec
+        for guessed in self.guess_batch(batch, hidden):
+            valid_I_W_K, column_I_W_K = guessed.valid_I_W_K, guessed.column_I_W_K
+            # A start counts as much as the token of its first guess.
+            weight_I_W = weight_N[guessed.row_I_W_K[..., 0]] * valid_I_W_K[..., 0]
+            p_C_K_V, logits_C_K_V = guessed.p_I_W_K_V.flatten(0, 1), guessed.logits_I_W_K_V.flatten(0, 1)
+            column_C_K = column_I_W_K.flatten(0, 1)
+            loss_I_W = compute_draft_loss(
+                spec.loss, p_C_K_V, logits_C_K_V, column_C_K, valid_I_W_K.flatten(0, 1), spec.decay
+            ).view_as(weight_I_W)
+            with torch.no_grad():
+                overlap_I_W_K = compute_overlaps(p_C_K_V, logits_C_K_V).view_as(column_I_W_K)
+                kept_I_W_K = estimate_kept(p_C_K_V, logits_C_K_V, column_C_K).view_as(column_I_W_K)
+            self._sums.add(loss_I_W.detach(), weight_I_W, overlap_I_W_K, kept_I_W_K, valid_I_W_K, guessed.domains)
+            yield (loss_I_W * weight_I_W).sum()
+
+    def guess_batch(self, batch: MicroBatch, hidden: Mapping[int, Tensor]) -> Iterator[GuessedWindows]:
+        """Yield the guesses in the windows that `begin_batch` chose, a few windows at a time."""
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             return
         p_M_V, self._p = torch.cat(self._p), []
         token_N = self._find_columns(batch.token_N.to(self._device))
+        place_N = self._place_N.to(self._device)
         for group in self._split_windows(chosen):
-            yield self._judge_group(group, hidden, p_M_V, token_N, weight_N)
+            windows, row_I_W_K, valid_I_W_K, column_S_L = to_device(
+                (group.windows, group.row_I_W_K, group.valid_I_W_K, group.column_S_L), self._device
+            )
+            features = torch.cat([hidden[layer][column_S_L].float() for layer in self._spec.shape.layers], -1)
+            context = self._draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
+            states_I_W_K_D = self._draft.guess_tokens(context, windows, self._spec.steps)
+            yield GuessedWindows(
+                row_I_W_K=row_I_W_K,
+                valid_I_W_K=valid_I_W_K,
+                column_I_W_K=token_N[row_I_W_K],
+                p_I_W_K_V=p_M_V[place_N[row_I_W_K]],
+                logits_I_W_K_V=self._draft.lm_head(states_I_W_K_D) / self._spec.temperature,
+                domains=group.domains,
+            )
 
     def _find_columns(self, token_N: Tensor) -> Tensor:
         """Return [N] the draft's column of each token, -1 for a token that it lacks."""
@@ -172,36 +223,6 @@ class DraftCompanion:
                 valid_I_W_K=chosen.valid_I_W_K[part],
                 domains=chosen.domains[part],
             )
-
-    def _judge_group(
-        self, group: DraftBatch, hidden: Mapping[int, Tensor], p_M_V: Tensor, token_N: Tensor, weight_N: Tensor
-    ) -> Tensor:
-        """Return the loss of some windows, summed by the weights of their starts, and add their numbers to the step's sums."""
-        spec, device = self._spec, self._device
-        column_S_L = group.column_S_L.to(device)
-        features = torch.cat([hidden[layer][column_S_L].float() for layer in spec.shape.layers], -1)
-        windows = Windows(group.windows.sequence_I.to(device), group.windows.start_I_W.to(device))
-        row_I_W_K, valid_I_W_K = group.row_I_W_K.to(device), group.valid_I_W_K.to(device)
-        context = self._draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
-        logits_I_W_K_V = self._draft.lm_head(self._draft.guess_tokens(context, windows, spec.steps)) / spec.temperature
-        p_I_W_K_V = p_M_V[self._place_N.to(device)[row_I_W_K]]
-        # A start counts as much as the token of its first guess.
-        weight_I_W = weight_N[row_I_W_K[..., 0]] * valid_I_W_K[..., 0]
-        loss_I_W = compute_draft_loss(
-            spec.loss,
-            p_I_W_K_V.flatten(0, 1),
-            logits_I_W_K_V.flatten(0, 1),
-            token_N[row_I_W_K].flatten(0, 1),
-            valid_I_W_K.flatten(0, 1),
-            spec.decay,
-        ).view_as(weight_I_W)
-        with torch.no_grad():
-            overlap_I_W_K = compute_overlaps(p_I_W_K_V, logits_I_W_K_V)
-            kept_I_W_K = estimate_kept(
-                p_I_W_K_V.flatten(0, 1), logits_I_W_K_V.flatten(0, 1), token_N[row_I_W_K].flatten(0, 1)
-            ).view_as(overlap_I_W_K)
-        self._sums.add(loss_I_W.detach(), weight_I_W, overlap_I_W_K, kept_I_W_K, valid_I_W_K, group.domains)
-        return (loss_I_W * weight_I_W).sum()
 
     def take_step(self, step: int, share: float) -> dict[str, float]:
         """Step the optimiser with the mean over all ranks' starts. `share` is not needed: only scored tokens were seen."""
