@@ -140,7 +140,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
     model, batches, tests = None, None, None
     for seed in args.seeds:
         for kind, loss in TRAINED:
-            for guesses in args.guesses:
+            for guesses in (max(args.guesses),):
                 name = f"{kind}/{loss}/{guesses}/{seed}"
                 file = args.folder / f"{name.replace('/', '-')}{'-validation' if args.validation else ''}.json"
                 if args.only and f"{kind}/{loss}" not in args.only:
@@ -175,23 +175,23 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                     flush=True,
                 )
     for guesses in args.guesses:
-        print_rows(results["drafts"], args.seeds, guesses)
+        print_rows(results["drafts"], args.seeds, steps, guesses)
     return results | {"steps": steps}
 
 
-def print_rows(drafts: dict[str, Any], seeds: Sequence[int], guesses: int) -> None:
+def print_rows(drafts: dict[str, Any], seeds: Sequence[int], trained: int, guesses: int) -> None:
     """Print the table of one number of guesses."""
     print(
         f"\n| {guesses} guesses | tokens a pass | kept at 1 to {guesses} | slope against entropy |\n| --- | --- | --- | --- |"
     )
     for label, kind, loss, rule in ROWS:
-        found = [drafts[key] for seed in seeds if (key := f"{kind}/{loss}/{guesses}/{seed}") in drafts]
+        found = [drafts[key] for seed in seeds if (key := f"{kind}/{loss}/{trained}/{seed}") in drafts]
         if not found:
             continue
-        lengths = [1 + sum(draft["kept"][rule]) for draft in found]
+        lengths = [1 + sum(draft["kept"][rule][:guesses]) for draft in found]
         spread = f" ± {stdev(lengths):.3f}" if len(lengths) > 1 else ""
         places = " ".join(
-            f"{fmean(values):.3f}" for values in zip(*(draft["kept"][rule] for draft in found), strict=True)
+            f"{fmean(values):.3f}" for values in zip(*(draft["kept"][rule][:guesses] for draft in found), strict=True)
         )
         slopes = [draft["slope"] for draft in found]
         print(
