@@ -12,6 +12,7 @@ SIGNALS = {
     "length": "opd.monitors.signals:LENGTH",
     "entropy": "opd.monitors.signals:ENTROPY",
     "disagreement": "opd.monitors.signals:DISAGREEMENT",
+    "draft": "opd.monitors.signals:STALE_DRAFT",
     "gap": "opd.monitors.signals:GAP",
     "grad_norm": "opd.monitors.signals:GRAD_NORM",
 }
