@@ -129,7 +129,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
     args.folder.mkdir(parents=True, exist_ok=True)
     if not texts.exists():
         torch.save(write_texts(config, inputs, args.texts), texts)
-    rollouts: list[Rollout] = torch.load(texts, weights_only=False)
+    rollouts: list[Rollout] = torch.load(texts, weights_only=False)[: args.texts]
     held_out = max(BATCH, len(rollouts) // 6)
     seen = {rollout.prompt_ids for rollout in rollouts[:-held_out]}
     others = [rollout for rollout in rollouts[-held_out:] if rollout.prompt_ids not in seen]

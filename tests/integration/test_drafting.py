@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from opd import cluster
+from opd.config.draft import DraftConfig
 from opd.config.sections import ClusterConfig
 from opd.draft.export import name_weights
-from opd.draft.head import build_draft
+from opd.draft.head import Windows, build_draft
 from opd.draft.shape import DraftShape
 from opd.rollouts.processes import ENGINE_ENV
+from opd.rollouts.served_families import DRAFTED
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker, start_engine
+from opd.train.companions import EMBEDDING, StudentView
+from pipelines.draft import draft_shape
 
 WIDTH, KNOWN, PADDED = 32, 30, 36
 """Width of the model, ids of its tokenizer, and rows of its head, of which the last are no token."""
@@ -229,3 +234,64 @@ def test_a_draft_that_is_the_student_is_always_kept(student: Path) -> None:
         rates.append(kept / made)
         worker.kill()
     assert rates[0] > 0.97 and rates[1] < 0.6, rates
+
+
+class GuessReader(VLLMWorker):
+    """Shows the probabilities of the guess after the first token."""
+
+    def read_first_guess(self, token_ids: Sequence[int]) -> tuple[int, Tensor]:
+        request = GenerateRequest(token_ids=tuple(token_ids), max_tokens=1, temperature=1.0, seed=3)
+        [answer] = self.generate([request])
+        core = self._llm.llm_engine.engine_core.engine_core
+        probs_K_V = core.model_executor.driver_worker.worker.model_runner.drafter.take_last_draft_probs()
+        return answer.token_ids[0], probs_K_V.reshape(GUESSES, -1)[0].clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", DRAFTED)
+def test_the_draft_reads_the_states_that_it_learned_from(tmp_path: Path, family: str) -> None:
+    """The engine's guess is that of our draft on the states of transformers, for every family that may have one."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=KNOWN,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        initializer_range=0.1,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    shape = draft_shape(tmp_path, DraftConfig(), KNOWN)
+    draft = build_draft(shape, seed=5)
+    with torch.no_grad():
+        for param in draft.parameters():
+            param.normal_(std=0.2)
+    worker = cluster.spawn_worker(
+        GuessReader,
+        replace(options(tmp_path), draft=shape),
+        (),
+        name="engine",
+        env=cluster.worker_env(1) | ENGINE_ENV | ENV,
+    )
+    worker.submit(VLLMWorker.load_draft, name_weights(draft, shape)).wait_for_result(timeout_s=100)
+    prompt = [1, 5, 7, 9, 11, 4, 4, 20]
+    token, probs_V = worker.submit(GuessReader.read_first_guess, prompt).wait_for_result(timeout_s=100)
+    worker.kill()
+    view = StudentView([SimpleNamespace(layers=(*shape.layers, EMBEDDING))])
+    with torch.no_grad(), view.watch_layers(model):
+        model(torch.tensor([[*prompt, token]]))
+        features = torch.cat([view.hidden[layer].unflatten(0, (1, -1)) for layer in shape.layers], -1)
+        context = draft.read_context(features, view.hidden[EMBEDDING].unflatten(0, (1, -1)))
+        start = torch.tensor([[len(prompt) - 1]])
+        expected = draft.lm_head(draft.guess_tokens(context, Windows(torch.tensor([0]), start), 1))[0, 0, 0].softmax(-1)
+    assert probs_V.max() < 0.9
+    torch.testing.assert_close(probs_V, expected, atol=1e-4, rtol=1e-3)
