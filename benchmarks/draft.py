@@ -151,6 +151,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                 draft = DraftConfig(
                     kind=kind, loss=loss, lr=args.lr, num_speculative_tokens=guesses, tokens=args.tokens,
                     vocab_size=args.vocab_size,
+                    warmup_steps=args.steps // 2 if loss == "end_to_end_tv" else 0,
                 )  # fmt: skip
                 spec = draft_spec(config.model_copy(update={"seed": seed}), draft, inputs.student.vocab_size)
                 if model is None:

@@ -45,6 +45,7 @@ def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> D
         loss=draft.loss,
         decay=draft.decay,
         lr=draft.lr,
+        warmup_steps=draft.warmup_steps,
         tokens=draft.tokens,
         temperature=config.rollout.temperature,
         seed=config.seed,

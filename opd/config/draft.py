@@ -25,6 +25,8 @@ class DraftConfig(Strict):
     """Weight of a guess beside that of the guess before it, for all losses but `end_to_end_tv`."""
     lr: float = Field(1e-3, gt=0, allow_inf_nan=False)
     """Learning rate."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps by `log_overlap` first: `tv` and `end_to_end_tv` teach little while few guesses are kept."""
     tokens: int = Field(512, ge=1)
     """Positions of a micro-batch, at most, from which the draft learns: its time and memory."""
     vocab_size: int | None = Field(None, ge=2)

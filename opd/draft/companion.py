@@ -50,6 +50,8 @@ class DraftSpec:
     decay: float
     """Weight of a guess beside that of the guess before."""
     lr: float
+    warmup_steps: int = 0
+    """Steps by `log_overlap` before `loss`."""
     tokens: int
     """Starts in a micro-batch at most."""
     temperature: float = 1.0
@@ -160,6 +162,7 @@ class DraftCompanion:
     def _compute_losses(self, batch: MicroBatch, hidden: Mapping[int, Tensor], weight_N: Tensor) -> Iterator[Tensor]:
         """Yield the summed loss of a few windows at a time, after adding their numbers to the step's sums."""
         spec = self._spec
+        kind: DraftLoss = "log_overlap" if self._steps_taken < spec.warmup_steps else spec.loss
         for guessed in self.guess_batch(batch, hidden):
             valid_I_W_K, column_I_W_K = guessed.valid_I_W_K, guessed.column_I_W_K
             # A start counts as much as the token of its first guess.
@@ -167,7 +170,7 @@ class DraftCompanion:
             p_C_K_V, logits_C_K_V = guessed.p_I_W_K_V.flatten(0, 1), guessed.logits_I_W_K_V.flatten(0, 1)
             column_C_K = column_I_W_K.flatten(0, 1)
             loss_I_W = compute_draft_loss(
-                spec.loss, p_C_K_V, logits_C_K_V, column_C_K, valid_I_W_K.flatten(0, 1), spec.decay
+                kind, p_C_K_V, logits_C_K_V, column_C_K, valid_I_W_K.flatten(0, 1), spec.decay
             ).view_as(weight_I_W)
             with torch.no_grad():
                 overlap_I_W_K = compute_overlaps(p_C_K_V, logits_C_K_V).view_as(column_I_W_K)
@@ -237,7 +240,8 @@ class DraftCompanion:
                 distributed.all_reduce(param.grad)
             param.grad /= max(sums.weight, 1e-30)
         norm = torch.nn.utils.clip_grad_norm_(params, self._spec.max_grad_norm)
-        self._optimizer.step()
+        if torch.isfinite(norm):  # numbers that are none would make an engine's samples none of the student's
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self._steps_taken, self._micro_batches = step, 0
         return {"grad_norm": float(norm), **sums.summarise()}

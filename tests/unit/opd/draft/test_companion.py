@@ -197,3 +197,28 @@ def test_it_learns_and_goes_on_after_a_resume(tiny_model_dir: Path, tmp_path: Pa
     assert [step(resumed, number) for number in (31, 32)] == expected
     companion.export(tmp_path)
     assert (tmp_path / "config.json").exists()
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(tiny_model_dir: Path) -> None:
+    student = load_student(tiny_model_dir)
+    companion = start(student)
+    show(companion, student, "packed", make_rollouts())
+    before = companion.serving_weights()
+    next(companion._draft.parameters()).grad[0] = float("nan")  # type: ignore[index]
+    companion.take_step(1, 1.0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in companion.serving_weights().items())
+
+
+def test_a_loss_begins_after_the_steps_of_the_warm_up(tiny_model_dir: Path) -> None:
+    student, losses = load_student(tiny_model_dir), {}
+    for name, changes in {
+        "warm": {"loss": "end_to_end_tv", "warmup_steps": 1},
+        "log": {"loss": "log_overlap"},
+        "end": {"loss": "end_to_end_tv"},
+    }.items():
+        companion = start(student, **changes)
+        show(companion, student, "packed", make_rollouts())
+        first = companion.take_step(1, 1.0)["loss"]
+        show(companion, student, "packed", make_rollouts())
+        losses[name] = (first, companion.take_step(2, 1.0)["loss"])
+    assert losses["warm"][0] == losses["log"][0] and losses["warm"][1] < 1 < losses["log"][1]
