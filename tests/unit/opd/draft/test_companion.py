@@ -222,4 +222,5 @@ def test_a_loss_begins_after_the_steps_of_the_warm_up(tiny_model_dir: Path) -> N
         show(companion, student, "packed", make_rollouts())
         losses[name] = (first, companion.take_step(2, 1.0)["loss"])
     assert losses["warm"][0] == losses["log"][0] != losses["end"][0]
-    assert losses["warm"][1] == pytest.approx(losses["end"][1], abs=0.05) and losses["log"][1] > losses["warm"][1]
+    assert losses["warm"][1] == pytest.approx(losses["end"][1], abs=0.05)
+    assert losses["warm"][1] != pytest.approx(losses["log"][1], abs=0.05)
