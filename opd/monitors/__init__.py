@@ -13,6 +13,7 @@ SIGNALS = {
     "entropy": "opd.monitors.signals:ENTROPY",
     "disagreement": "opd.monitors.signals:DISAGREEMENT",
     "draft": "opd.monitors.signals:STALE_DRAFT",
+    "draft_cost": "opd.monitors.signals:DRAFT_COST",
     "gap": "opd.monitors.signals:GAP",
     "grad_norm": "opd.monitors.signals:GRAD_NORM",
 }

@@ -169,6 +169,22 @@ STALE_DRAFT = Signal(
 )
 
 
+def _read_draft_cost(history: SignalHistory) -> Mapping[str, float]:
+    ratios = [
+        record.draft["engine_plain_tokens_s"] / record.draft["engine_tokens_s"]
+        for record in history.last
+        if record.draft.get("engine_tokens_s")
+    ]
+    return {WHOLE_STEP: ratios[-1]} if ratios else {}
+
+
+DRAFT_COST = Signal(
+    says="without the draft the engines write {value:.2f} times as many tokens a second: its guesses do not pay here yet",
+    advice="set rollout.num_speculative_tokens to 0, or fewer, unless longer training changes it; the draft learns all the same",
+    read=_read_draft_cost,
+)
+
+
 def _read_gap(history: SignalHistory) -> Mapping[str, float]:
     gaps = [record.logprob_gap for record in history.last if _has_fresh_tokens(record)]
     return {WHOLE_STEP: fmean(gaps) / history.tolerance} if gaps else {}

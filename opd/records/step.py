@@ -308,7 +308,7 @@ def build_step_record(
         ),
         grad_norm=train_report.grad_norm,
         lr=train_report.lr,
-        draft={**train_report.companions.get(DRAFT, {}), **summarise_engine(batch.accepted)},
+        draft={**train_report.companions.get(DRAFT, {}), **summarise_engine(batch.accepted, batch.speeds)},
         logprob_gap=train_report.logprob_gap,
         drift=train_report.drift,
         token_ages={str(age): tokens for age, tokens in count_ages(trained_rollouts, push_report.version - 1).items()},

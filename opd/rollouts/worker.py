@@ -131,6 +131,16 @@ class VLLMWorker:
         self._sleep_engine()
         return [_read_output(output.outputs[0]) for output in outputs]
 
+    def generate_without_draft(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+        """Sample every request without guesses, to learn what they save; as `generate` otherwise."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        # vLLM's own table from the number of running requests to that of guesses; None: always all guesses.
+        usual, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, [0] * (self._options.max_num_seqs + 1)
+        try:
+            return self.generate(requests)
+        finally:
+            scheduler.dynamic_sd_lookup = usual
+
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
     ) -> list[EpisodeResult]:

@@ -25,7 +25,7 @@ def guess(pipeline: dict[str, Any]) -> None:
 
 def test_a_merge_leaves_the_draft_that_wrote_its_rollouts(tmp_path: Path, pipeline: dict[str, Any]) -> None:
     guess(pipeline)
-    pipeline["trainer"]["steps"] = 3
+    pipeline["trainer"]["steps"] = 10
     opd("merge", write_pipeline(tmp_path, pipeline), "--run-dir", "run", cwd=tmp_path)
     drafts = [record["draft"] for record in records(tmp_path / "run")]
     for numbers in drafts:
@@ -34,6 +34,7 @@ def test_a_merge_leaves_the_draft_that_wrote_its_rollouts(tmp_path: Path, pipeli
         )
         # The engine guessed with the very draft that the trainer judged, whose estimate is of a part of the same text.
         assert numbers["engine_accepted_length"] == pytest.approx(numbers["accepted_length"], abs=0.25)
+    assert {"engine_tokens_s", "engine_plain_tokens_s"} <= set(drafts[9]) and "engine_tokens_s" not in drafts[8]
     model = find_model(tmp_path / "run", print)
     assert model.draft == tmp_path / "run" / "model" / "draft"
     options = ServeOptions(address=Address("127.0.0.1", 8000))
