@@ -37,7 +37,7 @@ from opd.draft.export import write_draft
 from opd.losses.draft import compute_overlaps
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout
-from pipelines.after.draft import write_texts
+from pipelines.after.draft import split_texts, write_texts
 from pipelines.catalog import find_pipeline
 from pipelines.draft import draft_spec
 from pipelines.inputs.read import read_inputs
@@ -130,9 +130,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
     if not texts.exists():
         torch.save(write_texts(config, inputs, args.texts), texts)
     rollouts: list[Rollout] = torch.load(texts, weights_only=False)[: args.texts]
-    held_out = max(BATCH, len(rollouts) // 6)
-    seen = {rollout.prompt_ids for rollout in rollouts[:-held_out]}
-    others = [rollout for rollout in rollouts[-held_out:] if rollout.prompt_ids not in seen]
+    learned, others = split_texts(rollouts, 1 / 6, 0)
     # Half of the other prompts chose the learning rates, the other half is judged.
     others = others[::2] if args.validation else others[1::2]
     steps = max(args.guesses)
@@ -156,7 +154,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                 spec = draft_spec(config.model_copy(update={"seed": seed}), draft, inputs.student.vocab_size)
                 if model is None:
                     model = FrozenModel(load_causal_lm(args.model, torch.float32), spec.read_layers)
-                    batches = model.read_batches(rollouts[:-held_out], BATCH)
+                    batches = model.read_batches(learned, BATCH)
                     tests = model.read_batches(others, BATCH)
                 began = time.perf_counter()
                 companion = train_draft(model, spec, batches, args.steps)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,15 @@ def write_texts(config: PipelineConfig, inputs: Inputs, count: int) -> list[Roll
     return [rollout for rollout in rollouts if rollout.num_trained > 1]
 
 
+def split_texts(rollouts: Sequence[Rollout], share: float, seed: int) -> tuple[list[Rollout], list[Rollout]]:
+    """Return the texts to learn from, in a random order, and those that are held out: all to a share of the prompts, one at least."""
+    rng = random.Random(seed)
+    prompts = sorted({rollout.prompt_ids for rollout in rollouts})
+    kept = set(rng.sample(prompts, max(1, round(share * len(prompts)))))
+    learned = [rollout for rollout in rollouts if rollout.prompt_ids not in kept]
+    return rng.sample(learned, len(learned)), [rollout for rollout in rollouts if rollout.prompt_ids in kept]
+
+
 def _learn_from_texts(
     config: PipelineConfig, inputs: Inputs, rollouts: list[Rollout], training: DraftTraining, output: Path, tell: Tell
 ) -> Mapping[str, float]:
@@ -94,10 +104,8 @@ def _learn_from_texts(
     spec = draft_spec(config, config.draft, inputs.student.vocab_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = FrozenModel(load_causal_lm(config.student.model, torch.float32).to(device), spec.read_layers)
-    held_out = max(1, round(HELD_OUT * len(rollouts)))
-    # Texts of all domains follow each other, so the last ones are of all domains, too.
-    batches = model.read_batches(rollouts[:-held_out], training.batch)
-    tests = model.read_batches(rollouts[-held_out:], training.batch)
+    learned, held_out = split_texts(rollouts, HELD_OUT, config.seed)
+    batches, tests = (model.read_batches(texts, training.batch) for texts in (learned, held_out))
 
     def report(step: int, numbers: Mapping[str, float]) -> None:
         if step % 50 == 0 or step == training.steps:

@@ -45,6 +45,7 @@ def train(
 ) -> None:
     """Train a draft for a finished model, which stays as it is. A merge with a section `draft` trains one on the way."""
     from opd.config import load_pipeline, load_run_pipeline
+    from opd.errors import ConfigError
     from opd.records.step import DRAFT
     from opd.run.paths import RunPaths
     from pipelines.after.models import find_model
@@ -52,8 +53,11 @@ def train(
 
     local_model = find_model(model, print_line)
     if pipeline is None and local_model.config is None:
-        raise typer.BadParameter(
-            f"{model} was left by no run: say whose prompts it is to answer", param_hint="--pipeline"
+        raise ConfigError.at(
+            "--pipeline",
+            found=f"none, and {model} was left by no run",
+            wanted="the pipeline whose prompts the model is to answer",
+            fix="name one: a file, or a name that `opd pipelines list` shows",
         )
     if pipeline:
         config = load_pipeline(find_pipeline(pipeline), overrides)
