@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
-from opd.draft.companion import DraftSpec
 from opd.draft.shape import DraftShape
-from opd.models.weights import load_config
+
+if TYPE_CHECKING:  # it imports torch and transformers, which a memory sum does without
+    from opd.draft.companion import DraftSpec
 
 
 def draft_shape(model: Path, draft: DraftConfig, vocab_size: int) -> DraftShape:
     """Return the shape of a model's draft. `vocab_size` is the tokenizer's. Raises: ModelError for a model without a config."""
+    from opd.models.weights import load_config
+
     student = load_config(model).get_text_config(decoder=True)
     heads = student.num_attention_heads
     last = student.num_hidden_layers - 1
@@ -39,6 +42,8 @@ def draft_shape(model: Path, draft: DraftConfig, vocab_size: int) -> DraftShape:
 
 def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:
     """Return the spec with which trainer ranks start the draft. Raises: as `draft_shape`."""
+    from opd.draft.companion import DraftSpec
+
     return DraftSpec(
         shape=draft_shape(config.student.model, draft, vocab_size),
         steps=draft.num_speculative_tokens,

@@ -19,7 +19,7 @@ from torch import Tensor, distributed
 
 from opd.draft.export import name_weights, write_draft
 from opd.draft.head import DraftHead, Windows, build_draft
-from opd.draft.shape import DraftShape, DraftWeights
+from opd.draft.shape import GROUP_VALUES, DraftShape, DraftWeights
 from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
@@ -33,8 +33,6 @@ from opd.train.companions import EMBEDDING
 if TYPE_CHECKING:
     from opd.train.zero import ModelOptions
 
-GROUP_VALUES = 1 << 24
-"""Numbers of a tensor [windows, W, K, V] or [windows, H, W, L] that exist at one time: 64 MiB in float32."""
 STRIDE = 7919
 """Added to the offset of the windows with every micro-batch: a prime, so that all windows have their turn."""
 

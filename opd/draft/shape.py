@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor
+if TYPE_CHECKING:  # memory sums need shapes, and no torch
+    from torch import Tensor
 
 DraftKind = Literal["eagle3", "shared_kv"]
-DraftWeights = dict[str, Tensor]
+DraftWeights = dict[str, "Tensor"]
 """Name of a tensor in the draft's file -> its values."""
+
+GROUP_VALUES = 1 << 24
+"""Numbers of a tensor [windows, W, K, V] or [windows, H, W, L] that exist at one time: 64 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

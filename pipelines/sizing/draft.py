@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from opd.config import PipelineConfig
-from opd.draft.companion import GROUP_VALUES
-from opd.draft.shape import DraftShape
+from opd.draft.shape import GROUP_VALUES, DraftShape
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.draft import draft_shape
 
