@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.indexers.attention import AttentionInputs
 from opd.indexers.layers import LayerRunner, TextBatch
 from opd.indexers.patterns import list_groups
-from opd.indexers.scores import IndexerInputs
+from opd.indexers.scores import IndexerInputs, widen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def _distil_chunk(
     choosing_B_C = is_query_B_C & (places_C >= topk)
     loss = kl_B_C[is_query_B_C].sum()
     return loss, DistillationSums(
-        loss=float(loss),
+        loss=float(loss.detach()),
         chosen_mass=float((target_B_C_S * chosen_B_C_S).sum(-1)[choosing_B_C].sum()),
         num_queries=int(is_query_B_C.sum()),
         num_choosing=int(choosing_B_C.sum()),
@@ -114,16 +114,17 @@ def _mark_largest(scores_B_C_S: Tensor, topk: int) -> Tensor:
 @torch.no_grad()
 def _mean_attention(attentions: Sequence[AttentionInputs], chunk: slice, counted_B_C_S: Tensor) -> Tensor:
     """Return [B, C, S]: the mean over layers and heads of the attention weights, each normalised within the tokens that count."""
-    total_B_C_S = torch.zeros_like(counted_B_C_S, dtype=torch.float32)
+    total: Tensor | float = 0.0
     for attention in attentions:
         query_B_H_C_E = attention.query_B_H_T_E[:, :, chunk]
-        products_B_H_C_S = (query_B_H_C_E @ attention.key_B_H_S_E.transpose(2, 3)).float() * attention.scaling
-        total_B_C_S += products_B_H_C_S.masked_fill(~counted_B_C_S[:, None], -torch.inf).softmax(-1).mean(1)
-    return total_B_C_S / len(attentions)
+        products_B_H_C_S = widen(query_B_H_C_E @ attention.key_B_H_S_E.transpose(2, 3)) * attention.scaling
+        total = total + products_B_H_C_S.masked_fill(~counted_B_C_S[:, None], -torch.inf).softmax(-1).mean(1)
+    assert isinstance(total, Tensor)
+    return total / len(attentions)
 
 
 def _compute_kl(target_B_C_S: Tensor, logq_B_C_S: Tensor) -> Tensor:
     """Return KL(target || q) [B, C] in nats. Tokens that do not count have target 0 and q 0, and add nothing."""
     counted = target_B_C_S > 0
-    ratio = target_B_C_S.clamp_min(torch.finfo(torch.float32).tiny).log() - logq_B_C_S.masked_fill(~counted, 0.0)
+    ratio = target_B_C_S.clamp_min(torch.finfo(target_B_C_S.dtype).tiny).log() - logq_B_C_S.masked_fill(~counted, 0.0)
     return (target_B_C_S * ratio).sum(-1)

@@ -43,14 +43,14 @@ class IndexerInputs:
         return self._rotate(keys_B_S_E[:, :, None], slice(None))[:, :, 0]
 
     def compute_scores(self, keys_B_S_E: Tensor, chunk: slice) -> Tensor:
-        """Return the scores [B, C, S] of all tokens for the queries of a chunk, in float32; causality is not in them."""
+        """Return the scores [B, C, S] of all tokens for the queries of a chunk, in float32 at least; causality is not in them."""
         indexer = self.indexer
         heads, width = indexer.n_heads, indexer.head_dim
         query_B_C_H_E = indexer.wq_b(self.compressed_B_T_Q[:, chunk]).unflatten(-1, (heads, width))
-        query_B_C_H_E = self._rotate(query_B_C_H_E, chunk).float()
-        products_B_C_H_S = torch.relu(query_B_C_H_E @ keys_B_S_E.float().transpose(1, 2)[:, None] * width**-0.5)
+        query_B_C_H_E = widen(self._rotate(query_B_C_H_E, chunk))
+        products_B_C_H_S = torch.relu(query_B_C_H_E @ widen(keys_B_S_E).transpose(1, 2)[:, None] * width**-0.5)
         hidden_B_C_D = self.hidden_B_T_D[:, chunk].to(indexer.weights_proj.weight.dtype)
-        weight_B_C_H = indexer.weights_proj(hidden_B_C_D).float() * heads**-0.5
+        weight_B_C_H = widen(indexer.weights_proj(hidden_B_C_D)) * heads**-0.5
         return (weight_B_C_H[:, :, None] @ products_B_C_H_S)[:, :, 0]
 
     def _rotate(self, states_B_T_H_E: Tensor, chunk: slice) -> Tensor:
@@ -63,3 +63,8 @@ class IndexerInputs:
             states_B_T_H_E[..., :rotated], states_B_T_H_E[:, :, :1, :rotated], cos, sin, unsqueeze_dim=2
         )
         return torch.cat([turned, states_B_T_H_E[..., rotated:]], dim=-1)
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or as it is if it is wider."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
