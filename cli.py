@@ -18,6 +18,7 @@ from pipelines.commands import (
     experts,
     export,
     guard,
+    indexers,
     init,
     merge,
     models,
@@ -71,6 +72,7 @@ for name, group in (
     ("teachers", teachers),
     ("environments", environments),
     ("guard", guard),
+    ("indexers", indexers),
 ):
     app.add_typer(group.app, name=name)
 

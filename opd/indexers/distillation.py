@@ -10,8 +10,9 @@ scores are normalised within that. Queries come in chunks: [queries of a chunk, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,11 +56,15 @@ class DistillationSums:
 
 
 @torch.no_grad()
-def run_groups(runner: LayerRunner, batch: TextBatch, pattern: str, *, dense: bool) -> Iterator[ServedLayers]:
-    """Run the model under a pattern, and yield each indexer with the layers that it serves as soon as these are through."""
+def run_groups(
+    runner: LayerRunner, batch: TextBatch, pattern: str, *, dense: bool, indexers: Mapping[int, Any] | None = None
+) -> Iterator[ServedLayers]:
+    """Run the model under a pattern, and yield each indexer with the layers that it serves as soon as these are through. `indexers`:
+    layer -> the indexer that learns; by default the layers' own."""
     state = runner.embed(batch.ids_B_T)
     for group in list_groups(pattern):
-        indexer, attentions = IndexerInputs.of_layer(runner, group[0], state), list[AttentionInputs]()
+        indexer = IndexerInputs.of_layer(runner, group[0], state, (indexers or {}).get(group[0]))
+        attentions: list[AttentionInputs] = []
         for index in group:
             state = runner.run_layer(index, state, pattern[index], inputs=attentions, attend_to_all=dense)
         yield ServedLayers(layer=group[0], indexer=indexer, attentions=attentions, lengths_B=batch.lengths_B)

@@ -27,11 +27,11 @@ class IndexerInputs:
 
     @classmethod
     @torch.no_grad()
-    def of_layer(cls, runner: LayerRunner, index: int, state: LayerState) -> Self:
-        """Return the inputs from the input of the layer."""
+    def of_layer(cls, runner: LayerRunner, index: int, state: LayerState, indexer: Any = None) -> Self:
+        """Return the inputs from the input of the layer. `indexer`: the indexer that learns; None: the layer's own."""
         attention, hidden_B_T_D = runner.attention(index), runner.norm_inputs(index, state)
         return cls(
-            indexer=attention.indexer,
+            indexer=attention.indexer if indexer is None else indexer,
             hidden_B_T_D=hidden_B_T_D,
             compressed_B_T_Q=attention.q_a_layernorm(attention.q_a_proj(hidden_B_T_D)),
             rotation=state.rotation,
@@ -39,18 +39,17 @@ class IndexerInputs:
 
     def compute_keys(self) -> Tensor:
         """Return the indexer's keys [B, S, E]."""
-        keys_B_S_E = self.indexer.k_norm(self.indexer.wk(self.hidden_B_T_D))
+        keys_B_S_E = self.indexer.k_norm(_project(self.indexer.wk, self.hidden_B_T_D))
         return self._rotate(keys_B_S_E[:, :, None], slice(None))[:, :, 0]
 
     def compute_scores(self, keys_B_S_E: Tensor, chunk: slice) -> Tensor:
         """Return the scores [B, C, S] of all tokens for the queries of a chunk, in float32 at least; causality is not in them."""
         indexer = self.indexer
         heads, width = indexer.n_heads, indexer.head_dim
-        query_B_C_H_E = indexer.wq_b(self.compressed_B_T_Q[:, chunk]).unflatten(-1, (heads, width))
+        query_B_C_H_E = _project(indexer.wq_b, self.compressed_B_T_Q[:, chunk]).unflatten(-1, (heads, width))
         query_B_C_H_E = widen(self._rotate(query_B_C_H_E, chunk))
         products_B_C_H_S = torch.relu(query_B_C_H_E @ widen(keys_B_S_E).transpose(1, 2)[:, None] * width**-0.5)
-        hidden_B_C_D = self.hidden_B_T_D[:, chunk].to(indexer.weights_proj.weight.dtype)
-        weight_B_C_H = widen(indexer.weights_proj(hidden_B_C_D)) * heads**-0.5
+        weight_B_C_H = widen(_project(indexer.weights_proj, self.hidden_B_T_D[:, chunk])) * heads**-0.5
         return (weight_B_C_H[:, :, None] @ products_B_C_H_S)[:, :, 0]
 
     def _rotate(self, states_B_T_H_E: Tensor, chunk: slice) -> Tensor:
@@ -63,6 +62,12 @@ class IndexerInputs:
             states_B_T_H_E[..., :rotated], states_B_T_H_E[:, :, :1, :rotated], cos, sin, unsqueeze_dim=2
         )
         return torch.cat([turned, states_B_T_H_E[..., rotated:]], dim=-1)
+
+
+def _project(linear: Any, states: Tensor) -> Tensor:
+    """Return the projection of states, in the type of the weights: an indexer may be wider than the model around it."""
+    projected: Tensor = linear(states.to(linear.weight.dtype))
+    return projected
 
 
 def widen(tensor: Tensor) -> Tensor:

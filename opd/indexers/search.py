@@ -85,9 +85,7 @@ def count_tokens(batches: Sequence[TextBatch]) -> int:
 @torch.no_grad()
 def measure_loss(runner: LayerRunner, batches: Sequence[TextBatch], pattern: str) -> float:
     """Return the loss under a pattern, nats a token."""
-    total = sum(
-        runner.sum_loss(runner.run_layers(0, runner.embed(batch.ids_B_T), pattern), batch) for batch in batches
-    )
+    total = sum(runner.sum_loss(runner.run_layers(0, runner.embed(batch.ids_B_T), pattern), batch) for batch in batches)
     return total / count_tokens(batches)
 
 

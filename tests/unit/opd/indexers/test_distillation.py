@@ -51,7 +51,9 @@ def test_the_gradient_is_that_of_the_mean_over_the_layers(dense: bool) -> None:
     alone = [gradients(replace(served, attentions=[one]), dense=dense) for one in served.attentions]
     for name, gradient in together.items():
         assert (gradient - sum(one[name] for one in alone) / 3).abs().max() < 1e-9 * gradient.abs().max()
-        assert (alone[0][name] - alone[1][name]).abs().max() > 1e-2 * gradient.abs().max(), "the layers look at the same"
+        assert (alone[0][name] - alone[1][name]).abs().max() > 1e-2 * gradient.abs().max(), (
+            "the layers look at the same"
+        )
 
 
 @STAGES

@@ -50,7 +50,9 @@ def test_transformers_and_vllm_read_the_same_pattern(tmp_path: Path, schedule: d
     of_vllm = get_config(str(tmp_path), trust_remote_code=False)
     assert read_pattern(AutoConfig.from_pretrained(tmp_path)) == "FFSSFSSS"
     assert of_vllm.index_topk_pattern == "FFSSFSSS"
-    assert [of_vllm.index_topk_pattern[i] == "S" for i in range(8)] == [kind == "shared" for kind in of_vllm.indexer_types]
+    assert [of_vllm.index_topk_pattern[i] == "S" for i in range(8)] == [
+        kind == "shared" for kind in of_vllm.indexer_types
+    ]
 
 
 def test_a_uniform_pattern_keeps_as_many_as_asked_for() -> None:
