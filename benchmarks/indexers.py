@@ -5,7 +5,7 @@
     python -m benchmarks.indexers --costs --json costs.json
 
 A tiny `glm_moe_dsa` learns two tasks in which a token has to be found: `copy` (write a random string again) and `needle` (four keys lie in
-noise, each with a value behind it; write the value of one). Sequences are eight times as long as an indexer's choice. The body learns
+noise, each with a value behind it; write the value of each). Sequences are eight times as long as an indexer's choice. The body learns
 with attention to all tokens, then each layer's indexer learns its own attention, then the body learns to live with the choice: that is
 the model with all indexers. Of it half and a quarter are kept, by a uniform and by a searched pattern, each without training and trained.
 `--costs` counts and times what the sizes of GLM-5.2 take, against the context.
@@ -20,7 +20,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
@@ -64,27 +64,28 @@ class Size:
     test: int
 
 
-FULL = Size(dense=1200, warm_up=200, adapt=300, trained=200, sparse=50, batch=32, calibration=96, test=512)
-QUICK = Size(dense=3, warm_up=2, adapt=2, trained=2, sparse=1, batch=4, calibration=4, test=8)
+FULL = Size(dense=1200, warm_up=200, adapt=300, trained=200, sparse=50, batch=40, calibration=160, test=512)
+QUICK = Size(dense=3, warm_up=2, adapt=2, trained=2, sparse=1, batch=4, calibration=8, test=8)
 
 
-def draw_copy(rng: random.Random) -> tuple[list[int], int]:
-    """A string, a sign, and the string again; returns the ids and how many of them are given."""
+def draw_copy(rng: random.Random) -> list[int]:
+    """A string, a sign, and the string again."""
     text = rng.choices(NOISE, k=COPIED)
-    return [ASK, *text, COPY, *text], COPIED + 2
+    return [ASK, *text, COPY, *text]
 
 
-def draw_needle(rng: random.Random) -> tuple[list[int], int]:
-    """Keys with their values in noise, then a sign, a key, and its value."""
+def draw_needle(rng: random.Random) -> list[int]:
+    """Keys with their values in noise, then the keys in another order, each with its value."""
     keys, values = rng.sample(KEYS, NEEDLES), rng.choices(VALUES, k=NEEDLES)
-    ids = rng.choices(NOISE, k=LENGTH - 3)
-    for key, value, place in zip(keys, values, rng.sample(range(0, LENGTH - 4, 2), NEEDLES), strict=True):
+    ids = rng.choices(NOISE, k=LENGTH - 3 * NEEDLES)
+    for key, value, place in zip(keys, values, rng.sample(range(0, len(ids) - 1, 2), NEEDLES), strict=True):
         ids[place : place + 2] = [key, value]
-    asked = rng.randrange(NEEDLES)
-    return [*ids, ASK, keys[asked], values[asked]], LENGTH - 1
+    for index in rng.sample(range(NEEDLES), NEEDLES):
+        ids += [ASK, keys[index], values[index]]
+    return ids
 
 
-TASKS: dict[str, Callable[[random.Random], tuple[list[int], int]]] = {"copy": draw_copy, "needle": draw_needle}
+TASKS: dict[str, Callable[[random.Random], list[int]]] = {"copy": draw_copy, "needle": draw_needle}
 
 
 def draw_rows(task: str, count: int, seed: str) -> list[Any]:
@@ -92,12 +93,24 @@ def draw_rows(task: str, count: int, seed: str) -> list[Any]:
     from opd.indexers.layers import TextRow
 
     rng = random.Random(f"{seed}/{task}")
-    return [TextRow(token_ids=tuple(ids), num_prompt=given) for ids, given in (TASKS[task](rng) for _ in range(count))]
+    return [TextRow(token_ids=tuple(TASKS[task](rng)), num_prompt=COPIED + 2) for _ in range(count)]
 
 
 def draw_mixture(count: int, seed: str) -> list[Any]:
     """Draw as many rows of each task."""
-    return [row for rows in zip(*(draw_rows(task, count // 2, seed) for task in TASKS), strict=True) for row in rows]
+    return [row for task in TASKS for row in draw_rows(task, count // 2, seed)]
+
+
+def make_batch(rows: Sequence[Any]) -> Any:
+    """Return a batch in which the copied tokens and the values that are asked for are counted."""
+    import torch
+
+    from opd.indexers.layers import TextBatch
+
+    batch = TextBatch.of_rows(rows, torch.device("cpu"))
+    is_copy = (batch.ids_B_T[:, COPIED + 1] == COPY)[:, None]
+    is_value = (batch.ids_B_T >= VALUES.start) & (torch.arange(LENGTH) >= LENGTH - 3 * NEEDLES)
+    return replace(batch, counted_B_T=torch.where(is_copy, batch.counted_B_T, is_value))
 
 
 def make_model(seed: int) -> Any:
@@ -122,7 +135,6 @@ def train_body(runner: Any, lm: Any, steps: int, size: Size, seed: str, *, dense
     """Train all weights but the indexers on the tasks, with attention to all tokens or to the chosen ones."""
     import torch
 
-    from opd.indexers.layers import TextBatch
     from opd.train.schedule import LearningRate
 
     body = [p for name, p in lm.named_parameters() if ".indexer." not in name]
@@ -133,13 +145,15 @@ def train_body(runner: Any, lm: Any, steps: int, size: Size, seed: str, *, dense
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = rate.rate_at_step(step)
-        batch = TextBatch.of_rows(draw_mixture(size.batch, f"{seed}/{step}"), torch.device("cpu"))
+        batch = make_batch(draw_mixture(size.batch, f"{seed}/{step}"))
         state = runner.embed(batch.ids_B_T)
         for index in range(LAYERS):
             state = runner.run_layer(index, state, pattern[index], attend_to_all=dense)
         counted = batch.counted_B_T[:, 1:]
-        logits = runner.compute_logits(state)[:, :-1][counted]
-        loss = torch.nn.functional.cross_entropy(logits, batch.ids_B_T[:, 1:][counted])
+        targets = batch.ids_B_T[:, 1:].masked_fill(~counted, -100)
+        logits = runner.compute_logits(state)[:, :-1].transpose(1, 2)
+        losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+        loss = (losses.sum(1) / counted.sum(1)).mean()  # a copy counts as much as a needle
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(body, 1.0)
@@ -187,9 +201,8 @@ def measure(runner: Any, pattern: str, tests: dict[str, list[Any]]) -> dict[str,
 
 def run_seed(seed: int, size: Size) -> dict[str, Any]:
     """Train a model and return what every pattern makes of it."""
-    import torch
 
-    from opd.indexers.layers import LayerRunner, TextBatch
+    from opd.indexers.layers import LayerRunner
     from opd.indexers.patterns import count_full, spread_pattern
     from opd.indexers.search import SearchState, measure_overlaps, search_pattern
 
@@ -197,10 +210,14 @@ def run_seed(seed: int, size: Size) -> dict[str, Any]:
     runner, full = LayerRunner(lm), "F" * LAYERS
 
     def batches(rows: list[Any]) -> list[Any]:
-        return [TextBatch.of_rows(rows[i : i + 64], torch.device("cpu")) for i in range(0, len(rows), 64)]
+        return [make_batch(rows[i : i + 64]) for i in range(0, len(rows), 64)]
 
     tests = {task: batches(draw_rows(task, size.test, f"test {seed}")) for task in TASKS}
-    calibration = batches(draw_mixture(size.calibration, f"calibration {seed}"))
+    few, many = size.calibration // 8, size.calibration
+    # A copy has eight times as many counted tokens as a needle.
+    calibration = batches(draw_rows("copy", few, f"calibration {seed}")) + batches(
+        draw_rows("needle", many, f"calibration {seed}")
+    )
     train_body(runner, lm, size.dense, size, f"body {seed}", dense=True, lr=3e-3)
     train_indexers(runner, full, size.warm_up, size, f"indexers {seed}")
     train_body(runner, lm, size.adapt, size, f"adapt {seed}", dense=False, lr=1e-3)

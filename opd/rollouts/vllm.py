@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from opd import cluster
 from opd.cluster import Worker
@@ -66,6 +66,9 @@ class RolloutSpec:
 class VLLMRolloutEngine(Engines):
     """Implements `opd.interfaces.RolloutEngine`."""
 
+    WORKER: ClassVar[Any] = VLLMWorker
+    """The class of the workers: this one, or one with the same methods."""
+
     def __init__(self, spec: RolloutSpec, tokenizer: Decoder) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
@@ -81,7 +84,7 @@ class VLLMRolloutEngine(Engines):
 
         def spawn(index: int) -> Worker[VLLMWorker]:
             return cluster.spawn_worker(
-                VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus
+                self.WORKER, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus
             )
 
         super().__init__(spawn, spec.workers, model_dir, (spec.start_timeout_s, spec.timeout_s))

@@ -158,7 +158,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
             "index_topk": 8,
             "index_head_dim": 64,
-            "index_n_heads": 2,
+            "index_n_heads": 16,
             "indexer_types": ["full", "shared"],
         },
         note="sparse attention by an indexer (GLM-5)",
