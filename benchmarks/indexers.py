@@ -4,8 +4,8 @@
     python -m benchmarks.indexers --seeds 0 1 2 --json indexers.json
     python -m benchmarks.indexers --costs --json costs.json
 
-A tiny `glm_moe_dsa` learns two tasks in which a token has to be found: `copy` (write a random string again) and `needle` (four keys lie in
-noise, each with a value behind it; write the value of each). Sequences are eight times as long as an indexer's choice. The body learns
+A tiny `glm_moe_dsa` learns two tasks in which a token has to be found: `copy` (write a random string again) and `needle` (four values of four
+kinds lie in noise; write the one of each kind). Sequences are eight times as long as an indexer's choice. The body learns
 with attention to all tokens, then each layer's indexer learns its own attention, then the body learns to live with the choice: that is
 the model with all indexers. Of it half and a quarter are kept, by a uniform and by a searched pattern, each without training and trained.
 `--costs` counts and times what the sizes of GLM-5.2 take, against the context.
@@ -31,10 +31,10 @@ from benchmarks.machine import machine
 LENGTH, TOPK, LAYERS = 64, 8, 8
 NOISE = range(3, 35)
 """Ids of noise, and of the strings that are copied."""
-KEYS, VALUES = range(35, 43), range(43, 59)
+KEYS, VALUES = range(35, 39), range(39, 55)
 COPY, ASK = 1, 2
-VOCABULARY = 59
-NEEDLES = 4
+VOCABULARY = 55
+NEEDLES = len(KEYS)
 COPIED = (LENGTH - 2) // 2
 SHARES = (0.5, 0.25)
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -64,7 +64,7 @@ class Size:
     test: int
 
 
-FULL = Size(dense=1200, warm_up=200, adapt=300, trained=200, sparse=50, batch=40, calibration=160, test=512)
+FULL = Size(dense=400, warm_up=150, adapt=200, trained=150, sparse=50, batch=40, calibration=160, test=512)
 QUICK = Size(dense=3, warm_up=2, adapt=2, trained=2, sparse=1, batch=4, calibration=8, test=8)
 
 
@@ -75,13 +75,14 @@ def draw_copy(rng: random.Random) -> list[int]:
 
 
 def draw_needle(rng: random.Random) -> list[int]:
-    """Keys with their values in noise, then the keys in another order, each with its value."""
-    keys, values = rng.sample(KEYS, NEEDLES), rng.choices(VALUES, k=NEEDLES)
+    """Values in noise, one of each kind, then the keys of the kinds in another order, each with its value."""
+    kinds = len(VALUES) // NEEDLES
+    values = [rng.choice(VALUES[kinds * index : kinds * (index + 1)]) for index in range(NEEDLES)]
     ids = rng.choices(NOISE, k=LENGTH - 3 * NEEDLES)
-    for key, value, place in zip(keys, values, rng.sample(range(0, len(ids) - 1, 2), NEEDLES), strict=True):
-        ids[place : place + 2] = [key, value]
+    for value, place in zip(values, rng.sample(range(len(ids)), NEEDLES), strict=True):
+        ids[place] = value
     for index in rng.sample(range(NEEDLES), NEEDLES):
-        ids += [ASK, keys[index], values[index]]
+        ids += [ASK, KEYS[index], values[index]]
     return ids
 
 

@@ -51,7 +51,10 @@ def make_sparse_model(layers: int = 6, topk: int = TOPK, seed: int = 0, **settin
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return GlmMoeDsaForCausalLM(make_sparse_config(layers, topk, **settings)).eval()
+        lm = GlmMoeDsaForCausalLM(make_sparse_config(layers, topk, **settings)).eval()
+        # The padding token's embedding is zero, and so are all scores of its row: which tokens are chosen there is chance.
+        lm.model.embed_tokens.weight.data[0].normal_(std=0.1)
+    return lm
 
 
 def build_sparse_model_dir(path: Path, layers: int = 6, topk: int = TOPK, seed: int = 0, **settings: Any) -> Path:

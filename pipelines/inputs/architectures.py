@@ -26,6 +26,7 @@ from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.served_families import Refusal, find_indivisible_part, find_refusal
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
+from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
 from pipelines.routes import RoutedExpert
 
 
@@ -54,7 +55,8 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
 
     Raises: ConfigError.
     """
-    if config.push_kind != "shared_memory" and config.student.lora is None and student.model_type in RESTARTED:
+    streams = config.push_kind != "shared_memory" and config.rollout.engine != TRANSFORMERS_ENGINE
+    if streams and config.student.lora is None and student.model_type in RESTARTED:
         raise ConfigError.at(
             "sync.kind",
             found=f"{config.push_kind} for a student of the family {student.model_type}",
@@ -144,8 +146,9 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
 
 
 def _check_rollout_engine(config: PipelineConfig, info: ModelInfo) -> None:
-    """Refuse a model that the rollout engine cannot serve. Raises: ModelError."""
-    _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
+    """Refuse a model that the rollout engine cannot serve; transformers serves all that it trains. Raises: ModelError."""
+    if config.rollout.engine != TRANSFORMERS_ENGINE:
+        _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
 
 
 def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section: str, cpu: bool) -> None:
