@@ -10,6 +10,7 @@ Only headers are read. Whether the files' tensors fit the modules is tried with 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,9 @@ def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section
     from transformers import AutoConfig
 
     config, size = AutoConfig.from_pretrained(info.path, trust_remote_code=False), engine.tensor_parallel_size
-    _raise_unservable(info, find_refusal(config, info.architecture, engine.dtype, cpu))
+    refusal = find_refusal(config, info.architecture, engine.dtype, cpu)
+    way_out = f"; or set {section}.engine to transformers{', which is slower' if section == 'rollout' else ''}"
+    _raise_unservable(info, refusal and replace(refusal, fix=refusal.fix + way_out))
     if size > 1:
         _raise_unservable(info, find_indivisible_part(config, size, f"{section}.tensor_parallel_size"))
 
