@@ -173,7 +173,7 @@ def train_indexers(runner: Any, pattern: str, dense: int, size: Size, seed: str)
     rows = draw_mixture((dense + size.sparse) * size.batch, seed)
     losses = [
         fmean(one.loss / one.num_queries for one in sums.values())
-        for _, sums in IndexerTraining(runner, pattern, spec).train(rows)
+        for sums in IndexerTraining(runner, pattern, spec).train(rows)
     ]
     if losses:
         print(f"  indexers of {pattern}: KL {losses[0]:.3f} to {losses[dense - 1]:.3f}", flush=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from opd.indexers.distillation import DistillationSums, distil_indexer, run_groups
 from opd.indexers.layers import LayerRunner, TextBatch, TextRow
@@ -38,6 +37,8 @@ class IndexerTrainingSpec:
 
 
 ADAMW = AdamWOptions(betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0)
+_ADAM = "adamw."
+"""Beginning of the names of the optimiser's tensors in a state."""
 WARM_UP = 10
 """Steps of a stage in which the rate rises; a tenth of a short one."""
 
@@ -49,53 +50,85 @@ class IndexerTraining:
         """`pattern`: the pattern to train for; its full layers have indexers in the model."""
         self._runner, self._pattern, self._spec = runner, pattern, spec
         full = [i for i, letter in enumerate(pattern) if letter == FULL]
-        self._copies = {i: copy.deepcopy(runner.attention(i).indexer).float().requires_grad_(True) for i in full}
+        self._copies = nn.ModuleDict({str(i): copy.deepcopy(runner.attention(i).indexer).float() for i in full})
+        self._copies.requires_grad_(True)
+        self._begin_stage()
+        self.done = 0
+        """Steps of both stages that were taken."""
 
-    def train(self, rows: Sequence[TextRow]) -> Iterator[tuple[int, Mapping[int, DistillationSums]]]:
-        """Train both stages; yields each step, counted from 1, with the sums of every layer that has an indexer, before its update."""
-        batches = self._draw_batches(rows)
-        stages = ((True, self._spec.steps, self._spec.lr), (False, self._spec.sparse_steps, self._spec.sparse_lr))
-        done = 0
-        for dense, steps, lr in stages:
-            optimizer = build_adamw(nn.ModuleList(self._copies.values()), ADAMW, lr=lr)
+    def train(self, rows: Sequence[TextRow]) -> Iterator[Mapping[int, DistillationSums]]:
+        """Take the steps that are left; yields after each the sums of every layer that has an indexer, as they were before its update."""
+        spec = self._spec
+        while self.done < spec.steps + spec.sparse_steps:
+            dense = self.done < spec.steps
+            if self.done == spec.steps:
+                self._begin_stage()
+            first, steps, lr = (0, spec.steps, spec.lr) if dense else (spec.steps, spec.sparse_steps, spec.sparse_lr)
             rate = LearningRate(peak=lr, steps=steps, warmup_steps=min(WARM_UP, steps // 10), decay="cosine")
-            for step in range(1, steps + 1):
-                for group in optimizer.param_groups:
-                    group["lr"] = rate.rate_at_step(step)
-                optimizer.zero_grad()
-                sums = self.measure(next(batches), dense=dense, train=True)
-                optimizer.step()
-                self._install_weights()
-                done += 1
-                yield done, sums
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate.rate_at_step(self.done + 1 - first)
+            self._optimizer.zero_grad()
+            sums = self.measure(self._draw_batch(rows), dense=dense, train=True)
+            self._optimizer.step()
+            self._install_weights()
+            self.done += 1
+            yield sums
 
     def measure(self, batch: TextBatch, *, dense: bool, train: bool = False) -> dict[int, DistillationSums]:
         """Return layer -> the sums of a batch; with `train` the gradients of their means are added to the indexers."""
         num_queries = int((batch.lengths_B - 1).sum()) if train else None
+        copies = {int(layer): indexer for layer, indexer in self._copies.items()}
         return {
             served.layer: distil_indexer(
                 served, self._runner.topk, dense=dense, chunk=self._spec.chunk, num_queries=num_queries
             )
-            for served in run_groups(self._runner, batch, self._pattern, dense=dense, indexers=self._copies)
+            for served in run_groups(self._runner, batch, self._pattern, dense=dense, indexers=copies)
         }
 
-    def state(self) -> dict[int, dict[str, Any]]:
+    def weights(self) -> dict[int, dict[str, Tensor]]:
         """Return layer -> name -> tensor of the indexers, in float32."""
-        return {layer: indexer.state_dict() for layer, indexer in self._copies.items()}
+        return {int(layer): indexer.state_dict() for layer, indexer in self._copies.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a training goes on from, with `done`."""
+        moments = {
+            f"{_ADAM}{index}.{key}": value
+            for index, values in self._optimizer.state_dict()["state"].items()
+            for key, value in values.items()
+        }
+        return self._copies.state_dict() | moments
+
+    def load_state(self, state: Mapping[str, Tensor], done: int) -> None:
+        """Go on after `done` steps."""
+        self._copies.load_state_dict({name: t for name, t in state.items() if not name.startswith(_ADAM)})
+        moments: dict[int, dict[str, Tensor]] = {}
+        for name in state:
+            if name.startswith(_ADAM):
+                index, key = name.removeprefix(_ADAM).split(".")
+                moments.setdefault(int(index), {})[key] = state[name]
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self._install_weights()
+        self.done = done
+
+    def _begin_stage(self) -> None:
+        self._optimizer = build_adamw(self._copies, ADAMW, lr=0.0)  # every step sets its rate
 
     @torch.no_grad()
     def _install_weights(self) -> None:
         """Have the model choose by the new weights."""
         for layer, indexer in self._copies.items():
-            for own, new in zip(self._runner.attention(layer).indexer.parameters(), indexer.parameters(), strict=True):
-                own.copy_(new)
+            own = self._runner.attention(int(layer)).indexer
+            for param, new in zip(own.parameters(), indexer.parameters(), strict=True):
+                param.copy_(new)
 
-    def _draw_batches(self, rows: Sequence[TextRow]) -> Iterator[TextBatch]:
-        """Yield batches without end; each row comes once before any comes again."""
-        generator = torch.Generator().manual_seed(self._spec.seed)
-        order: list[int] = []
-        while True:
-            while len(order) < self._spec.batch_size:
-                order += torch.randperm(len(rows), generator=generator).tolist()
-            drawn, order = order[: self._spec.batch_size], order[self._spec.batch_size :]
-            yield TextBatch.of_rows([rows[i] for i in drawn], self._runner.device)
+    def _draw_batch(self, rows: Sequence[TextRow]) -> TextBatch:
+        """Return the rows of the next step, which depend on the seed and the step alone. Each row comes once before any comes again."""
+        size = self._spec.batch_size
+        places = range(self.done * size, (self.done + 1) * size)
+        orders = {
+            epoch: torch.randperm(len(rows), generator=torch.Generator().manual_seed(self._spec.seed + epoch))
+            for epoch in {place // len(rows) for place in places}
+        }
+        drawn = [rows[int(orders[place // len(rows)][place % len(rows)])] for place in places]
+        return TextBatch.of_rows(drawn, self._runner.device)

@@ -117,7 +117,7 @@ def _print_search(result: dict[str, Any]) -> None:
 def _print_training(result: dict[str, Any]) -> None:
     before, after = result["indexers_before"], result["indexers_after"]
     rows = [
-        (str(layer), *(f"{one[layer][key]:.4f}" for key in ("kl", "chosen_mass") for one in (before, after)))
+        (layer, *(f"{one[layer][key]:.4f}" for key in ("kl", "chosen_mass") for one in (before, after)))
         for layer in before
     ]
     columns = ("layer", "KL before", "after", "attention to chosen tokens before", "after")

@@ -21,8 +21,8 @@ from experts.bound_files import TOKENIZER_FILES, matching_files
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import read_header
 from experts.weight_files import weight_shards
-from opd.errors import ConfigError
-from opd.files import atomic_write_text, raise_storage_errors, replace_dir
+from opd.errors import ConfigError, RunDirError
+from opd.files import atomic_file, atomic_write_text, raise_storage_errors, replace_dir
 from opd.indexers.patterns import FULL, SHARED, check_pattern, read_pattern, set_pattern
 from opd.models.files import ModelFiles
 from pipelines.indexers.inputs import (
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 RECORD = "indexers.json"
 HELD_OUT = 10
 """One row in so many is held out, to measure before and after."""
+SAVE_EVERY = 50
+"""Steps after which an interrupted training can go on."""
 _INDEXER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.(.+)$")
 
 
@@ -57,6 +59,17 @@ class TrainOptions:
     """A pattern, or a directory whose config.json has one; None: the model's own."""
     max_length: int | None
     """Tokens of a row; None: `CONTEXTS` times what an indexer chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTraining:
+    """What an interrupted training left."""
+
+    tensors: Mapping[str, Any]
+    done: int
+    """Steps that were taken."""
+    result: Mapping[str, Any]
+    """What was measured before the first step."""
 
 
 def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell) -> dict[str, Any]:
@@ -77,26 +90,75 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
         raise ConfigError.at(
             "--prompts", found="1 row", wanted="at least 2: one in ten is held out", fix="give more rows"
         )
+    asked = {
+        "weights": model.info.weight_files,
+        "pattern": pattern,
+        "rows": texts.digest,
+        "settings": asdict(spec),
+    }
+    state_file = options.output.with_name(f".{options.output.name}.safetensors")
+    saved = _read_state(state_file, asked)
     runner = model.load()
     tell(count_indexers(pattern))
     batches = make_batches(held_out, spec.batch_size, runner.device)
     training = IndexerTraining(runner, pattern, spec)
-    result = {
+    result = _continue(training, saved, tell) or {
         "own_loss": measure_loss(runner, batches, model.pattern),
         "loss_before": measure_loss(runner, batches, pattern),
         "indexers_before": _measure(training, batches),
     }
-    every = max(1, (spec.steps + spec.sparse_steps) // 20)
-    for step, sums in training.train(rows):
-        if step % every == 0:
+    total = spec.steps + spec.sparse_steps
+    for sums in training.train(rows):
+        if training.done % max(1, total // 20) == 0:
             mean = sum(one.loss / one.num_queries for one in sums.values()) / len(sums)
-            tell(
-                f"step {step}/{spec.steps + spec.sparse_steps}  {'dense' if step <= spec.steps else 'sparse'} KL {mean:.4f}"
-            )
+            tell(f"step {training.done}/{total}  {'dense' if training.done <= spec.steps else 'sparse'} KL {mean:.4f}")
+        if training.done % SAVE_EVERY == 0:
+            _write_state(state_file, training, asked, result)
     result |= {"loss_after": measure_loss(runner, batches, pattern), "indexers_after": _measure(training, batches)}
     record = {"pattern": pattern, "model": str(model.path), "settings": asdict(spec), "result": result}
-    _write_model(model, options.output, pattern, training.state(), record)
+    _write_model(model, options.output, pattern, training.weights(), record)
+    state_file.unlink(missing_ok=True)
     return result
+
+
+def _write_state(file: Path, training: IndexerTraining, asked: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+    """Write what a training goes on from. Raises: StorageError."""
+    from safetensors.torch import save
+
+    progress = {"asked": asked, "done": training.done, "result": result}
+    with raise_storage_errors(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(file) as stream:
+            stream.write(save(training.state(), {"progress": json.dumps(progress)}))
+
+
+def _read_state(file: Path, asked: Mapping[str, Any]) -> SavedTraining | None:
+    """Return what an interrupted training left; None if there is nothing. Raises: RunDirError if another one left it."""
+    from safetensors import safe_open
+
+    if not file.exists():
+        return None
+    with safe_open(file, framework="pt") as stream:
+        progress = json.loads(stream.metadata()["progress"])
+        tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 it is no mapping
+    other = sorted(key for key in asked if progress["asked"].get(key) != json.loads(json.dumps(asked[key])))
+    if other:
+        raise RunDirError.at(
+            file,
+            found=f"an interrupted training with another {', '.join(other)}",
+            wanted="the training that was begun for this directory",
+            fix="remove the file, or give another --output",
+        )
+    return SavedTraining(tensors=tensors, done=progress["done"], result=progress["result"])
+
+
+def _continue(training: IndexerTraining, saved: SavedTraining | None, tell: Tell) -> dict[str, Any] | None:
+    """Bring a training to where it was interrupted, and return what was measured before it; None if it is a new one."""
+    if saved is None:
+        return None
+    training.load_state(saved.tensors, saved.done)
+    tell(f"going on after step {saved.done}")
+    return dict(saved.result)
 
 
 def _find_pattern(wanted: str | None, model: IndexedModel) -> str:
@@ -118,12 +180,12 @@ def _find_pattern(wanted: str | None, model: IndexedModel) -> str:
     return check_pattern(read_pattern(load_config(directory)), model.pattern, f"--pattern {wanted}")
 
 
-def _measure(training: IndexerTraining, batches: list[TextBatch]) -> dict[int, dict[str, float]]:
-    """Return layer -> KL in nats a query, and the share of the attention that the chosen tokens have, both over all tokens."""
+def _measure(training: IndexerTraining, batches: list[TextBatch]) -> dict[str, dict[str, float]]:
+    """Return, as JSON has it, layer -> KL in nats a query, and the share of the attention that the chosen tokens have, both over all tokens."""
     by_batch: list[dict[int, DistillationSums]] = [training.measure(batch, dense=True) for batch in batches]
     sums = {layer: reduce(add, (batch[layer] for batch in by_batch)) for layer in by_batch[0]}
     return {
-        layer: {"kl": one.loss / one.num_queries, "chosen_mass": one.chosen_mass / max(1, one.num_choosing)}
+        str(layer): {"kl": one.loss / one.num_queries, "chosen_mass": one.chosen_mass / max(1, one.num_choosing)}
         for layer, one in sums.items()
     }
 

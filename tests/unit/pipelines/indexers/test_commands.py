@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import opd.indexers.search
 from cli import app
 from experts.weight_check import check_weights
+from opd.indexers.training import IndexerTraining
 from opd.models.weights import load_causal_lm
 from tests.conftest import build_model_dir
 from tests.sparse_models import TOPK, build_sparse_model_dir
@@ -129,6 +130,37 @@ def test_training_changes_the_indexers_that_are_kept_and_nothing_else(model: Pat
     assert json.loads((tmp_path / "out" / "config.json").read_text())["index_topk_pattern"] == "FSFS"
     again = opd_indexers("train", model, "--prompts", texts, "--output", tmp_path / "out")
     assert again.exit_code == 2 and "something that exists" in again.stderr
+
+
+def test_a_training_that_is_killed_goes_on_to_the_same_model(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.indexers.train.SAVE_EVERY", 4)
+    steps = 0
+    original = IndexerTraining.measure
+
+    def train(output: Path, *args: str) -> Result:
+        options = ("--pattern", "FSFS", "--steps", 6, "--sparse-steps", 5, "--lr", 1e-2, "--batch-size", 5)
+        return opd_indexers("train", model, "--prompts", texts, "--output", output, *options, *args)
+
+    def break_in_second_stage(*args: Any, train: bool = False, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += train
+        if steps == 10:
+            raise KeyboardInterrupt
+        return original(*args, train=train, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexerTraining, "measure", break_in_second_stage)
+        assert train(tmp_path / "cut").exit_code == 130
+    assert not (tmp_path / "cut").exists()
+    other = train(tmp_path / "cut", "--seed", "1")
+    assert other.exit_code == 2 and "another settings" in other.stderr
+    done, whole = train(tmp_path / "cut", "--json"), train(tmp_path / "whole", "--json")
+    assert "going on after step 8" in done.stderr and json.loads(done.stdout) == json.loads(whole.stdout)
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("cut", "whole"))
+    assert all(torch.equal(first[name], tensor) for name, tensor in second.items())
+    assert not list(tmp_path.glob(".cut*"))
 
 
 def test_without_steps_a_model_gets_the_pattern_of_a_search(model: Path, texts: Path, tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ def test_episodes_are_refused(world: Any) -> None:
 def test_a_check_says_how_slow_it_is(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Engine:
         def generate(self, prompts: list[Prompt], *, step: int, policy_version: int) -> RolloutBatch:
-            rollouts: list[Rollout] = [Rollout.from_tokens(prompt.id, prompt.token_ids, (5, 6), prompt.domain) for prompt in prompts]
+            rollouts: list[Rollout] = [
+                Rollout.from_tokens(prompt.id, prompt.token_ids, (5, 6), prompt.domain) for prompt in prompts
+            ]
             return RolloutBatch(rollouts=tuple(rollouts), quarantined=())
 
     world.data.setdefault("rollout", {})
