@@ -34,6 +34,15 @@ def test_a_family_that_vllm_lacks_is_taken(sparse_world: Any) -> None:
     read_inputs(load_pipeline(sparse_world.write()))
 
 
+def test_a_student_may_share_more_indexers_than_its_experts(sparse_world: Any, tmp_path: Path) -> None:
+    """So a merge can bring a student back to its experts after sharing."""
+    shared = build_sparse_model_dir(tmp_path / "shared", layers=2, indexer_types=["full", "shared"])
+    sparse_world.data["student"]["model"] = str(shared)
+    sparse_world.data["rollout"]["engine"] = "transformers"
+    inputs = read_inputs(load_pipeline(sparse_world.write()))
+    assert inputs.student.parameters < inputs.experts["rev"].info.parameters
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
