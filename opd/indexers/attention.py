@@ -18,7 +18,7 @@ NAME = "opd_indexed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionInputs:
-    """What one layer's attention weights are computed from."""
+    """The inputs of one layer's attention weights."""
 
     query_B_H_T_E: Tensor
     key_B_H_S_E: Tensor

@@ -20,7 +20,7 @@ from torch import Tensor
 from opd.indexers.attention import AttentionInputs
 from opd.indexers.layers import LayerRunner, TextBatch
 from opd.indexers.patterns import list_groups
-from opd.indexers.scores import IndexerInputs, widen
+from opd.indexers.scores import IndexerInputs, widen_type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class ServedLayers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationSums:
-    """What a batch says of an indexer, as sums over queries. The first token has nothing to choose, and is not counted."""
+    """Measurements of an indexer on a batch, as sums over queries. The first token has nothing to choose, and is not counted."""
 
     loss: float
     """Sum of the KLs, nats."""
@@ -122,7 +122,7 @@ def _mean_attention(attentions: Sequence[AttentionInputs], chunk: slice, counted
     total: Tensor | float = 0.0
     for attention in attentions:
         query_B_H_C_E = attention.query_B_H_T_E[:, :, chunk]
-        products_B_H_C_S = widen(query_B_H_C_E @ attention.key_B_H_S_E.transpose(2, 3)) * attention.scaling
+        products_B_H_C_S = widen_type(query_B_H_C_E @ attention.key_B_H_S_E.transpose(2, 3)) * attention.scaling
         total = total + products_B_H_C_S.masked_fill(~counted_B_C_S[:, None], -torch.inf).softmax(-1).mean(1)
     assert isinstance(total, Tensor)
     return total / len(attentions)

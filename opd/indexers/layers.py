@@ -49,7 +49,7 @@ class TextBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerState:
-    """What goes into a layer."""
+    """The inputs of a layer."""
 
     hidden_B_T_D: Tensor
     chosen_B_T_K: Tensor | None

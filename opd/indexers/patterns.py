@@ -51,27 +51,27 @@ def list_groups(pattern: str) -> list[range]:
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(pattern)], strict=True)]
 
 
-def check_pattern(pattern: str, stored: str, where: str) -> str:
-    """Return a pattern that fits a model whose own pattern is `stored`. Raises: ConfigError, which names `where`, if the letters or their
+def check_pattern(pattern: str, stored: str, key: str) -> str:
+    """Return a pattern that fits a model whose own pattern is `stored`. Raises: ConfigError, which names `key`, if the letters or their
     number are wrong, the first layer is shared, or a layer without an indexer would be full."""
     if set(pattern) - {FULL, SHARED} or len(pattern) != len(stored):
         raise ConfigError.at(
-            where,
+            key,
             found=f"{pattern!r}, {len(pattern)} letters",
             wanted=f"{len(stored)} letters, one for each layer: F (chooses tokens) or S (takes the choice of the layer before)",
             fix=f"the model's own is {stored}",
         )
     if pattern[0] == SHARED:
         raise ConfigError.at(
-            where,
+            key,
             found="S for the first layer",
             wanted="F: there is no layer before it whose choice it could take",
             fix=f"begin with F: {FULL + pattern[1:]}",
         )
-    lacking = [i for i, (wanted, has) in enumerate(zip(pattern, stored, strict=True)) if wanted == FULL and has != FULL]
+    lacking = [i for i, letters in enumerate(zip(pattern, stored, strict=True)) if letters == (FULL, SHARED)]
     if lacking:
         raise ConfigError.at(
-            where,
+            key,
             found=f"F for layer {lacking[0]}, counted from 0, which has no indexer in this model",
             wanted=f"F only where the model's own pattern has it: {stored}",
             fix="take the model before its indexers were dropped, or another pattern",
@@ -81,5 +81,5 @@ def check_pattern(pattern: str, stored: str, where: str) -> str:
 
 def set_pattern(config: Mapping[str, Any], pattern: str) -> dict[str, Any]:
     """Return the content of a config.json with another pattern, which transformers and vLLM read alike."""
-    rest = {key: value for key, value in config.items() if key not in _SCHEDULE}
-    return {**rest, "indexer_types": [KINDS[letter] for letter in pattern], "index_topk_pattern": pattern}
+    unchanged = {key: value for key, value in config.items() if key not in _SCHEDULE}
+    return {**unchanged, "indexer_types": [KINDS[letter] for letter in pattern], "index_topk_pattern": pattern}

@@ -111,16 +111,16 @@ def measure_overlaps(runner: LayerRunner, batches: Sequence[TextBatch]) -> list[
     shared = torch.zeros(runner.num_layers - 1, dtype=torch.float64)
     total = 0
     for batch in batches:
-        state, before = runner.embed(batch.ids_B_T), None
+        state, previous = runner.embed(batch.ids_B_T), None
         counts_B_T = _has_choice(batch, runner.topk)
         total += int(counts_B_T.sum()) * runner.topk
         for index in range(runner.num_layers):
             state = runner.run_layer(index, state, runner.pattern[index])
             assert state.chosen_B_T_K is not None
             chosen_B_T_S = mark_chosen(state.chosen_B_T_K, batch.ids_B_T.shape[1])
-            if before is not None:
-                shared[index - 1] += float((chosen_B_T_S & before)[counts_B_T].sum())
-            before = chosen_B_T_S
+            if previous is not None:
+                shared[index - 1] += float((chosen_B_T_S & previous)[counts_B_T].sum())
+            previous = chosen_B_T_S
     return [float(value) / max(1, total) for value in shared]
 
 

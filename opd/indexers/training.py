@@ -53,25 +53,25 @@ class IndexerTraining:
         self._copies = nn.ModuleDict({str(i): copy.deepcopy(runner.attention(i).indexer).float() for i in full})
         self._copies.requires_grad_(True)
         self._begin_stage()
-        self.done = 0
+        self.steps_done = 0
         """Steps of both stages that were taken."""
 
     def train(self, rows: Sequence[TextRow]) -> Iterator[Mapping[int, DistillationSums]]:
         """Take the steps that are left; yields after each the sums of every layer that has an indexer, as they were before its update."""
         spec = self._spec
-        while self.done < spec.steps + spec.sparse_steps:
-            dense = self.done < spec.steps
-            if self.done == spec.steps:
+        while self.steps_done < spec.steps + spec.sparse_steps:
+            dense = self.steps_done < spec.steps
+            if self.steps_done == spec.steps:
                 self._begin_stage()
-            first, steps, lr = (0, spec.steps, spec.lr) if dense else (spec.steps, spec.sparse_steps, spec.sparse_lr)
+            start, steps, lr = (0, spec.steps, spec.lr) if dense else (spec.steps, spec.sparse_steps, spec.sparse_lr)
             rate = LearningRate(peak=lr, steps=steps, warmup_steps=min(WARM_UP, steps // 10), decay="cosine")
             for group in self._optimizer.param_groups:
-                group["lr"] = rate.rate_at_step(self.done + 1 - first)
+                group["lr"] = rate.rate_at_step(self.steps_done + 1 - start)
             self._optimizer.zero_grad()
             sums = self.measure(self._draw_batch(rows), dense=dense, train=True)
             self._optimizer.step()
             self._install_weights()
-            self.done += 1
+            self.steps_done += 1
             yield sums
 
     def measure(self, batch: TextBatch, *, dense: bool, train: bool = False) -> dict[int, DistillationSums]:
@@ -90,7 +90,7 @@ class IndexerTraining:
         return {int(layer): indexer.state_dict() for layer, indexer in self._copies.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a training goes on from, with `done`."""
+        """Return what a training goes on from, with `steps_done`."""
         moments = {
             f"{_ADAM}{index}.{key}": value
             for index, values in self._optimizer.state_dict()["state"].items()
@@ -98,8 +98,8 @@ class IndexerTraining:
         }
         return self._copies.state_dict() | moments
 
-    def load_state(self, state: Mapping[str, Tensor], done: int) -> None:
-        """Go on after `done` steps."""
+    def load_state(self, state: Mapping[str, Tensor], steps_done: int) -> None:
+        """Go on after so many steps."""
         self._copies.load_state_dict({name: t for name, t in state.items() if not name.startswith(_ADAM)})
         moments: dict[int, dict[str, Tensor]] = {}
         for name in state:
@@ -109,7 +109,7 @@ class IndexerTraining:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": moments, "param_groups": groups})
         self._install_weights()
-        self.done = done
+        self.steps_done = steps_done
 
     def _begin_stage(self) -> None:
         self._optimizer = build_adamw(self._copies, ADAMW, lr=0.0)  # every step sets its rate
@@ -125,10 +125,10 @@ class IndexerTraining:
     def _draw_batch(self, rows: Sequence[TextRow]) -> TextBatch:
         """Return the rows of the next step, which depend on the seed and the step alone. Each row comes once before any comes again."""
         size = self._spec.batch_size
-        places = range(self.done * size, (self.done + 1) * size)
+        positions = range(self.steps_done * size, (self.steps_done + 1) * size)
         orders = {
             epoch: torch.randperm(len(rows), generator=torch.Generator().manual_seed(self._spec.seed + epoch))
-            for epoch in {place // len(rows) for place in places}
+            for epoch in {position // len(rows) for position in positions}
         }
-        drawn = [rows[int(orders[place // len(rows)][place % len(rows)])] for place in places]
+        drawn = [rows[int(orders[position // len(rows)][position % len(rows)])] for position in positions]
         return TextBatch.of_rows(drawn, self._runner.device)

@@ -60,7 +60,7 @@ class TransformersWorker:
         if base is None and read_model_shape(model_dir) != self._shape:
             self._start_model(model_dir)
         else:
-            self._hold((_read_files(base) if base else {}) | _read_files(model_dir))
+            self._copy_tensors((_read_files(base) if base else {}) | _read_files(model_dir))
 
     def begin_stream(self, model_dir: Path, *, whole: bool) -> None:
         """Prepare for weights that come in buckets until `finish_stream`: all that a model of this directory's shape has, or, unless
@@ -79,7 +79,7 @@ class TransformersWorker:
         tensors, self._stream = self._stream, None
         if read_model_shape(self._stream_dir) != self._shape:
             self._start_model(self._stream_dir)
-        self._hold(tensors if self._stream_whole else _read_files(self._stream_dir) | tensors)
+        self._copy_tensors(tensors if self._stream_whole else _read_files(self._stream_dir) | tensors)
 
     def _start_model(self, model_dir: Path) -> None:
         """Load a model, and try whether its cache can be trusted."""
@@ -89,7 +89,7 @@ class TransformersWorker:
         self._shape = read_model_shape(model_dir)
         self._cached = prove_cache(self._lm, self._options.vocab_size)
 
-    def _hold(self, tensors: dict[str, Tensor]) -> None:
+    def _copy_tensors(self, tensors: dict[str, Tensor]) -> None:
         """Copy the tensors of a model's files into the modules."""
         state, problem = self._naming.from_files(tensors)
         assert not problem, problem  # the trainer writes what the architecture needs

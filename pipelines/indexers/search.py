@@ -54,7 +54,7 @@ def search_indexers(options: SearchOptions, tell: Tell) -> dict[str, Any]:
             fix="take a smaller share",
         )
     texts = read_texts(options.prompts, model, options.max_length, tell)
-    asked = {
+    request = {
         "weights": model.info.weight_files,
         "pattern": model.pattern,
         "index_topk": model.topk,
@@ -63,26 +63,26 @@ def search_indexers(options: SearchOptions, tell: Tell) -> dict[str, Any]:
         "batch_size": options.batch_size,
     }
     file = options.output / SEARCH
-    state = _read_state(file, asked)
+    state = _read_state(file, request)
     runner = model.load()
     batches = make_batches(texts.rows, options.batch_size, runner.device)
     with raise_storage_errors(file):
         options.output.mkdir(parents=True, exist_ok=True)
-        state = _search(runner, batches, num_full, state, file, asked, tell)
-        result = _compare(runner, batches, state, num_full, texts)
-        _write_state(file, asked, state, result)
+        state = _run_search(runner, batches, num_full, state, file, request, tell)
+        result = _compare_patterns(runner, batches, state, num_full, texts)
+        _write_state(file, request, state, result)
         config = set_pattern(json.loads((model.path / "config.json").read_text(encoding="utf-8")), state.pattern)
         atomic_write_text(options.output / "config.json", json.dumps(config, indent=2) + "\n")
     return result
 
 
-def _search(
+def _run_search(
     runner: LayerRunner,
     batches: list[TextBatch],
     num_full: int,
     state: SearchState,
     file: Path,
-    asked: Mapping[str, Any],
+    request: Mapping[str, Any],
     tell: Tell,
 ) -> SearchState:
     from opd.indexers.search import search_pattern
@@ -91,7 +91,7 @@ def _search(
         tell(f"going on after {len(state.steps)} steps and {state.batches_done} of {len(batches)} batches")
 
     def save(state: SearchState) -> None:
-        _write_state(file, asked, state)
+        _write_state(file, request, state)
         if state.steps and not state.batches_done:
             step = state.steps[-1]
             tell(f"layer {step.layer} shares: loss {step.loss:.4f}  {count_indexers(step.pattern)}")
@@ -99,14 +99,14 @@ def _search(
     return search_pattern(runner, batches, num_full, state, save)
 
 
-def _compare(
+def _compare_patterns(
     runner: LayerRunner, batches: list[TextBatch], state: SearchState, num_full: int, texts: Texts
 ) -> dict[str, Any]:
     """Return the pattern that was found with its loss, and those of the model's own and of the uniform one."""
     from opd.indexers.search import measure_loss, measure_overlaps
 
     uniform = spread_pattern(runner.num_layers, num_full)
-    possible = all(own == FULL for own, wanted in zip(runner.pattern, uniform, strict=True) if wanted == FULL)
+    possible = all(own == FULL for own, letter in zip(runner.pattern, uniform, strict=True) if letter == FULL)
     return {
         "pattern": state.pattern,
         "loss": state.steps[-1].loss,
@@ -120,22 +120,22 @@ def _compare(
 
 
 def _write_state(
-    file: Path, asked: Mapping[str, Any], state: SearchState, result: Mapping[str, Any] | None = None
+    file: Path, request: Mapping[str, Any], state: SearchState, result: Mapping[str, Any] | None = None
 ) -> None:
-    data = {"asked": asked, "state": asdict(state)} | ({"result": result} if result else {})
+    data = {"asked": request, "state": asdict(state)} | ({"result": result} if result else {})
     atomic_write_text(file, json.dumps(data, indent=2) + "\n")
 
 
-def _read_state(file: Path, asked: Mapping[str, Any]) -> SearchState:
+def _read_state(file: Path, request: Mapping[str, Any]) -> SearchState:
     """Return the state of a search that was cut off, or of a new one. Raises: RunDirError if something else was asked for in this
     directory."""
     from opd.indexers.search import SearchState, SearchStep
 
     if not file.exists():
-        return SearchState(pattern=str(asked["pattern"]))
+        return SearchState(pattern=str(request["pattern"]))
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        before, saved = data["asked"], data["state"]
+        earlier, saved = data["asked"], data["state"]
         steps = [
             SearchStep(**{**step, "candidates": {int(k): v for k, v in step["candidates"].items()}})
             for step in saved["steps"]
@@ -145,11 +145,11 @@ def _read_state(file: Path, asked: Mapping[str, Any]) -> SearchState:
         raise RunDirError.at(
             file, found=f"no state of a search: {error}", wanted="one of this version", fix="remove the file"
         ) from None
-    other = sorted(key for key in asked if before.get(key) != asked[key])
-    if other:
+    differing = sorted(key for key in request if earlier.get(key) != request[key])
+    if differing:
         raise RunDirError.at(
             file,
-            found=f"a search with another {', '.join(other)}",
+            found=f"a search with another {', '.join(differing)}",
             wanted="the search that was begun here, or a new directory",
             fix="give another --output, or remove this one",
         )

@@ -63,10 +63,10 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTraining:
-    """What an interrupted training left."""
+    """The files and numbers of an interrupted training."""
 
     tensors: Mapping[str, Any]
-    done: int
+    steps_done: int
     """Steps that were taken."""
     result: Mapping[str, Any]
     """What was measured before the first step."""
@@ -90,49 +90,54 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
         raise ConfigError.at(
             "--prompts", found="1 row", wanted="at least 2: one in ten is held out", fix="give more rows"
         )
-    asked = {
+    request = {
         "weights": model.info.weight_files,
         "pattern": pattern,
         "rows": texts.digest,
         "settings": asdict(spec),
     }
     state_file = options.output.with_name(f".{options.output.name}.safetensors")
-    saved = _read_state(state_file, asked)
+    saved = _read_state(state_file, request)
     runner = model.load()
     tell(count_indexers(pattern))
     batches = make_batches(held_out, spec.batch_size, runner.device)
     training = IndexerTraining(runner, pattern, spec)
-    result = _continue(training, saved, tell) or {
+    result = _restore_training(training, saved, tell) or {
         "own_loss": measure_loss(runner, batches, model.pattern),
         "loss_before": measure_loss(runner, batches, pattern),
-        "indexers_before": _measure(training, batches),
+        "indexers_before": _measure_indexers(training, batches),
     }
     total = spec.steps + spec.sparse_steps
     for sums in training.train(rows):
-        if training.done % max(1, total // 20) == 0:
+        if training.steps_done % max(1, total // 20) == 0:
             mean = sum(one.loss / one.num_queries for one in sums.values()) / len(sums)
-            tell(f"step {training.done}/{total}  {'dense' if training.done <= spec.steps else 'sparse'} KL {mean:.4f}")
-        if training.done % SAVE_EVERY == 0:
-            _write_state(state_file, training, asked, result)
-    result |= {"loss_after": measure_loss(runner, batches, pattern), "indexers_after": _measure(training, batches)}
+            tell(
+                f"step {training.steps_done}/{total}  {'dense' if training.steps_done <= spec.steps else 'sparse'} KL {mean:.4f}"
+            )
+        if training.steps_done % SAVE_EVERY == 0:
+            _write_state(state_file, training, request, result)
+    result |= {
+        "loss_after": measure_loss(runner, batches, pattern),
+        "indexers_after": _measure_indexers(training, batches),
+    }
     record = {"pattern": pattern, "model": str(model.path), "settings": asdict(spec), "result": result}
     _write_model(model, options.output, pattern, training.weights(), record)
     state_file.unlink(missing_ok=True)
     return result
 
 
-def _write_state(file: Path, training: IndexerTraining, asked: Mapping[str, Any], result: Mapping[str, Any]) -> None:
+def _write_state(file: Path, training: IndexerTraining, request: Mapping[str, Any], result: Mapping[str, Any]) -> None:
     """Write what a training goes on from. Raises: StorageError."""
     from safetensors.torch import save
 
-    progress = {"asked": asked, "done": training.done, "result": result}
+    progress = {"asked": request, "steps_done": training.steps_done, "result": result}
     with raise_storage_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(file) as stream:
             stream.write(save(training.state(), {"progress": json.dumps(progress)}))
 
 
-def _read_state(file: Path, asked: Mapping[str, Any]) -> SavedTraining | None:
+def _read_state(file: Path, request: Mapping[str, Any]) -> SavedTraining | None:
     """Return what an interrupted training left; None if there is nothing. Raises: RunDirError if another one left it."""
     from safetensors import safe_open
 
@@ -141,46 +146,46 @@ def _read_state(file: Path, asked: Mapping[str, Any]) -> SavedTraining | None:
     with safe_open(file, framework="pt") as stream:
         progress = json.loads(stream.metadata()["progress"])
         tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 it is no mapping
-    other = sorted(key for key in asked if progress["asked"].get(key) != json.loads(json.dumps(asked[key])))
-    if other:
+    differing = sorted(key for key in request if progress["asked"].get(key) != json.loads(json.dumps(request[key])))
+    if differing:
         raise RunDirError.at(
             file,
-            found=f"an interrupted training with another {', '.join(other)}",
+            found=f"an interrupted training with another {', '.join(differing)}",
             wanted="the training that was begun for this directory",
             fix="remove the file, or give another --output",
         )
-    return SavedTraining(tensors=tensors, done=progress["done"], result=progress["result"])
+    return SavedTraining(tensors=tensors, steps_done=progress["steps_done"], result=progress["result"])
 
 
-def _continue(training: IndexerTraining, saved: SavedTraining | None, tell: Tell) -> dict[str, Any] | None:
+def _restore_training(training: IndexerTraining, saved: SavedTraining | None, tell: Tell) -> dict[str, Any] | None:
     """Bring a training to where it was interrupted, and return what was measured before it; None if it is a new one."""
     if saved is None:
         return None
-    training.load_state(saved.tensors, saved.done)
-    tell(f"going on after step {saved.done}")
+    training.load_state(saved.tensors, saved.steps_done)
+    tell(f"going on after step {saved.steps_done}")
     return dict(saved.result)
 
 
-def _find_pattern(wanted: str | None, model: IndexedModel) -> str:
+def _find_pattern(choice: str | None, model: IndexedModel) -> str:
     """Return the pattern to train for. Raises: ConfigError, ModelError."""
-    if wanted is None:
+    if choice is None:
         return model.pattern
-    if set(wanted) <= {FULL, SHARED}:
-        return check_pattern(wanted, model.pattern, "--pattern")
-    directory = Path(wanted)
+    if set(choice) <= {FULL, SHARED}:
+        return check_pattern(choice, model.pattern, "--pattern")
+    directory = Path(choice)
     if not (directory / "config.json").is_file():
         raise ConfigError.at(
             "--pattern",
-            found=wanted,
+            found=choice,
             wanted="a pattern such as FSSF, or a directory with a config.json, such as `opd indexers search` writes",
             fix=f"the model's own is {model.pattern}",
         )
     from opd.models.weights import load_config
 
-    return check_pattern(read_pattern(load_config(directory)), model.pattern, f"--pattern {wanted}")
+    return check_pattern(read_pattern(load_config(directory)), model.pattern, f"--pattern {choice}")
 
 
-def _measure(training: IndexerTraining, batches: list[TextBatch]) -> dict[str, dict[str, float]]:
+def _measure_indexers(training: IndexerTraining, batches: list[TextBatch]) -> dict[str, dict[str, float]]:
     """Return, as JSON has it, layer -> KL in nats a query, and the share of the attention that the chosen tokens have, both over all tokens."""
     by_batch: list[dict[int, DistillationSums]] = [training.measure(batch, dense=True) for batch in batches]
     sums = {layer: reduce(add, (batch[layer] for batch in by_batch)) for layer in by_batch[0]}
