@@ -79,3 +79,13 @@ def test_a_layer_has_its_indexer_again_afterwards() -> None:
     with torch.no_grad():
         runner.run_layers(0, runner.embed(batch.ids_B_T), "FSSSSS")
     assert [runner.attention(i).indexer for i in range(6)] == indexers and None not in indexers
+
+
+@torch.no_grad()
+def test_a_model_in_bfloat16_is_run_and_chooses_as_in_transformers() -> None:
+    lm = make_sparse_model().to(torch.bfloat16)
+    batch = make_batch((30,))
+    theirs = lm(batch.ids_B_T).logits
+    runner = LayerRunner(lm)
+    ours = runner.compute_logits(runner.run_layers(0, runner.embed(batch.ids_B_T), runner.pattern))
+    assert torch.equal(ours, theirs)
