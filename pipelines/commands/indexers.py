@@ -76,7 +76,7 @@ def train(
     sparse_lr: Annotated[float, typer.Option(min=0, help="The same, of the sparse steps.")] = 1e-4,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
     max_length: LengthOption = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Queries whose attention is in memory together.")] = 512,
+    chunk: Annotated[int, typer.Option(min=1, help="Queries whose attention is in memory together.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the order of the rows.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
