@@ -8,11 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from pipelines.commands.shell import avoid_spinning, help_examples, print_line, print_table
+from pipelines.commands.shell import ModelArgument, avoid_spinning, help_examples, print_line, print_table
 
-app = typer.Typer(no_args_is_help=True, help="Sparse indexers that several layers share: search them, train them.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Sparse indexers that several layers share (family glm_moe_dsa): search them, train them.",
+)
 
-ModelArgument = Annotated[Path, typer.Argument(help="A Hugging Face directory of the family glm_moe_dsa.")]
 PromptsOption = Annotated[
     Path,
     typer.Option(help="Long texts: `prompt`, and `completion` where the loss is on that alone (JSONL, CSV, Parquet)."),

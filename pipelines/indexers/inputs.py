@@ -11,6 +11,7 @@ from experts.model_dir import ModelInfo, inspect_model
 from opd.errors import ModelError, PromptError, RunDirError
 from opd.files import blake3_json
 from opd.indexers.patterns import FAMILIES, FULL, read_pattern
+from pipelines.after.models import find_model
 
 if TYPE_CHECKING:
     from opd.indexers.layers import LayerRunner, TextBatch, TextRow
@@ -43,8 +44,12 @@ class IndexedModel:
         return LayerRunner(lm.to("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def inspect_indexed_model(path: Path) -> IndexedModel:
-    """Read a model's headers. Raises: ModelError for a family whose layers cannot share indexers, and for what `inspect_model` refuses."""
+def inspect_indexed_model(directory: Path, tell: Tell) -> IndexedModel:
+    """Read the headers of a model, or of the model that a run left. `tell` gets a warning if that run is not finished.
+
+    Raises: ModelError for a family whose layers cannot share indexers; what `find_model` and `inspect_model` raise.
+    """
+    path = find_model(directory, tell).path
     info = inspect_model(path)
     if info.model_type not in FAMILIES:
         raise ModelError.at(

@@ -44,7 +44,7 @@ def search_indexers(options: SearchOptions, tell: Tell) -> dict[str, Any]:
 
     Raises: OpdError before anything is computed; StorageError.
     """
-    model = inspect_indexed_model(options.model)
+    model = inspect_indexed_model(options.model, tell)
     num_full = count_full(options.keep, len(model.pattern))
     if num_full >= model.pattern.count(FULL):
         raise ConfigError.at(

@@ -81,7 +81,7 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
     from opd.indexers.training import IndexerTraining
 
     refuse_existing(options.output)
-    model = inspect_indexed_model(options.model)
+    model = inspect_indexed_model(options.model, tell)
     pattern = _find_pattern(options.pattern, model)
     texts = read_texts(options.prompts, model, options.max_length, tell)
     held_out = texts.rows[::HELD_OUT]
