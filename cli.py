@@ -19,6 +19,7 @@ from pipelines.commands import (
     experts,
     export,
     guard,
+    indexers,
     init,
     merge,
     models,
@@ -73,6 +74,7 @@ for name, group in (
     ("draft", draft),
     ("environments", environments),
     ("guard", guard),
+    ("indexers", indexers),
 ):
     app.add_typer(group.app, name=name)
 

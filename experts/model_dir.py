@@ -90,7 +90,9 @@ class _Config(_SpecialIds):
     hidden_size: int = Field(validation_alias=AliasChoices("hidden_size", "n_embd", "d_model"))
     vocab_size: int | None = None
     tie_word_embeddings: bool | None = None
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = Field(
+        None, validation_alias=AliasChoices("final_logit_softcapping", "logits_soft_cap")
+    )
     max_position_embeddings: int | None = Field(
         None, validation_alias=AliasChoices("max_position_embeddings", "n_positions")
     )

@@ -27,6 +27,7 @@ from opd.reward.stream import CREDIT, PREFERENCE, RewardStream
 from opd.reward.verified import VerifiedRewards
 from opd.rollouts.decoding import end_ids
 from opd.rollouts.episodes.drift import DriftOptions
+from opd.rollouts.transformers import TransformersRolloutEngine
 from opd.rollouts.vllm import RolloutSpec, VLLMRolloutEngine
 from opd.run.checkpoints import CheckpointSource, CheckpointStore, CompanionSaver
 from opd.run.metrics import MetricsFile
@@ -64,7 +65,10 @@ from teachers.no_teachers import TeacherlessPool
 from teachers.pool import Pool
 from teachers.texts.teaching import TextTeaching
 
-ROLLOUT_ENGINES = {"vllm": VLLMRolloutEngine}
+ROLLOUT_ENGINES: dict[str, type[VLLMRolloutEngine]] = {
+    "vllm": VLLMRolloutEngine,
+    "transformers": TransformersRolloutEngine,
+}
 """`rollout.engine` -> class of the rollout engine."""
 
 

@@ -90,7 +90,7 @@ def _list_roles(config: PipelineConfig, scorers: Sequence[str] | None) -> Iterat
             gpus=trainer_devices(config.cluster),
             one_node=True,
         )
-    if config.rollout.engine == "vllm":
+    if not is_import_name(config.rollout.engine):
         yield _PlacedRole(
             name="rollout",
             key=ROLLOUT,

@@ -15,9 +15,9 @@ from opd.settings.strict import DType, Strict
 
 
 class RolloutConfig(Strict):
-    engine: str = Field("vllm", pattern=r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
-    """`vllm`, or a class of yours as `module:Class` with the methods of `opd.interfaces.RolloutEngine` and
-    `wait_ready()`."""
+    engine: str = Field("vllm", pattern=r"^(vllm|transformers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    """`vllm`; `transformers`, far slower, for families that vLLM does not serve here; or a class of yours as `module:Class` with the
+    methods of `opd.interfaces.RolloutEngine` and `wait_ready()`."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"

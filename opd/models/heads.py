@@ -106,10 +106,12 @@ class HeadSource:
 
 
 def logit_rule(config: Any) -> LogitRule:
-    """Return the logit rule of a transformers config: Gemma caps the logits, Cohere multiplies them, Granite divides them."""
+    """Return the logit rule of a transformers config: Gemma and RecurrentGemma cap the logits, Cohere multiplies them, Granite divides
+    them."""
     config = config.get_text_config(decoder=True)  # a model that also sees or hears has several configs
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return LogitRule(scale=scale, softcap=getattr(config, "final_logit_softcapping", None))
+    caps = (getattr(config, key, None) for key in ("final_logit_softcapping", "logits_soft_cap"))
+    return LogitRule(scale=scale, softcap=next((cap for cap in caps if cap is not None), None))
 
 
 def head_key(head_V_D: Tensor, rule: LogitRule, tables: np.ndarray | None = None) -> str:

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from opd import cluster
 from opd.cluster import Worker
@@ -71,6 +71,9 @@ class RolloutSpec:
 class VLLMRolloutEngine(Engines):
     """Implements `opd.interfaces.RolloutEngine`."""
 
+    WORKER: ClassVar[Any] = VLLMWorker
+    """The class of the workers: this one, or one with the same methods."""
+
     def __init__(self, spec: RolloutSpec, tokenizer: Decoder) -> None:
         self._spec = spec
         self._tokenizer = tokenizer
@@ -86,7 +89,7 @@ class VLLMRolloutEngine(Engines):
 
         def spawn(index: int) -> Worker[VLLMWorker]:
             return cluster.spawn_worker(
-                VLLMWorker, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus
+                self.WORKER, options, spec.stop_token_ids, name=worker_name(index), env=env, gpus=gpus
             )
 
         super().__init__(spawn, spec.workers, model_dir, (spec.start_timeout_s, spec.timeout_s))

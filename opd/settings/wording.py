@@ -17,7 +17,7 @@ SELECTED = r"^!?([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?|in\([A-Za-z0-9][A
 """Pattern for what a label selector of Ray asks of a label's value."""
 FORMS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$": "1 to 64 of A-Z a-z 0-9 . _ -, first a letter or digit",
-    r"^(vllm|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "vllm, or a class of yours as module:Class",
+    r"^(vllm|transformers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "vllm, transformers, or a class of yours as module:Class",
     r"^([a-z][a-z0-9_]*|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "a name of `opd environments list`, or a class of yours as module:Class",
     r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$": "a function of yours as module:function",
     r"^\w[\w.]*$": "the name of a module, such as q_proj",

@@ -34,13 +34,18 @@ def build_adamw(module: nn.Module, options: AdamWOptions, *, lr: float) -> torch
 
 
 def split_parameters(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trained parameters into those with weight decay, which are the matrices, and those without: norms and biases.
+    """Split the trained parameters into those with weight decay, which are the matrices, and those without: norms, biases, and sparse
+    indexers inside of a model. transformers computes an indexer without gradients, so decay alone would move it.
 
     A group without parameters is left out.
     """
-    params = [p for p in module.parameters() if p.requires_grad]
+    decays = {
+        p: len(whole_shape(p)) >= 2 and ".indexer." not in name
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
     groups = [
-        {"params": [p for p in params if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+        {"params": [p for p, decay in decays.items() if decay], "weight_decay": weight_decay},
+        {"params": [p for p, decay in decays.items() if not decay], "weight_decay": 0.0},
     ]
     return [g for g in groups if g["params"]]

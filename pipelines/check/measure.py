@@ -9,10 +9,12 @@ This takes one rollout engine and one process with the student and a teacher: mi
 from __future__ import annotations
 
 import difflib
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from experts.adapter import open_full_model
@@ -41,6 +43,7 @@ from pipelines.check.own_tokens import MeasuredTokens, judge_tokens, measure_own
 from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
+from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
 from pipelines.placement import place_rollouts
 from pipelines.routes import text_routes
 from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machine
@@ -123,11 +126,13 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
             return call.wait_for_result(timeout_s=config.cluster.phase_timeout_s)
 
         engine.wait_ready()
+        speed = tuple(measure_speed(config, inputs, engine))
         own_tokens = measure_own_tokens(inputs, engine, compare_tokens)
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell, inputs.expert_exams)
         self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
     findings = (
+        *speed,
         *memory_findings(config, needs, machine_bytes()),
         *disk_findings(config, inputs),
         *judge_student(self_comparison),
@@ -284,6 +289,23 @@ def _sample_responses(inputs: Inputs, engine: RolloutEngine) -> dict[str, list[R
     for rollout in engine.generate(prompts, step=0, policy_version=0).rollouts:
         by_domain[rollout.domain].append(rollout)
     return by_domain
+
+
+def measure_speed(config: PipelineConfig, inputs: Inputs, engine: RolloutEngine) -> Iterator[CheckFinding]:
+    """Yield a warning with the measured speed if the engine is one that is slow."""
+    if config.rollout.engine != TRANSFORMERS_ENGINE:
+        return
+    began = time.monotonic()
+    lengths = [len(r.response_ids) for responses in _sample_responses(inputs, engine).values() for r in responses]
+    rate = sum(lengths) / (time.monotonic() - began)
+    step_s = config.trainer.samples_per_step * fmean(lengths) / rate if rate else 0.0
+    yield CheckFinding(
+        level="warn",
+        domain="",
+        message=f"rollout.engine transformers wrote {rate:,.0f} tokens/s: the {config.trainer.samples_per_step} responses of a step take "
+        f"about {step_s:.0f} s if they are as long as here",
+        fix="set rollout.engine to vllm if it serves the family, or make steps smaller and responses shorter",
+    )
 
 
 def _reference_texts(config: PipelineConfig, inputs: Inputs) -> dict[str, list[Rollout]]:

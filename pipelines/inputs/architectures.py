@@ -10,6 +10,7 @@ Only headers are read. Whether the files' tensors fit the modules is tried with 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.served_families import DRAFTED, Refusal, find_indivisible_part, find_refusal
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
+from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
 from pipelines.routes import RoutedExpert
 
 
@@ -74,7 +76,8 @@ def _refuse_unstreamable(config: PipelineConfig, student: ModelInfo) -> None:
 
     Raises: ConfigError.
     """
-    if config.push_kind != "shared_memory" and config.student.lora is None and student.model_type in RESTARTED:
+    streams = config.push_kind != "shared_memory" and config.rollout.engine != TRANSFORMERS_ENGINE
+    if streams and config.student.lora is None and student.model_type in RESTARTED:
         raise ConfigError.at(
             "sync.kind",
             found=f"{config.push_kind} for a student of the family {student.model_type}",
@@ -164,8 +167,9 @@ def _check_adapter(name: str, adapter: AdapterInfo, naming: Any) -> None:
 
 
 def _check_rollout_engine(config: PipelineConfig, info: ModelInfo) -> None:
-    """Refuse a model that the rollout engine cannot serve. Raises: ModelError."""
-    _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
+    """Refuse a model that the rollout engine cannot serve; transformers serves all that it trains. Raises: ModelError."""
+    if config.rollout.engine != TRANSFORMERS_ENGINE:
+        _check_engine(info, config.rollout, "rollout", not config.cluster.rollout_gpus)
 
 
 def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section: str, cpu: bool) -> None:
@@ -173,7 +177,9 @@ def _check_engine(info: ModelInfo, engine: RolloutConfig | VLLMTeachers, section
     from transformers import AutoConfig
 
     config, size = AutoConfig.from_pretrained(info.path, trust_remote_code=False), engine.tensor_parallel_size
-    _raise_unservable(info, find_refusal(config, info.architecture, engine.dtype, cpu))
+    refusal = find_refusal(config, info.architecture, engine.dtype, cpu)
+    way_out = f"; or set {section}.engine to transformers{', which is slower' if section == 'rollout' else ''}"
+    _raise_unservable(info, refusal and replace(refusal, fix=refusal.fix + way_out))
     if size > 1:
         _raise_unservable(info, find_indivisible_part(config, size, f"{section}.tensor_parallel_size"))
 

@@ -65,6 +65,7 @@ from pipelines.inputs.teacher_prompts import (
 )
 from pipelines.inputs.template_date import set_template_date
 from pipelines.inputs.text_teachers import refuse_unaskable, refuse_unfit_texts
+from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE, refuse_beyond_transformers
 from pipelines.inputs.user_engine import refuse_unfit, refuse_unplaced
 from pipelines.routes import START, RoutedExpert, preferred_domains, route_domains, scoring_routes
 from pipelines.sizing.cache import refuse_small_cache
@@ -149,6 +150,8 @@ def refuse_what_is_not_here(config: PipelineConfig) -> None:
     if is_import_name(config.rollout.engine):
         refuse_unfit(config)
         refuse_unplaced(config)
+    elif config.rollout.engine == TRANSFORMERS_ENGINE:
+        refuse_beyond_transformers(config)
     else:
         refuse_engine_args(config)
     refuse_missing(config.logging)

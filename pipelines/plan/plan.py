@@ -11,6 +11,7 @@ from opd.config.pipeline import split_rounds
 from opd.config.teachers import TrainerTeachers
 from opd.errors import ConfigError
 from opd.settings.strict import DTYPE_BYTES
+from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
 from pipelines.plan.cost import Hardware, Seconds, apply_placement, placement_keys
 from pipelines.plan.lengths import StepLengths, draw_responses, stated_lengths
 from pipelines.plan.models import Models, read_models
@@ -268,6 +269,8 @@ def _plan_notes(written: PipelineConfig, config: PipelineConfig, models: Models,
         yield "every round is planned like the first"
     for name in config.objective.judging_models:
         yield f"the {name}'s memory is planned, its time is not"
+    if config.rollout.engine == TRANSFORMERS_ENGINE:
+        yield "responses are planned as vLLM writes them; rollout.engine transformers is far slower, and `opd check` measures it"
     if any(section.elsewhere for section in config.engines):
         yield "teachers elsewhere are planned as if they scored at once"
     gpus = count_gpus(config, models.merge)

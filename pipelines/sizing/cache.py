@@ -9,7 +9,6 @@ from opd.config.devices import rollout_devices
 from opd.errors import ConfigError
 from opd.settings.auto import OpenNumber
 from opd.settings.strict import DTYPE_BYTES
-from opd.settings.user_objects import is_import_name
 from pipelines.sizing.memory import GIB, engine_activations, engine_weights, format_gib
 from pipelines.sizing.models import MergeModels
 from pipelines.sizing.shape import Attention
@@ -33,8 +32,8 @@ def refuse_small_cache(config: PipelineConfig, models: MergeModels) -> None:
 
 
 def has_cpu_cache(config: PipelineConfig) -> bool:
-    """Return True if an engine of ours has its cache in the machine's memory."""
-    return not config.cluster.rollout_gpus and not is_import_name(config.rollout.engine)
+    """Return True if an engine has a cache of fixed size in the machine's memory."""
+    return not config.cluster.rollout_gpus and config.rollout.engine == "vllm"
 
 
 def least_bytes(config: PipelineConfig, models: MergeModels) -> int:

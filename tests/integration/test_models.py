@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import row as models_row
 from tests.models.families import FAMILIES
 from tests.models.row import make_row
 
@@ -24,6 +25,18 @@ def test_a_family_merges_and_is_exported(name: str, tmp_path: Path) -> None:
     assert row.adapter == "scored"
     measured = (row.trainer_packing, row.probe_gap, row.export_transformers, row.export_vllm, *row.scorer_gaps.values())
     assert len(measured) == 6 and None not in measured
+
+
+def test_a_student_with_sparse_attention_is_rolled_out_by_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU build has no sparse attention. Ten steps, then the last five once more."""
+    monkeypatch.setattr(models_row, "STEPS", 10)
+    monkeypatch.setattr(models_row, "RESUME_FROM", 5)
+    row = make_row("glm_moe_dsa", FAMILIES["glm_moe_dsa"], tmp_path)
+    assert (row.state, row.said, row.resumed_alike) == ("works", [], True)
+    measured = (row.trainer_packing, row.probe_gap, row.export_transformers, row.export_vllm, *row.scorer_gaps.values())
+    assert None not in measured and max(measured) < 1e-4, "engine, trainer, scorer and export compute the same"
 
 
 @pytest.mark.slow

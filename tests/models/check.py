@@ -115,9 +115,10 @@ def scorer_gap(root: Path, name: str, given: list[list[int]], vocab_size: int) -
     return gap(scored(root, name, given, vocab_size), wanted)
 
 
-def engine_logprobs(root: Path, given: list[list[int]], dtype: str, vocab_size: int) -> Logprobs:
-    """A new vLLM engine on the exported model."""
-    from opd.rollouts.worker import EngineOptions, VLLMWorker
+def engine_logprobs(root: Path, given: list[list[int]], engine: str, dtype: str, vocab_size: int) -> Logprobs:
+    """A new engine on the exported model."""
+    from opd.rollouts.worker import EngineOptions
+    from pipelines.build import ROLLOUT_ENGINES
 
     options = EngineOptions(
         model_dir=root / "run" / "model",
@@ -127,7 +128,7 @@ def engine_logprobs(root: Path, given: list[list[int]], dtype: str, vocab_size: 
         gpu_memory_utilization=0.5,
         vocab_size=vocab_size,
     )
-    return [torch.tensor(part) for part in VLLMWorker(options, []).logprobs(given)]
+    return [torch.tensor(part) for part in ROLLOUT_ENGINES[engine].WORKER(options, []).logprobs(given)]
 
 
 def findings(root: Path) -> Iterator[dict[str, Any]]:
@@ -143,7 +144,7 @@ def findings(root: Path) -> Iterator[dict[str, Any]]:
     yield {"export_transformers": gap(alone(load(root / "run" / "model"), given, vocab_size), wanted)}
     for name in known["experts"]:
         yield {f"scorer_{name}": scorer_gap(root, name, given, vocab_size)}
-    yield {"export_vllm": gap(engine_logprobs(root, given, known["engine_dtype"], vocab_size), wanted)}
+    yield {"export_vllm": gap(engine_logprobs(root, given, known["engine"], known["engine_dtype"], vocab_size), wanted)}
 
 
 if __name__ == "__main__":

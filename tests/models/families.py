@@ -85,6 +85,8 @@ class Family:
     """What the family is there to show."""
     engine_dtype: str = "float32"
     """What the rollout engine computes in; some of vLLM's CPU kernels know bfloat16 alone."""
+    engine: str = "vllm"
+    """`rollout.engine`: `transformers` where vLLM does not serve the family on a CPU."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -117,7 +119,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3.5": Family(
         settings={"model_type": "qwen3_5_text", **_GATED_DELTA},
         note="gated delta net and full attention",
-        engine_dtype="bfloat16",
+        engine="transformers",
     ),
     "Gemma 2": Family(
         settings={
@@ -158,10 +160,23 @@ FAMILIES: dict[str, Family] = {
             "head_dim": 64,
             "index_topk": 8,
             "index_head_dim": 64,
-            "index_n_heads": 2,
+            "index_n_heads": 16,
             "indexer_types": ["full", "shared"],
         },
         note="sparse attention by an indexer (GLM-5)",
+        engine="transformers",
+    ),
+    "DeepSeek-V3.2": Family(
+        settings={
+            "model_type": "deepseek_v32",
+            **_LATENT_ATTENTION,
+            "head_dim": 64,
+            "index_topk": 8,
+            "index_head_dim": 64,
+            "index_n_heads": 16,
+        },
+        note="sparse attention by an indexer",
+        engine="transformers",
     ),
     "DeepSeek-V3": Family(
         settings={"model_type": "deepseek_v3", **_LATENT_ATTENTION, "num_mtp_layers": 0, "head_dim": None},
@@ -256,6 +271,7 @@ FAMILIES: dict[str, Family] = {
     "Bamba": Family(
         settings={"model_type": "bamba", **_MAMBA, "head_dim": None, "attn_layer_indices": [1]},
         note="Mamba-2 and attention",
+        engine="transformers",
     ),
     "Jamba": Family(
         settings={
@@ -273,6 +289,7 @@ FAMILIES: dict[str, Family] = {
             "use_mamba_kernels": False,
         },
         note="Mamba, attention, 4 experts",
+        engine="transformers",
     ),
     "Nemotron-H": Family(
         settings={
@@ -308,6 +325,7 @@ FAMILIES: dict[str, Family] = {
             "block_size": 8,
         },
         note="lightning attention, 4 experts",
+        engine="transformers",
     ),
     "RecurrentGemma": Family(
         settings={
@@ -320,6 +338,7 @@ FAMILIES: dict[str, Family] = {
             "initializer_range": None,
         },
         note="recurrent units, windows",
+        engine="transformers",
     ),
 }
 

@@ -47,6 +47,7 @@ class Row:
     """`works`, `refused` (before the first worker started), `FAILED` or `deadline`."""
     said: list[str] = field(default_factory=list)
     """Refusals, and what failed."""
+    engine: str = "vllm"
     engine_dtype: str = "float32"
     trainer_layout: str | None = None
     trainer_packing: float | None = None
@@ -141,7 +142,13 @@ def pipeline_of(family: Family, models: Mapping[str, Path], place: Path, experts
             name: {"prompts": str(write_prompts(place / f"{name}.jsonl", name[:3])), "teachers": expert}
             for name, expert in zip(("whole", "adapter"), (experts[0], experts[-1]), strict=True)
         },
-        "rollout": {"max_new_tokens": 12, "max_model_len": 64, "max_num_seqs": 16, "dtype": family.engine_dtype},
+        "rollout": {
+            "engine": family.engine,
+            "max_new_tokens": 12,
+            "max_model_len": 64,
+            "max_num_seqs": 16,
+            "dtype": family.engine_dtype,
+        },
         "trainer": {"ranks": 1, "steps": STEPS, "samples_per_step": 16, "lr": 4.0e-3, "micro_batch_tokens": 256},
         "checkpoint": {"every": RESUME_FROM},
         "cluster": {"start_timeout_s": 240, "phase_timeout_s": 240, "max_restarts": 0},
@@ -154,7 +161,7 @@ def make_row(
 ) -> Row:
     """Build the models in `place`, merge, resume unless told not to, look at what came out."""
     began = time.monotonic()
-    row = Row(family=name, note=family.note, engine_dtype=family.engine_dtype)
+    row = Row(family=name, note=family.note, engine=family.engine, engine_dtype=family.engine_dtype)
     models = build_models(family, place)
     experts = merge(row, family, models, place, tell)
     if experts:
@@ -210,8 +217,13 @@ def resume(row: Row, place: Path, tell: Callable[[str], None]) -> None:
 
 def look(row: Row, place: Path, experts: Sequence[str], tell: Callable[[str], None]) -> None:
     """`tests.models.check` in a process of its own."""
-    tell("plain transformers and a new vLLM engine")
-    known = {"layout": row.trainer_layout, "experts": list(experts), "engine_dtype": row.engine_dtype}
+    tell("plain transformers and a new engine")
+    known = {
+        "layout": row.trainer_layout,
+        "experts": list(experts),
+        "engine": row.engine,
+        "engine_dtype": row.engine_dtype,
+    }
     (place / "check.json").write_text(json.dumps(known))
     done = run(["-m", "tests.models.check", place], place)
     found: dict[str, Any] = {}
@@ -266,7 +278,7 @@ def judge(row: Row) -> None:
     bounds = {
         "packed against alone, trainer": (row.trainer_packing, PACKING),
         "export in transformers": (row.export_transformers, EXPORT_NATS),
-        "export in vLLM": (row.export_vllm, ENGINE_NATS[row.engine_dtype]),
+        "export in the engine": (row.export_vllm, ENGINE_NATS[row.engine_dtype]),
         **{f"scorer of {name}": (found, SCORER_NATS) for name, found in row.scorer_gaps.items()},
     }
     for what, (found, most) in bounds.items():

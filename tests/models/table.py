@@ -23,7 +23,7 @@ at a time. A tiny model says that an architecture's parts fit together, nothing 
 | together | largest relative difference of hidden states between sequences laid out like that and each alone; at most {packing:.0e} |
 | probe | largest gap between engine and trainer after a weight push, nats a token on average |
 | export, transformers | largest difference of a token's log-prob between the trainer's last checkpoint and `model/`, nats; at most {export:.0e} |
-| export, vLLM | the same with a new vLLM engine on `model/`; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
+| export, engine | the same with a new engine on `model/`: vLLM, or `rollout.engine: transformers` where the note says so; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
 | resume | weights and losses after going back to step 3 are those of the run that was not interrupted, bit for bit |
 | LoRA | the adapter teaches its domain, and is scored as PEFT computes it (nats, at most {scorer:.0e}); or why it is refused, and then `whole` teaches both |
 """
@@ -53,7 +53,7 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
 
 COLUMNS = (
     *("family", "layout", "together", "probe"),
-    *("export, transformers", "export, vLLM", "resume", "LoRA"),
+    *("export, transformers", "export, engine", "resume", "LoRA"),
 )
 
 
@@ -66,6 +66,8 @@ def works_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def cells(row: Mapping[str, Any]) -> list[str]:
     """In the order of `COLUMNS`."""
     note = f"{row['note']}; engine in {row['engine_dtype']}" if row["engine_dtype"] != "float32" else row["note"]
+    if row.get("engine") == "transformers":
+        note += "; engine: transformers"
     others = sorted(set(row["teacher_layouts"].values()) - {row["trainer_layout"]})
     gaps = row["scorer_gaps"]
     adapter = number(gaps.get("adapter")) if row["adapter"] == "scored" else f"refused: {escaped(row['adapter'])}"

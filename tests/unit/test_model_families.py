@@ -37,7 +37,7 @@ def row(**changed: object) -> Row:
     [
         ({"trainer_packing": 2e-3}, "packed against alone, trainer: 2.0e-03, wanted at most 1e-05"),
         ({"export_transformers": 0.08}, "export in transformers: 8.0e-02"),
-        ({"export_vllm": float("nan")}, "export in vLLM: nan"),
+        ({"export_vllm": float("nan")}, "export in the engine: nan"),
         ({"scorer_gaps": {"whole": 1e-6, "adapter": 0.3}}, "scorer of adapter: 3.0e-01"),
         ({"losses": (0.5, 0.5)}, "the loss does not fall"),
         ({"resumed_alike": False}, "the resume ends with other weights"),

@@ -25,6 +25,7 @@ def test_factors_divisors_and_caps() -> None:
     assert logit_rule(transformers.GraniteConfig(logits_scaling=8.0)) == LogitRule(scale=0.125)
     assert logit_rule(transformers.Gemma2Config(final_logit_softcapping=30.0)) == LogitRule(softcap=30.0)
     assert logit_rule(transformers.Gemma2Config(final_logit_softcapping=None)) == IDENTITY
+    assert logit_rule(transformers.RecurrentGemmaConfig(logits_soft_cap=20.0)) == LogitRule(softcap=20.0)
 
 
 def test_a_model_that_also_sees_caps_its_text() -> None:

@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import nn
 
-from opd.train.optimizer import AdamWOptions, build_adamw
+from opd.train.optimizer import AdamWOptions, build_adamw, split_parameters
 
 OPTIONS = AdamWOptions(betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
 RATE = 1e-2
@@ -68,3 +68,14 @@ def test_a_step_makes_no_tensor_of_a_weight_s_size() -> None:
         with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
             one.step()
     assert max(event.cpu_memory_usage for event in seen.events()) <= 1 << 12
+
+
+def test_an_indexer_does_not_decay() -> None:
+    """It gets no gradient from a loss on the model's output: decay alone would move what nothing corrects."""
+    from tests.sparse_models import make_sparse_model
+
+    lm = make_sparse_model(2)
+    decaying, others = split_parameters(lm, 0.1)
+    indexers = {p for name, p in lm.named_parameters() if ".indexer." in name}
+    assert indexers and indexers <= set(others["params"]) and others["weight_decay"] == 0.0
+    assert {*decaying["params"], *others["params"]} == set(lm.parameters())

@@ -1,0 +1,1 @@
+"""`opd indexers`: search a pattern of shared indexers, and train the indexers for it."""
