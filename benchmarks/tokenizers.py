@@ -351,6 +351,7 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=FULL.tokens, help="ids of the new tokenizer; 260: one for each byte"
     )
+    parser.add_argument("--rows", type=int, default=FULL.rows, help="rows of the new expert; `walk` has 3,300")
     parser.add_argument("--only", nargs="*", default=[], help="names of forms or methods; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument(
@@ -362,7 +363,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here, after every model")
     parser.add_argument("--quick", action="store_true", help="tiny models and two steps: does everything run?")
     args = parser.parse_args()
-    size = QUICK if args.quick else replace(FULL, domain=args.domain, tokens=args.tokens)
+    size = QUICK if args.quick else replace(FULL, domain=args.domain, tokens=args.tokens, rows=args.rows)
     with open_place(args, size) as (where, data):
         expert = Path(data["experts"][size.domain]["model"])
         files = {name: where.cwd / domain["prompts"] for name, domain in data["domains"].items()}
