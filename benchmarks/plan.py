@@ -38,7 +38,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "quickstart, two engines and two scorers": ("rollout", "score"),
     "quickstart, 80 samples, four to a prompt": ("sync",),
 }
-"""Merge -> what of it the plan misses by more than the tolerance; docs/plan.md says why."""
+"""Merge -> what of it the plan misses by more than the tolerance."""
 GIB = 2**30
 MEASURED_FACTORS = ("forward", "backward", "decode")
 

@@ -5,7 +5,7 @@
     python -m benchmarks.tokenizers --part alone --trl-python PYTHON --json tokenizers-alone.json              after `make demo`
 
 `merge`: the quickstart with the expert of one domain as it is, with its token ids permuted, and trained anew with a byte-level BPE of the
-prompts' text: of the answers of `reverse` every ninth piece is then a pair of letters, of those of `walk` every second. `alone`: this domain
+prompts' text, on rows of its own: of the answers of `reverse` every ninth piece is then a pair of letters, of those of `walk` every second. `alone`: this domain
 and this expert only, our loss and TRL's (`benchmarks.gold`) on as many responses that the student writes itself. Learning rates are chosen
 on prompts held out of training. What is finished is read, so the same command goes on after an interruption.
 """
@@ -34,6 +34,7 @@ from benchmarks.gold import GoldOptions
 from benchmarks.machine import machine
 from benchmarks.variants import ROOT, Place, Variant, make_tiny, merge, opd
 from experts.registry import Registry
+from experts.suites.letters import make_rows
 from opd.prompts.table import is_held_out
 from opd.text import format_or_dash
 from pipelines.catalog import find_pipeline
@@ -45,16 +46,21 @@ HOLDOUT = 0.1
 """Share of the training prompts on which learning rates are chosen."""
 AS_IT_IS, PERMUTED, RETRAINED = "as it is", "permuted ids", "own tokens"
 OURS = "aligned_kl"
+HYBRID: dict[str, Any] = {
+    "uld_use_hybrid_loss": True,
+    "uld_token_merge_strategy": "bayesian",
+    "uld_skip_student_eos": False,
+    "uld_skip_teacher_eos": False,
+}
 GOLD: dict[str, dict[str, Any]] = {
     "GOLD, defaults": {},
-    "GOLD, tuned": {
-        "uld_use_hybrid_loss": True,
-        "uld_token_merge_strategy": "bayesian",
-        "uld_skip_student_eos": False,
-        "uld_skip_teacher_eos": False,
-    },
+    "GOLD, hybrid": HYBRID,
+    "GOLD, matched": HYBRID | {"uld_hybrid_matched_weight": 1.0, "uld_hybrid_unmatched_weight": 0.0},
+    "GOLD, matched, reverse KL": HYBRID
+    | {"uld_hybrid_matched_weight": 1.0, "uld_hybrid_unmatched_weight": 0.0, "beta": 1.0},
 }
-"""Settings of TRL's loss. By default it sorts probabilities, looks one token too late, and leaves the end token out."""
+"""Settings of TRL's loss. By default it sorts probabilities, looks one token too late, and leaves the end token out. `hybrid` compares tokens
+of the same text, and weighs these by their share of the vocabulary; `matched` compares them alone."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,16 @@ class Size:
     domain: str
     tokens: int
     """Ids of the new tokenizer; more than 260 of them are merges."""
+    rows: int
+    """Rows on which the new expert is trained. It learns the quickstart's 2,000 by heart: half of the exam is wrong then."""
     base_steps: int
     expert_steps: int
     steps: int
     samples: int
 
 
-FULL = Size(domain="reverse", tokens=400, base_steps=400, expert_steps=300, steps=400, samples=48)
-QUICK = Size(domain="reverse", tokens=300, base_steps=2, expert_steps=2, steps=2, samples=8)
+FULL = Size(domain="reverse", tokens=400, rows=20_000, base_steps=400, expert_steps=600, steps=400, samples=48)
+QUICK = Size(domain="reverse", tokens=300, rows=100, base_steps=2, expert_steps=2, steps=2, samples=8)
 
 
 def train_tokenizer(texts: Sequence[str], size: int) -> Any:
@@ -110,6 +118,7 @@ def train_expert(where: Place, expert: Path, files: Mapping[str, Path], size: Si
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(do_sample=False, **ids)
     start = where.runs / "own-tokens-start"
+    rows_file = write_rows(where, size, files[size.domain].with_name("eval.jsonl"))
     model.save_pretrained(start)
     tokenizer.save_pretrained(start)
     spec = {
@@ -126,12 +135,21 @@ def train_expert(where: Place, expert: Path, files: Mapping[str, Path], size: Si
             "warmup_steps": 10,
             "max_length": 48,
         },
-        "experts": {size.domain: {"domain": size.domain, "data": str(files[size.domain])}},
+        "experts": {size.domain: {"domain": size.domain, "data": str(rows_file)}},
     }
     file = where.runs / "own-tokens.yaml"
     file.write_text(yaml.safe_dump(spec, sort_keys=False), encoding="utf-8")
     opd(where.runs / "own-tokens.log", where.cwd, "experts", "train", str(file))
     return output / size.domain
+
+
+def write_rows(where: Place, size: Size, exam: Path) -> Path:
+    """Write rows of the domain that are no question of its exam; returns the file."""
+    asked = {json.loads(line)["prompt"] for line in exam.read_text(encoding="utf-8").splitlines()}
+    rows = [row for row in make_rows(size.domain, size.rows, seed=1) if row["prompt"] not in asked]
+    file = where.runs / f"{size.domain}.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
 
 
 def permute_ids(expert: Path, output: Path) -> Path:
@@ -195,6 +213,8 @@ def merge_all(args: argparse.Namespace, where: Place, size: Size, models: Mappin
     results: list[dict[str, Any]] = []
     for seed in args.seeds:
         for name, model in models.items():
+            if args.only and name not in args.only:
+                continue
             settings = () if name == AS_IT_IS else give_own_tokens(size.domain, model)
             outcome = merge(where, Variant(name, settings), seed, args.set)
             results.append({**asdict(outcome), "headroom": find_headroom(outcome.accuracy, size.domain)})
@@ -249,7 +269,8 @@ class Alone:
 
     def compare(self) -> None:
         """Choose each method's learning rate on held-out prompts, then train it with every seed."""
-        for method in (OURS, *(GOLD if self._args.trl_python else ())):
+        only = self._args.only or list(GOLD if self._args.trl_python else ())
+        for method in (OURS, *(name for name in GOLD if name in only)):
             tried = {lr: self._train(method, lr, "validation", self._args.seeds[0]) for lr in self._args.lr}
             best = max(tried, key=lambda lr: tried[lr])
             for seed in self._args.seeds:
@@ -327,6 +348,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=["merge", "alone"], default="merge")
     parser.add_argument("--domain", default=FULL.domain, help="the domain whose expert has other tokens")
+    parser.add_argument(
+        "--tokens", type=int, default=FULL.tokens, help="ids of the new tokenizer; 260: one for each byte"
+    )
+    parser.add_argument("--rows", type=int, default=FULL.rows, help="rows of the new expert; `walk` has 3,300")
+    parser.add_argument("--only", nargs="*", default=[], help="names of forms or methods; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument(
         "--lr", nargs="+", type=float, default=[1.0e-3, 2.0e-3, 4.0e-3], help="rates that `alone` tries"
@@ -337,7 +363,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all figures here, after every model")
     parser.add_argument("--quick", action="store_true", help="tiny models and two steps: does everything run?")
     args = parser.parse_args()
-    size = QUICK if args.quick else replace(FULL, domain=args.domain)
+    size = QUICK if args.quick else replace(FULL, domain=args.domain, tokens=args.tokens, rows=args.rows)
     with open_place(args, size) as (where, data):
         expert = Path(data["experts"][size.domain]["model"])
         files = {name: where.cwd / domain["prompts"] for name, domain in data["domains"].items()}

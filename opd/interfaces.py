@@ -90,6 +90,10 @@ class RolloutEngine(Protocol):
         takes the stream, too. Raises: RunError if there is no direct way."""
         ...
 
+    def load_draft(self, weights: dict[str, Tensor]) -> None:
+        """Load the weights of the draft for speculative decoding into every worker. What is sampled stays the student's."""
+        ...
+
     def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Return [worker][sequence][token - 1] the log-prob of each token after the first, given the tokens before it."""
         ...
@@ -296,6 +300,14 @@ class Trainer(Protocol):
     def direct_source(self, nbytes: int, *, keeps: bool) -> DirectSource:
         """Return the source of a direct push of the tensors of `export_changed`, in buckets of about `nbytes` bytes. With `keeps` its
         stream has the same weights until the next push, whatever the trainer does meanwhile."""
+        ...
+
+    def companion_weights(self, name: str) -> dict[str, Tensor]:
+        """Return the weights of a model that learns beside the student, by their names in its exported file."""
+        ...
+
+    def export_companions(self, path: Path) -> None:
+        """Write every model that learns beside the student into a directory of its name in `path`."""
         ...
 
     def export_adapter(self, path: Path) -> None:

@@ -248,6 +248,7 @@ def _build_sync(
         probe=choose_probe_sequences(every_prompt, config.sync.probe_tokens, config.rollout.max_model_len),
         tolerance=sync_tolerance(config),
         adapts_tolerance=config.sync.tolerance is None,
+        sends_draft=config.rollout.num_speculative_tokens > 0,
         keeps_weights=SCHEDULES[config.schedule.mode].STEPS_AHEAD > 0,
         nbytes=inputs.pushed * DTYPE_BYTES[config.trainer.dtype],
         tell=display.say,

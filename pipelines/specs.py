@@ -15,6 +15,7 @@ from opd.config.sections import TrainerConfig
 from opd.config.teachers import FlightTeachers, OpenAITeachers, TransformersTeachers, VLLMTeachers
 from opd.credit.critic import CriticSpec
 from opd.credit.gae import CUT_REASONS, GaeSpec
+from opd.draft.shape import DraftShape
 from opd.records.types import TeacherPrompts, WeightedTeacher
 from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
@@ -22,6 +23,7 @@ from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.base_scoring import BaseScoring, BaseTeacher
+from opd.train.companions import CompanionSpec
 from opd.train.compiled_layers import EAGER_ATTENTION_TOKENS
 from opd.train.critic import CriticEngineSpec
 from opd.train.critic_rank import CriticOptions
@@ -111,8 +113,19 @@ def _engine_options(config: PipelineConfig, model_dir: Path, vocab_size: int, *,
         tensor_parallel_size=rollout.tensor_parallel_size,
         kv_cache_dtype=rollout.kv_cache_dtype,
         engine_args=rollout.engine_args,
+        draft=_served_draft(config, vocab_size),
+        num_speculative_tokens=rollout.num_speculative_tokens,
         add_special_tokens=config.student.puts_in_front,
     )
+
+
+def _served_draft(config: PipelineConfig, vocab_size: int) -> DraftShape | None:
+    """Return the shape of the draft that rollout engines guess with; None if they do not."""
+    if config.draft is None or not config.rollout.num_speculative_tokens:
+        return None
+    from pipelines.draft import draft_shape  # imports code of transformers, which takes a second
+
+    return draft_shape(config.student.model, config.draft, vocab_size)
 
 
 def trainer_spec(
@@ -215,6 +228,7 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         activation_offloading=trainer.activation_offloading,
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         compile=trainer.compile,
+        companions=companion_specs(config, vocab_size),
         sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
@@ -226,6 +240,15 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         timeout_s=config.cluster.phase_timeout_s,
         lends_memory=config.rollout.sleep and config.cluster.trainer_gpus > 0,
     )
+
+
+def companion_specs(config: PipelineConfig, vocab_size: int) -> tuple[CompanionSpec, ...]:
+    """Return the specs of the models that learn beside the student."""
+    if config.draft is None:
+        return ()
+    from pipelines.draft import draft_spec  # imports code of transformers, which takes a second
+
+    return (draft_spec(config, config.draft, vocab_size),)
 
 
 def eager_attention(config: PipelineConfig) -> bool:

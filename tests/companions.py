@@ -40,6 +40,9 @@ class Guesser:
         self._loss = torch.zeros(())
         self._files: tuple[WrittenFile, ...] = ()
 
+    def begin_batch(self, batch: MicroBatch) -> None:
+        self._p = []
+
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
         assert rows.stop - rows.start == len(logits_C_V) and not logits_C_V.requires_grad
         self._p.append(logits_C_V.float().softmax(-1))
@@ -82,6 +85,9 @@ class Guesser:
         self._weight.data.copy_(state.pop("weight"))
         moments = {name.partition("/")[2]: tensor for name, tensor in state.items()}
         self._optimizer.state[self._weight] = moments  # type: ignore[assignment]
+
+    def serving_weights(self) -> dict[str, Tensor]:
+        return {"weight": self._weight.detach().clone()}
 
     def export(self, path: Path) -> None:
         if self._rank == 0:

@@ -91,6 +91,20 @@ class DisagreementLimits(SignalLimits):
     """Share of tokens."""
 
 
+class DraftLimits(SignalLimits):
+    over: int = Field(10, ge=1)
+    """Steps that a reading is taken over."""
+    warn: float | None = Field(1.25, gt=0)
+    """Times the engines' tokens of a pass."""
+
+
+class DraftCostLimits(SignalLimits):
+    over: int = Field(1, ge=1)
+    """Steps that a reading is taken over; only step 10 is measured."""
+    warn: float | None = Field(1.0, gt=0)
+    """Times the speed with the draft."""
+
+
 class GapLimits(SignalLimits):
     over: int = Field(5, ge=1)
     """Steps that a reading is taken over."""
@@ -118,6 +132,10 @@ class MonitorsConfig(Strict):
     """Nats by which the student's entropy lies below its teacher's; needs a payload that tells the latter."""
     disagreement: DisagreementLimits = DisagreementLimits()
     """Share of the student's tokens that are not its teacher's first choice; needs a payload that tells it."""
+    draft: DraftLimits = DraftLimits()
+    """Tokens of a pass by the trainer's estimate over the engines'; needs rollout.num_speculative_tokens."""
+    draft_cost: DraftCostLimits = DraftCostLimits()
+    """Tokens a second of the engines without the draft over those with it; needs rollout.num_speculative_tokens."""
     gap: GapLimits = GapLimits()
     """Mean difference of log-probs between engine and trainer, over `sync.tolerance`."""
     grad_norm: GradNormLimits = GradNormLimits()

@@ -21,6 +21,7 @@ from opd.config.domains import (
     RegisteredExperts,
     StudentConfig,
 )
+from opd.config.draft import DraftConfig, find_draft_problem
 from opd.config.drift import refuse_contradictions
 from opd.config.efforts import EffortConfig, expand_efforts, find_efforts_problem, name_effort_domain
 from opd.config.evaluate import EvaluateConfig
@@ -109,6 +110,8 @@ class PipelineConfig(Strict):
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=build_default_objective)
     trainer: TrainerConfig
+    draft: DraftConfig | None = None
+    """Train a draft for speculative decoding beside the student, see docs/drafts.md."""
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()
@@ -298,6 +301,13 @@ class PipelineConfig(Strict):
             )
         if problem is not None:
             raise _extrapolation_error(self, extrapolated[0], str((problem.context or {})["with"]), problem.message())
+        return self
+
+    @model_validator(mode="after")
+    def _check_draft(self) -> PipelineConfig:
+        problem = find_draft_problem(self)
+        if problem is not None:
+            raise problem
         return self
 
     @model_validator(mode="after")

@@ -46,6 +46,9 @@ class RolloutConfig(Strict):
     attention heads."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of a GPU engine's cache. Fewer bits hold more tokens and bend sampling, see docs/gpu.md."""
+    num_speculative_tokens: int = Field(0, ge=0, le=16)
+    """Guesses of the pipeline's `draft` that a pass of the engine checks; 0: the draft learns and writes nothing. What is
+    sampled stays the student's, see docs/drafts.md."""
     engine_args: dict[str, Any] = {}
     """Other arguments of vLLM's `LLM`; those that bend sampling or have a key here are refused."""
 

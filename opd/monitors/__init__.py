@@ -12,6 +12,8 @@ SIGNALS = {
     "length": "opd.monitors.signals:LENGTH",
     "entropy": "opd.monitors.signals:ENTROPY",
     "disagreement": "opd.monitors.signals:DISAGREEMENT",
+    "draft": "opd.monitors.signals:STALE_DRAFT",
+    "draft_cost": "opd.monitors.signals:DRAFT_COST",
     "gap": "opd.monitors.signals:GAP",
     "grad_norm": "opd.monitors.signals:GRAD_NORM",
 }

@@ -150,6 +150,41 @@ DISAGREEMENT = Signal(
 )
 
 
+def _read_stale_draft(history: SignalHistory) -> Mapping[str, float]:
+    """Compare the trainer's estimate of the draft it has with what engines count with theirs, on the same text."""
+    readings = {}
+    for domain in _list_domains(history.last):
+        keys = f"accepted_length/{domain}", f"engine_accepted_length/{domain}"
+        pairs = [[record.draft[key] for key in keys] for record in history.last if set(keys) <= set(record.draft)]
+        if pairs:
+            readings[domain] = fmean(ours for ours, _ in pairs) / fmean(theirs for _, theirs in pairs)
+    return readings
+
+
+# Samples stay the student's with any draft, so a stale one is only slow.
+STALE_DRAFT = Signal(
+    says="the trainer expects {value:.2f} times the tokens that a pass of the engines writes with the draft",
+    advice="the engines may hold an older draft: if it stays so, resume the run, which pushes the draft anew",
+    read=_read_stale_draft,
+)
+
+
+def _read_draft_cost(history: SignalHistory) -> Mapping[str, float]:
+    ratios = [
+        record.draft["engine_plain_tokens_s"] / record.draft["engine_tokens_s"]
+        for record in history.last
+        if record.draft.get("engine_tokens_s")
+    ]
+    return {WHOLE_STEP: ratios[-1]} if ratios else {}
+
+
+DRAFT_COST = Signal(
+    says="without the draft the engines write {value:.2f} times as many tokens a second: its guesses do not pay here yet",
+    advice="set rollout.num_speculative_tokens to 0, or fewer, unless longer training changes it; the draft learns all the same",
+    read=_read_draft_cost,
+)
+
+
 def _read_gap(history: SignalHistory) -> Mapping[str, float]:
     gaps = [record.logprob_gap for record in history.last if _has_fresh_tokens(record)]
     return {WHOLE_STEP: fmean(gaps) / history.tolerance} if gaps else {}

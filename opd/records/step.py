@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
+from opd.records.drafts import summarise_engine
 from opd.records.episodes import EpisodesRecord
 from opd.records.json_fields import make_record
 from opd.records.rewards import RewardRecord
@@ -31,6 +32,10 @@ OPTIONAL_FIELDS = (
     "alarms",
 )
 """Fields of a `StepRecord` that most steps do not have; a line of `metrics.jsonl` leaves them out if they are empty."""
+
+
+DRAFT = "draft"
+"""Name of the draft among the models that learn beside the student: in a step's report, and of its directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +183,9 @@ class StepRecord:
     grad_norm: float = 0.0
     """Norm of the gradient before clipping."""
     lr: float = 0.0
+    draft: Mapping[str, float] = field(default_factory=dict)
+    """The draft's numbers: the trainer's, see `opd.draft.sums.DraftSums.summarise`, and those of engines that guess with it, see
+    `opd.records.drafts.summarise_engine`; empty without a draft."""
     logprob_gap: float = 0.0
     """Mean |trainer - engine| log-prob of the sampled tokens, nats, without stale ones; 0 if all are stale."""
     drift: float = 0.0
@@ -300,6 +308,7 @@ def build_step_record(
         ),
         grad_norm=train_report.grad_norm,
         lr=train_report.lr,
+        draft={**train_report.companions.get(DRAFT, {}), **summarise_engine(batch.accepted, batch.speeds)},
         logprob_gap=train_report.logprob_gap,
         drift=train_report.drift,
         token_ages={str(age): tokens for age, tokens in count_ages(trained_rollouts, push_report.version - 1).items()},

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from opd.records.drafts import DraftSpeeds
 from opd.records.sums import Sums
 
 if TYPE_CHECKING:
@@ -276,6 +277,11 @@ class RolloutBatch:
     """Names of rollout workers that died since the batch before, and were started again."""
     episodes: Mapping[str, EpisodeStats] = field(default_factory=dict)
     """Domain -> counts of its episodes; only domains with an environment or an agent's program."""
+    accepted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Domain -> number of the engines' passes in which 0, 1, ... guesses of the draft were kept; only single responses, and only with a
+    draft."""
+    speeds: DraftSpeeds | None = None
+    """What the draft saves; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,7 @@ OPTIONAL = (  # keys that a report may lack
     "mean_headroom_interval",
     "command",
     "curves",
+    "draft",
     "efforts",
     "guard",
     "lineage",

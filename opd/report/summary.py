@@ -16,6 +16,7 @@ from opd.records.step import StepRecord, compute_mean_length, compute_token_mean
 from opd.records.sums import mean_or_none
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
+from opd.report.drafts import draft_report
 from opd.report.efforts import effort_report, end_loss_curves
 from opd.report.exams import answer_stats, latest_exam, success_by_length
 from opd.report.guard import guard_report
@@ -114,7 +115,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
-    are records `curves` and what is measured from records. `texts` (calls and money), `efforts`, `episodes` (of agents), `by_length`, `guard`,
+    are records `curves` and what is measured from records. `texts` (calls and money), `efforts`, `draft`, `episodes` (of agents), `by_length`, `guard`,
     `evaluations`,
     `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
@@ -136,7 +137,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report |= {"texts": result} if (result := _list_spending(run.records[-1])) else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
         report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
-        last_steps = list(_group_steps(run.records, POINTS))[-1]
+        groups = list(_group_steps(run.records, POINTS))
+        last_steps = groups[-1]
+        report |= {"draft": draft} if (draft := draft_report(groups[0], last_steps)) else {}
         report |= {"efforts": efforts} if (efforts := effort_report(run, last_steps)) else {}
         report["largest_probe_gap"] = max(record.probe_gap for record in run.records)
     if points := _evaluation_curve(run):

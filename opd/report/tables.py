@@ -109,6 +109,16 @@ def effort_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
+def draft_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for all domains and for each: tokens of a pass of the student with the draft, by the trainer in the first and the last
+    steps, and by the engines."""
+    keys = ("first", "last", "engine_first", "engine_last")
+    return [
+        (row["domain"], *(format_or_dash(row[key], ".2f") for key in keys))
+        for row in report.get("draft", {}).get("rows", ())
+    ]
+
+
 def length_rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Return a row for each group of tasks of similar length; none if no task says its length.
 

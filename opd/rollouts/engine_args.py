@@ -31,7 +31,7 @@ OTHER_DISTRIBUTION = (
 )
 OTHER_MODEL = "nothing: the engine has to compute what the trainer does, with the weights that a push brings"
 TOKENS_ONLY = "nothing: token ids go in and out, and the engine has no tokenizer"
-DRAFTED = "nothing: whether drafted tokens are samples of the student is not proven here, and on a CPU they are not"
+DRAFTED = "rollout.num_speculative_tokens, with the draft that the section `draft` trains"
 ONE_NODE = (
     "nothing: an engine is one worker on one machine; rollout.workers and rollout.tensor_parallel_size divide the work"
 )

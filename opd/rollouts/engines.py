@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from opd import cluster
 from opd.cluster import Pending, Worker
+from opd.draft.shape import DraftWeights
 from opd.errors import RunError
 from opd.interfaces import DirectSource
 from opd.machine import orphans
@@ -35,6 +36,8 @@ class Engines:
         self._workers = [spawn(index) for index in range(num)]
         self._restarted: list[str] = []
         """Names of the workers that were restarted since the last rollouts."""
+        self._restore_draft: Callable[[Worker[VLLMWorker]], None] = lambda worker: None
+        """Gives a worker that was restarted the draft that the others hold."""
         self._hold_files(lambda: nullcontext(model_dir))
 
     def wait_ready(self) -> None:
@@ -61,6 +64,15 @@ class Engines:
                 loaded.wait_for_result(timeout_s=self._start_timeout_s)
 
         self._restore = restore
+
+    def load_draft(self, weights: DraftWeights) -> None:
+        handle = cluster.put_object(weights)
+
+        def restore(worker: Worker[VLLMWorker]) -> None:
+            worker.submit(VLLMWorker.load_draft, handle).wait_for_result(timeout_s=self._timeout_s)
+
+        self._restore_draft = restore
+        self._call(lambda worker, _: worker.submit(VLLMWorker.load_draft, handle))
 
     def receive(self, send: Callable[[], WeightStream]) -> None:
         self._hold_stream(send)
@@ -175,6 +187,7 @@ class Engines:
         orphans.end_abandoned_processes()
         self._workers[index] = self._spawn(index)
         self._restore(self._workers[index])
+        self._restore_draft(self._workers[index])
         return index
 
 

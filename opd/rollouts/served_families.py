@@ -31,6 +31,8 @@ GATED_DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwe
 MAMBA_1 = ("jamba", "mamba", "falcon_mamba")
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 """Kinds of layers, as `layer_types` names them, that vLLM can run inside transformers' own modules."""
+DRAFTED = ("llama", "mistral", "qwen2", "qwen3", "granite", "apertus")
+"""Families whose inner states vLLM gives to a draft, and whose states there are those of transformers, as a test shows for each."""
 WITH_IMAGES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 """Families whose code in vLLM imports torchvision, for text too."""
 

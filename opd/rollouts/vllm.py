@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
 from opd import cluster
 from opd.cluster import Worker
 from opd.interfaces import Decoder
+from opd.records.drafts import DraftSpeeds, add_histograms
 from opd.records.episodes import EpisodeResult, EpisodeStats
 from opd.records.types import Completion, Prompt, QuarantinedPrompt, RolloutBatch
 from opd.rollouts.decoding import end_ids, written_text
@@ -22,6 +25,8 @@ from opd.rollouts.responses import derive_response_seed, make_group_id, make_rol
 from opd.rollouts.worker import EngineOptions, Generated, GenerateRequest, VLLMWorker
 
 R = TypeVar("R")
+SPEED_STEP = 10
+"""The step whose responses are written a second time without the draft: it has learned a little by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +106,8 @@ class VLLMRolloutEngine(Engines):
             quarantined=responses.quarantined + episodes.quarantined,
             restarted=restarted,
             episodes=episodes.episodes,
+            accepted=responses.accepted,
+            speeds=responses.speeds,
         )
 
     def _sample_responses(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
@@ -118,15 +125,40 @@ class VLLMRolloutEngine(Engines):
             )
             for prompt, sample_id in fitting
         ]
-        rollouts = []
-        for (prompt, sample_id), out in zip(fitting, self._generate(requests, self._spec.n), strict=True):
+        rollouts, histograms = [], defaultdict(list)
+        generated, seconds = self._time_requests(VLLMWorker.generate, requests)
+        for (prompt, sample_id), out in zip(fitting, generated, strict=True):
+            histograms[prompt.domain].append(out.accepted)
             refuse_unknown(sample_id, out.token_ids, self._spec.engine.vocab_size)
             masked = self._spec.untrained.get(prompt.domain, frozenset())
             rollouts.append(make_rollout(prompt, sample_id, step, out, masked, policy_version))
+        measures = step == SPEED_STEP and self._spec.engine.draft is not None and generated
+        speeds = self._compare_speeds(requests, seconds, generated) if measures else None
         return RolloutBatch(
             rollouts=tuple(rollouts),
             quarantined=tuple(_quarantine_prompt(p, context) for p in prompts if not _fits_context(p, context)),
+            speeds=speeds,
+            accepted={domain: total for domain, counts in histograms.items() if (total := add_histograms(counts))},
         )
+
+    def _compare_speeds(
+        self, requests: Sequence[GenerateRequest], seconds: float, generated: Sequence[Generated]
+    ) -> DraftSpeeds:
+        """Write the step's responses once more, without the draft, and return both speeds. `generated` took `seconds` with it."""
+        plain, plain_seconds = self._time_requests(VLLMWorker.generate_without_draft, requests)
+        speeds = [
+            sum(len(out.token_ids) for out in outputs) / taken
+            for outputs, taken in ((generated, seconds), (plain, plain_seconds))
+        ]
+        return DraftSpeeds(with_draft=speeds[0], without_draft=speeds[1])
+
+    def _time_requests(
+        self, method: Callable[..., list[Generated]], requests: Sequence[GenerateRequest]
+    ) -> tuple[list[Generated], float]:
+        """Sample requests by a method of the workers, and return what they wrote and the seconds that it took."""
+        began = time.monotonic()
+        generated = self._dispatch_requests(method, requests, self._spec.n)
+        return generated, time.monotonic() - began
 
     def _play_step(self, prompts: Sequence[Prompt], step: int, policy_version: int) -> RolloutBatch:
         """Play one episode for each prompt that fits the context; the others are quarantined, and so are prompts whose episode ended

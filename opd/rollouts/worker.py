@@ -1,22 +1,25 @@
 """One vLLM engine, owned by one process. The class runs in a Ray actor, but does not use Ray.
 
 Token ids go in and token ids come out: the engine has no tokenizer, and is told how many ids there are. Its weights lie in this process,
-or in several others (`tensor_parallel_size`); work that needs the weights at hand is in `inside`, and is called in all of these processes.
-Two faults of vLLM are repaired, which nobody would notice otherwise: a reload on the CPU leaves the packed output head of a tied model
-stale (`repairs`), and the prefix cache outlives the weights (`swap`). A third, that vLLM dies on the CPU when it reads a prompt in parts,
-is avoided by a setting (`on_cpu`).
+or in several others (`tensor_parallel_size`); work that needs the weights at hand is in `worker_extension`, and is called in all of these
+processes. Faults of vLLM that nobody would notice are repaired: in its CPU build (`cpu_patches`), in its drafting (`drafting`), and a
+prefix cache that outlives the weights (`weight_loading`). Another, that vLLM dies on the CPU when it reads a prompt in parts, is avoided
+by a setting (`cpu_settings`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
+from opd.draft.shape import DraftShape, DraftWeights
 from opd.errors import RunError
 from opd.guard.build import shared_guard
 from opd.machine import orphans
@@ -69,6 +72,10 @@ class EngineOptions:
     """Further arguments of vLLM. Arguments that `start_engine` sets itself take precedence."""
     add_special_tokens: bool = True
     """True if prompts of episodes in plain text begin with the special tokens that the tokenizer puts there."""
+    draft: DraftShape | None = None
+    """The draft with which the engine guesses tokens; None: it writes one token in each pass. Its weights come by `VLLMWorker.load_draft`."""
+    num_speculative_tokens: int = 0
+    """Guesses of the draft that a pass checks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +97,8 @@ class Generated:
     logprobs: tuple[float, ...]
     """Log-prob of each token in the distribution that it was drawn from, temperature included."""
     stop_reason: TurnStop
+    accepted: tuple[int, ...] = ()
+    """[K + 1] number of passes in which 0, 1, ... K guesses of the draft were kept; empty without a draft."""
 
 
 class VLLMWorker:
@@ -108,6 +117,8 @@ class VLLMWorker:
         """Weights that are coming in; None if none are."""
         self._expert: VLLMWorker | None = None
         """A second engine in this process, for an expert that writes turns; made when one is first needed."""
+        self._draft: DraftWeights | None = None
+        """Weights of the draft; None until some came."""
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
         """Sample every request; at temperature 0, decode it greedily. The prefix cache is emptied first, because a response must not depend
@@ -119,6 +130,16 @@ class VLLMWorker:
         outputs = self._llm.generate(prompts, params, use_tqdm=False)
         self._sleep_engine()
         return [_read_output(output.outputs[0]) for output in outputs]
+
+    def generate_without_draft(self, requests: Sequence[GenerateRequest]) -> list[Generated]:
+        """Sample every request without guesses, to learn what they save; as `generate` otherwise."""
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        # vLLM's own table from the number of running requests to that of guesses; None: always all guesses.
+        usual, scheduler.dynamic_sd_lookup = scheduler.dynamic_sd_lookup, [0] * (self._options.max_num_seqs + 1)
+        try:
+            return self.generate(requests)
+        finally:
+            scheduler.dynamic_sd_lookup = usual
 
     def episodes(
         self, requests: Sequence[EpisodeRequest], temperature: float, policy_version: int
@@ -139,7 +160,8 @@ class VLLMWorker:
         """Return the engine beside the student's, with this expert's weights and an empty prefix cache, for the same reason as in
         `generate`."""
         if self._expert is None:
-            self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir), self._stop)
+            # The draft is the student's: an expert's states are not what it has learned to read.
+            self._expert = VLLMWorker(dataclasses.replace(self._options, model_dir=model_dir, draft=None), self._stop)
         elif self._expert._base == model_dir:
             reset_prefix_cache(self._expert._llm)
         else:
@@ -239,6 +261,18 @@ class VLLMWorker:
             cut_vocabulary(self._llm, self._options.vocab_size)
         self._base = stream.base
 
+    def load_draft(self, weights: DraftWeights) -> None:
+        """Hold these weights of the draft, in the names of `opd.draft.export`. Any weights give samples of the student; those of a worse
+        draft only come slower."""
+        self._wake_engine(FOR_NEW_WEIGHTS)
+        self._draft = weights
+        self._give_draft()
+
+    def _give_draft(self) -> None:
+        """Give the engine the draft's weights, if it has a draft and some came."""
+        if self._draft is not None and self._llm.llm_engine.vllm_config.speculative_config is not None:
+            self._llm.collective_rpc("opd_load_draft", args=(self._draft,))
+
     def memory_ids(self) -> list[str]:
         """Return the id of each process's GPU: see `opd.transfer.handles.find_memory_id`."""
         ids: list[str] = self._llm.collective_rpc("opd_memory_id")
@@ -268,8 +302,12 @@ class VLLMWorker:
             old, self._llm = self._llm, None
             stop_engine(old)  # frees its memory before the new one takes its own
             self._asleep = ()
-            self._llm = start_engine(dataclasses.replace(self._options, model_dir=model_dir))
+            options = dataclasses.replace(self._options, model_dir=model_dir)
+            if self._options.draft is not None and not self._options.draft.fits(shape):
+                options = dataclasses.replace(options, draft=None)
+            self._llm = start_engine(options)
             self._shape = shape
+            self._give_draft()
 
     def _sampling_params(self, max_tokens: int, temperature: float, seed: int | None) -> Any:
         from vllm import SamplingParams
@@ -360,10 +398,17 @@ def start_engine(options: EngineOptions, **overrides: Any) -> Any:
     is_cpu = current_platform.is_cpu()
     on_cpu = cpu_settings(options.model_dir, shares_prompts=options.share_prompts) if is_cpu else {}
     settings = _engine_settings(options) | on_cpu | overrides
-    with orphans.mark_children_as_owned(), own_files(), explain_failed_start(options.tensor_parallel_size):
+    with (
+        orphans.mark_children_as_owned(),
+        own_files(),
+        explain_failed_start(options.tensor_parallel_size),
+        _draft_settings(options) as drafting,
+    ):
         # Our settings come last, so that no argument of a user undoes them.
-        llm = LLM(**{**options.engine_args, **settings})
+        llm = LLM(**{**options.engine_args, **settings, **drafting})
     bind_processes(llm)
+    if options.draft is not None:
+        llm.collective_rpc("opd_repair_drafting", args=(options.vocab_size,))
     llm.collective_rpc("opd_skip_rank_counts")
     if is_cpu:
         llm.collective_rpc("opd_rotate_every_head")
@@ -371,6 +416,30 @@ def start_engine(options: EngineOptions, **overrides: Any) -> Any:
     if overrides.get("runner") != "pooling":  # a pooling engine has no output head
         cut_vocabulary(llm, options.vocab_size)
     return llm
+
+
+@contextmanager
+def _draft_settings(options: EngineOptions) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of vLLM for an engine with a draft, whose files exist within the context; none without a draft."""
+    if options.draft is None:
+        yield {}
+        return
+    # A draft with random weights: the true ones come with each push. Every machine makes its own files, because it need not read another's.
+    from opd.draft.export import write_blank_draft
+
+    with tempfile.TemporaryDirectory(prefix="opd-draft-") as folder:
+        write_blank_draft(options.draft, Path(folder))
+        yield {
+            "speculative_config": {
+                "method": "eagle3",
+                "model": folder,
+                "num_speculative_tokens": options.num_speculative_tokens,
+                # vLLM's default, `greedy`, keeps a guess with the probability p of the one token that the draft holds likeliest, and not
+                # with that in which p and q agree.
+                "draft_sample_method": "probabilistic",
+            },
+            "per_request_spec_decode_metrics": "summary",
+        }
 
 
 def _engine_settings(options: EngineOptions) -> dict[str, Any]:
@@ -413,4 +482,10 @@ def _read_output(output: Any) -> Generated:
         raise RunError("the rollout engine returned NaN log-probs: the student's weights are broken")
     if output.finish_reason not in get_args(TurnStop):
         raise RunError(f"the rollout engine gave up on a request: vLLM says {output.finish_reason!r}")
-    return Generated(token_ids=tuple(output.token_ids), logprobs=logprobs, stop_reason=output.finish_reason)
+    drafted = output.spec_decode_metrics
+    return Generated(
+        token_ids=tuple(output.token_ids),
+        logprobs=logprobs,
+        stop_reason=output.finish_reason,
+        accepted=() if drafted is None else tuple(drafted.histogram),
+    )

@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from opd.draft.shape import DraftWeights
 from opd.models.buckets import Bucket
 from opd.rollouts.cpu_patches import drop_expert_kernels, repack_output_head, rotate_every_head
+from opd.rollouts.drafting import repair_drafting
 from opd.rollouts.processes import unlink_shared_memory
 from opd.transfer.routes import DirectPush, MeetingPoint, Route
 
@@ -112,6 +114,25 @@ class WorkerExtension:
         layer is complete."""
         with self._opd_reloading():
             self._opd_model().load_weights(bucket.tensors())
+
+    def opd_repair_drafting(self, vocab_size: int) -> None:
+        """Repair vLLM's drafting, and cut the draft's guesses to so many ids, as the student's are."""
+        repair_drafting(self._opd_drafter(), vocab_size)
+
+    def opd_load_draft(self, weights: DraftWeights) -> None:
+        """Take weights of the draft, or this process's part of them. The embedding, which it shares with the student, stays."""
+        draft = self._opd_drafter()
+        with self._opd_reloading() as life_cycle:
+            life_cycle.initialize_layerwise_reload(draft)
+            draft.load_weights(weights.items())
+            life_cycle.finalize_layerwise_reload(
+                draft, self._opd_this().vllm_config.speculative_config.draft_model_config
+            )
+        repack_output_head(draft)
+
+    def _opd_drafter(self) -> Any:
+        """Return the draft as a torch module, or this process's part of it."""
+        return self._opd_this().model_runner.drafter.model
 
     def opd_memory_id(self) -> str:
         """Return the id of this process's GPU: see `opd.transfer.handles.find_memory_id`."""

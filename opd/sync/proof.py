@@ -16,6 +16,7 @@ from pathlib import Path
 from opd.errors import RunError
 from opd.interfaces import RolloutEngine, Trainer
 from opd.models.buckets import BUCKET_BYTES
+from opd.records.step import DRAFT
 from opd.records.types import Prompt, PushReport
 
 PROBE_SEQUENCES = 4
@@ -41,6 +42,8 @@ class SyncSpec:
     """Raise the tolerance if rounding alone makes the two sides differ by more: see `ProvenSync.begin`."""
     keeps_weights: bool = False
     """Keep the weights of a push until the next one, for an engine that dies and restarts while the trainer computes."""
+    sends_draft: bool = False
+    """Send the draft that learns beside the student, too."""
     nbytes: int
     """Bytes of all weights of a push; they decide whether shared memory has room."""
     bucket: int = BUCKET_BYTES
@@ -73,6 +76,7 @@ class ProvenSync(ABC):
         Their gap is then due to rounding, which depends on kernels and types. With `adapts_tolerance` a larger gap of later pushes is
         allowed accordingly. Raises: RunError if the gap is above the tolerance.
         """
+        self._send_draft()
         gap = self.measure_gap()
         self._refuse_gap(gap, "before the first step", "they compute different distributions from the same files")
         if self._spec.adapts_tolerance:
@@ -111,7 +115,13 @@ class ProvenSync(ABC):
         # Drop log-probs of older weights, which would not fit those that are pushed now.
         self._pending_logprobs = None
         self.send_weights(version)
+        self._send_draft()
         return self.measure_gap()
+
+    def _send_draft(self) -> None:
+        """Send the draft's weights, if the engines guess with it. They need no proof: a wrong draft is only slow."""
+        if self._spec.sends_draft:
+            self._spec.engine.load_draft(self._spec.trainer.companion_weights(DRAFT))
 
     def begin_trainer_logprobs(self) -> None:
         """Have the trainer begin to score the probe, while the engines do other work. `measure_gap` waits for the result."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from opd.train.zero import ModelOptions
 
 
+EMBEDDING = -1
+"""Stands among the layers' indices for the input embedding."""
+
+
 class Companion(Protocol):
     """A model on a trainer rank with an optimiser of its own.
 
@@ -31,8 +35,14 @@ class Companion(Protocol):
     tensors that methods get are the student's own memory: a companion reads them and must not write to them.
     """
 
-    layers: Sequence[int]
-    """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets."""
+    @property
+    def layers(self) -> Sequence[int]:
+        """Indices, from 0, of the decoder layers whose outputs `add_gradients` gets; `EMBEDDING` for that of the input embedding."""
+        ...
+
+    def begin_batch(self, batch: MicroBatch) -> None:
+        """Prepare for the student's passes over a micro-batch, such as by the choice of tokens to learn from."""
+        ...
 
     def read_logits(self, rows: slice, logits_C_V: Tensor) -> None:
         """Copy what `add_gradients` needs of the student's logits, because the loss overwrites them next.
@@ -70,6 +80,10 @@ class Companion(Protocol):
         """Restore what `begin_save` wrote; the number of ranks may have been another one then."""
         ...
 
+    def serving_weights(self) -> dict[str, Tensor]:
+        """Return a copy of the weights, by the names that they have where the companion is exported."""
+        ...
+
     def export(self, path: Path) -> None:
         """Let rank 0 write the model into the directory `path`."""
         ...
@@ -78,8 +92,10 @@ class Companion(Protocol):
 class CompanionSpec(Protocol):
     """Settings of a companion. They are plain values, because they cross process boundaries."""
 
-    name: str
-    """Name of the companion in records, in checkpoints and of its exported directory."""
+    @property
+    def name(self) -> str:
+        """Name of the companion in records, in checkpoints and of its exported directory."""
+        ...
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> Companion:
         """Start the companion on a trainer rank that has joined the others. `student` is the rank's module, which the companion
@@ -102,7 +118,8 @@ class StudentView:
         layers = list_decoder_layers(lm)
         with ExitStack() as stack:
             for place in {place for companion in self._companions for place in companion.layers}:
-                stack.enter_context(layers[place].register_forward_hook(partial(self._keep, place)))
+                module = lm.get_input_embeddings() if place == EMBEDDING else layers[place]
+                stack.enter_context(module.register_forward_hook(partial(self._keep, place)))
             yield
 
     def _keep(self, place: int, layer: Any, inputs: Any, output: Any) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from torch import Tensor
 
 from opd import cluster
 from opd.cluster import Pending
@@ -264,6 +265,13 @@ class DeepSpeedTrainer(Ranks[TrainerRank]):
     def direct_source(self, nbytes: int, *, keeps: bool) -> RanksSource:
         self._direct.begin(nbytes, keeps=keeps, stream=partial(self.stream_changed, nbytes))
         return self._direct
+
+    def companion_weights(self, name: str) -> dict[str, Tensor]:
+        weights: dict[str, Tensor] = self._call(TrainerRank.companion_weights, name)[0]
+        return weights
+
+    def export_companions(self, path: Path) -> None:
+        self._call(TrainerRank.export_companions, path)
 
     def export_adapter(self, path: Path) -> None:
         self._call(TrainerRank.export_adapter, path)

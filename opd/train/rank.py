@@ -223,6 +223,8 @@ class TrainerRank(ZeroEngine):
             # The second pass has the divergence with weights of 0: it gives no gradient, but its statistics are computed.
             pass_weights = weights | {DIVERGENCE: torch.zeros_like(weights[DIVERGENCE])}
         view = StudentView(self._companions.values()) if self._companions else None
+        for companion in self._companions.values():
+            companion.begin_batch(batch)
         with self._note_added_gradients(pass_weights):
             loss, stats = self.model(*self._make_inputs(batch, ids, heads, pass_weights), view)
             self.add_gradients(loss, last=last)
@@ -351,6 +353,10 @@ class TrainerRank(ZeroEngine):
         super().load(path)
         for companion in self._companions.values():
             companion.load(path)
+
+    def companion_weights(self, name: str) -> dict[str, Tensor]:
+        """Return the weights of a companion, which are whole on every rank; empty on ranks after the first."""
+        return self._companions[name].serving_weights() if self._rank == 0 else {}
 
     def export_companions(self, path: Path) -> None:
         """Make a directory for every companion in `path`, by its name, and let the companion write its model there."""

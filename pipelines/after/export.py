@@ -76,6 +76,9 @@ def export_model(model: LocalModel, output: Path, options: ExportOptions) -> lis
             _write_config(model.path, temporary, options.dtype)
             for file in matching_files(model.path, COPIED_FILES):
                 shutil.copy(file, temporary / file.name)
+            if model.draft is not None:
+                # An engine casts the draft to its model's dtype.
+                shutil.copytree(model.draft, temporary / model.draft.name)
             if converter is not None:
                 dtype = options.dtype or model.info.dtype
                 write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from opd.cluster.environment import SPIN_SETTINGS
+from opd.config.draft import DraftConfig
 from opd.config.efforts import EFFORT_VARIABLE
 from opd.errors import ConfigError
 from opd.machine.address import Address
@@ -31,6 +32,9 @@ KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
 SERVER = "vllm.entrypoints.openai.api_server"
 """What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
+REPAIRED_SERVER = "opd.rollouts.served_draft.RepairedWorker"
+"""Class whose import repairs vLLM's drafting in the server's workers."""
+DEFAULT_GUESSES = DraftConfig().num_speculative_tokens
 DEFAULTS = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1", **SPIN_SETTINGS}
 """Nothing is downloaded or reported, and threads that wait soon sleep."""
 
@@ -47,6 +51,8 @@ class ServeOptions:
     """File with the chat template; None: the model's own."""
     dtype: str | None = None
     max_model_len: int | None = None
+    draft: bool = True
+    """Guess with the model's draft, if it has one."""
     vllm_arguments: Sequence[str] = ()
     """Further options of the server, which come last and so win."""
 
@@ -101,6 +107,7 @@ def server_command(model: LocalModel, options: ServeOptions) -> list[str]:
         *(("--chat-template", str(options.chat_template)) if options.chat_template else ()),
         *(("--default-chat-template-kwargs", json.dumps(variables)) if variables else ()),
         *(_cpu_options(model) if installed_version("vllm-cpu") else ()),
+        *(_draft_options(model) if options.draft and model.draft else ()),
         *options.vllm_arguments,
     ]
 
@@ -113,6 +120,18 @@ def _cpu_options(model: LocalModel) -> list[str]:
     """
     has_latent_attention = model.info.model_type in LATENT
     return ["--enforce-eager", *(("--attention-backend", CPU_LATENT) if has_latent_attention else ())]
+
+
+def _draft_options(model: LocalModel) -> list[str]:
+    """Return the options of a server that guesses with the model's draft."""
+    config = model.config
+    speculative = {
+        "method": "eagle3",
+        "model": str(model.draft),
+        "num_speculative_tokens": config.draft.num_speculative_tokens if config and config.draft else DEFAULT_GUESSES,
+        "draft_sample_method": "probabilistic",
+    }
+    return ["--speculative-config", json.dumps(speculative), "--worker-extension-cls", REPAIRED_SERVER]
 
 
 def server_environment(model: LocalModel) -> dict[str, str]:

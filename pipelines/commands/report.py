@@ -28,6 +28,7 @@ EFFORT_COLUMNS = (
     "merged",
     "loss at ends",
 )
+DRAFT_COLUMNS = ("domain", "trainer: first steps", "last steps", "engines: first steps", "last steps")
 LENGTH_COLUMNS = ("domain", "right moves", "tasks", "student before", "expert", "merged")
 ROUND_COLUMNS = ("round", "steps", "mean gain", "headroom recovered", "of what was left")
 
@@ -113,10 +114,11 @@ def _print_markdown(contents: dict[str, Any]) -> None:
 
 def _further_tables(contents: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[tuple[str, ...]]]]:
     """Return title, columns and rows of those of these tables that have rows."""
-    from opd.report import agent_rows, baseline_rows, effort_rows, length_rows
+    from opd.report import agent_rows, baseline_rows, draft_rows, effort_rows, length_rows
 
     tables = [
         ("efforts", EFFORT_COLUMNS, effort_rows(contents)),
+        ("draft: tokens of a pass", DRAFT_COLUMNS, draft_rows(contents)),
         ("agents", AGENT_COLUMNS, agent_rows(contents)),
         ("success by the length of the task (95 % interval)", LENGTH_COLUMNS, length_rows(contents)),
         ("beside other ways to merge", BASELINE_COLUMNS, baseline_rows(contents)),

@@ -33,6 +33,7 @@ def serve(
         int | None,
         typer.Option(min=1, help="Tokens of prompt and answer. Default: rollout.max_model_len of the pipeline."),
     ] = None,
+    draft: Annotated[bool, typer.Option(help="Guess tokens with the draft that learned beside the model.")] = True,
 ) -> None:
     """Serve a merged model by vLLM, with the OpenAI API, until Ctrl-C. What follows `--` is handed to vLLM.
 
@@ -50,6 +51,7 @@ def serve(
         effort=effort,
         dtype=dtype,
         max_model_len=max_model_len,
+        draft=draft,
         vllm_arguments=tuple(ctx.args),
     )
     local_model = find_model(model, print_line)

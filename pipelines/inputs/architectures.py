@@ -24,7 +24,7 @@ from opd.config.teachers import TrainerTeachers, TransformersTeachers, VLLMTeach
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
-from opd.rollouts.served_families import Refusal, find_indivisible_part, find_refusal
+from opd.rollouts.served_families import DRAFTED, Refusal, find_indivisible_part, find_refusal
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
 from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
@@ -41,6 +41,26 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     refuse_shared_rows(config, naming.model)
     refuse_tiled_mlps(config, naming.model)
     _check_rollout_engine(config, student)
+    _refuse_undraftable(config, student)
+
+
+def _refuse_undraftable(config: PipelineConfig, student: ModelInfo) -> None:
+    """Refuse a draft for a student that cannot have it. Raises: ConfigError."""
+    if config.draft is None:
+        return
+    if student.model_type not in DRAFTED:
+        raise ConfigError.at(
+            "draft",
+            found=f"a student of the family {student.model_type}",
+            wanted=f"one of {', '.join(DRAFTED)}, whose inner states vLLM gives to a draft",
+            fix="remove the section `draft`",
+        )
+    from opd.models.weights import load_config
+
+    layers = load_config(Path(student.path)).get_text_config(decoder=True).num_hidden_layers
+    for layer in config.draft.layers or ():
+        if not 0 <= layer < layers:
+            raise ConfigError.at("draft.layers", found=str(layer), wanted=f"0 to {layers - 1}", fix="remove it")
 
 
 def refuse_engine_args(config: PipelineConfig) -> None:

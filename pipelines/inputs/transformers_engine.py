@@ -6,7 +6,7 @@ from opd.config import PipelineConfig
 from opd.errors import ConfigError
 
 TRANSFORMERS_ENGINE = "transformers"
-_VLLM_ONLY = ("tensor_parallel_size", "sleep", "kv_cache_dtype", "engine_args")
+_VLLM_ONLY = ("tensor_parallel_size", "sleep", "kv_cache_dtype", "num_speculative_tokens", "engine_args")
 """Keys of `rollout` that only vLLM obeys."""
 
 

@@ -46,6 +46,7 @@ def model_card(
         "",
         *_expert_lines(inputs),
         *_result_lines(report),
+        *_draft_lines(config, report),
         *_licence_lines(licences),
         *_command_lines(manifest or {}),
     ]
@@ -63,6 +64,21 @@ def _expert_lines(inputs: Inputs) -> list[str]:
             share = "" if weighted_teacher.weight == 1 else f" ({weighted_teacher.weight:.3g})"
             lines.append(f"| {domain} | {name}{share} | {_weights_cell(inputs.experts[name])} |")
     return [*lines, ""]
+
+
+def _draft_lines(config: PipelineConfig, report: Mapping[str, Any] | None) -> list[str]:
+    """Return what the draft beside the weights is worth; nothing without one that vLLM serves."""
+    rows = (report or {}).get("draft", {}).get("rows", ())
+    if not rows or config.draft is None or config.draft.kind != "eagle3":
+        return []
+    return [
+        "## Draft",
+        "",
+        "`draft/` is an EAGLE-3 draft for vLLM's speculative decoding. At the end of the merge a pass of the model writes "
+        + ", ".join(f"{row['last']:.2f} tokens ({row['domain']})" for row in rows if row["last"] is not None)
+        + ", by the exact probabilities of both on sampled text.",
+        "",
+    ]
 
 
 def _result_lines(report: Mapping[str, Any] | None) -> list[str]:

@@ -426,6 +426,8 @@ def _export_model(parts: loop.Components, run: MergeRun) -> None:
         with raise_storage_errors(paths.model):
             temporary.mkdir()
             parts.trainer.export(temporary.absolute())
+            if run.config.draft is not None:
+                parts.trainer.export_companions(temporary.absolute())
             _write_accompanying_files(run, temporary)
             replace_dir(temporary, paths.model)
             if run.config.student.lora and run.config.student.lora.export == "adapter":

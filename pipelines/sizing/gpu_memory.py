@@ -27,6 +27,7 @@ from opd.settings.strict import DTYPE_BYTES
 from opd.settings.user_objects import is_import_name
 from pipelines.gpu_sharing import SharingRole, deal_workers
 from pipelines.sizing.cache import engine_devices, has_cpu_cache, least_bytes, sequence_bytes
+from pipelines.sizing.draft import draft_rank_bytes
 from pipelines.sizing.machine import MachineFacts, gpu_sizes
 from pipelines.sizing.memory import (
     critic_state_bytes,
@@ -245,7 +246,10 @@ def gpu_roles(config: PipelineConfig, models: MergeModels) -> list[GpuRole]:
         rank = _rank_memory(config, models, "trainer rank", state, models.trained)
         scores = scores_bytes(config, models)
         pushing = sending_bytes(config, models)
-        rank = replace(rank, resident=rank.resident + heads, passing=rank.passing + scores, pushing=pushing)
+        draft, guessed = draft_rank_bytes(config, student.vocab_size)
+        rank = replace(
+            rank, resident=rank.resident + heads + draft, passing=rank.passing + scores + guessed, pushing=pushing
+        )
         roles += [rank] * config.trainer.ranks
         for name in config.objective.judging_models:
             critic, parameters = critic_state_bytes(config, models), student.parameters

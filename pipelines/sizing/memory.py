@@ -30,6 +30,7 @@ from opd.payloads import answer_class
 from opd.schedules import SCHEDULES
 from opd.settings.strict import DTYPE_BYTES
 from pipelines.routes import RoutedExpert
+from pipelines.sizing.draft import draft_engine_bytes, draft_rank_bytes
 from pipelines.sizing.machine import MachineFacts, machine_bytes
 from pipelines.sizing.micro_batch import (
     checkpoint_bytes,
@@ -226,6 +227,15 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
                 ranks=ranks,
             )
         )
+    if config.draft is not None:
+        needs.append(
+            HostMemoryNeed(
+                part="trainer: the draft",
+                nbytes=ranks * sum(draft_rank_bytes(config, models.student.vocab_size)),
+                knobs="draft.tokens, draft.vocab_size, trainer.ranks",
+                ranks=ranks,
+            )
+        )
     return [*needs, *_critic_needs(config, models)]
 
 
@@ -384,13 +394,14 @@ def head_sizes(config: PipelineConfig, models: MergeModels) -> list[int]:
 
 def engine_weights(config: PipelineConfig, models: MergeModels) -> int:
     """Return the bytes of the student's weights in one rollout engine on GPUs, which takes new ones in place."""
-    return models.student.parameters * DTYPE_BYTES[config.rollout.dtype]
+    draft = draft_engine_bytes(config, models.student.vocab_size)
+    return models.student.parameters * DTYPE_BYTES[config.rollout.dtype] + draft
 
 
 def engine_activations(config: PipelineConfig, models: MergeModels) -> int:
     """Return an upper estimate of the bytes of logits and activations in one process of a rollout engine."""
     rollout, student = config.rollout, models.student
-    logits = rollout.max_num_seqs * student.vocab_rows * 4 * 3
+    logits = rollout.max_num_seqs * (1 + rollout.num_speculative_tokens) * student.vocab_rows * 4 * 3
     tokens = max(PREFILLED_AT_ONCE, rollout.max_model_len)
     widest = models.read_body(student).widest or student.hidden_size
     return logits + tokens * widest * 4 * DTYPE_BYTES[rollout.dtype]

@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from opd import cluster
+from opd.config import PipelineConfig
+from opd.config.draft import DraftConfig
 from opd.config.sections import ClusterConfig
+from opd.draft.companion import DraftSpec
 from opd.train.deepspeed import DeepSpeedTrainer
+from pipelines.draft import draft_spec
 from pipelines.specs import trainer_spec
 from tests.companions import GuesserSpec
 from tests.integration.parts import VOCABULARY, config, rollouts, save, start_pool, stop, weights
@@ -23,6 +27,10 @@ def ray() -> Iterator[None]:
         yield
 
 
+def make_draft(cfg: PipelineConfig) -> DraftSpec:
+    return draft_spec(cfg, DraftConfig(lr=3e-3), VOCABULARY)
+
+
 def test_no_bit_of_the_student_changes_and_a_resume_goes_on_bit_for_bit(
     ray: None, tmp_path: Path, make_model_dir: Callable[..., Path]
 ) -> None:
@@ -32,7 +40,7 @@ def test_no_bit_of_the_student_changes_and_a_resume_goes_on_bit_for_bit(
     )
     spec = trainer_spec(cfg, VOCABULARY)
     found = {}
-    for name, companions in (("alone", ()), ("beside", (GuesserSpec(),))):
+    for name, companions in (("alone", ()), ("guesser", (GuesserSpec(),)), ("draft", (make_draft(cfg),))):
         trainer = DeepSpeedTrainer(
             dataclasses.replace(spec, rank=dataclasses.replace(spec.rank, companions=companions))
         )
@@ -46,12 +54,13 @@ def test_no_bit_of_the_student_changes_and_a_resume_goes_on_bit_for_bit(
         losses.append(step(2))
         found[name] = weights(trainer, tmp_path / f"{name}-model")
         if companions:
-            assert (saved / "guesser.safetensors").exists()
-            assert losses[1]["guesser"]["loss"] < losses[0]["guesser"]["loss"]
+            assert (saved / f"{name}.safetensors").exists()
+            assert losses[1][name]["loss"] < losses[0][name]["loss"]
             trainer.load(saved)
             assert step(2) == losses[1]
-            again = weights(trainer, tmp_path / "again")
+            again = weights(trainer, tmp_path / f"{name}-again")
             assert all(torch.equal(again[key], found[name][key]) for key in again)
         stop(trainer)
     stop(pool)
-    assert all(torch.equal(found["alone"][key], found["beside"][key]) for key in found["alone"])
+    for beside in ("guesser", "draft"):
+        assert all(torch.equal(found["alone"][key], found[beside][key]) for key in found["alone"])

@@ -15,16 +15,15 @@ Which architectures a merge is right for, tried on tiny random models (two to th
 The experts of each student are its own weights disturbed (`whole`) and a LoRA adapter made by PEFT (`adapter`). `opd merge` runs six
 steps on the real engines, then once more from the checkpoint of step 3. The result is compared with plain transformers, one sequence
 at a time. A tiny model says that an architecture's parts fit together, nothing of how well a large one learns. More figures:
-[results/models.json](results/models.json).
+[results/models.json](results/models.json). A family that works also has the checkpoint's log-probs in transformers (within {export:.0e} nats), and
+weights and losses after going back to step 3 are those without an interruption, bit for bit.
 
 | Column | Meaning |
 | --- | --- |
 | layout | how sequences share a forward pass (trainer, and scorer if that differs): `packed` (told apart by position ids), `packed_indexed` (also by indices and lengths), `padded` (one a row) |
 | together | largest relative difference of hidden states between sequences laid out like that and each alone; at most {packing:.0e} |
 | probe | largest gap between engine and trainer after a weight push, nats a token on average |
-| export, transformers | largest difference of a token's log-prob between the trainer's last checkpoint and `model/`, nats; at most {export:.0e} |
-| export, engine | the same with a new engine on `model/`: vLLM, or `rollout.engine: transformers` where the note says so; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
-| resume | weights and losses after going back to step 3 are those of the run that was not interrupted, bit for bit |
+| export | largest difference of a token's log-prob between the trainer's last checkpoint and a new engine on `model/` (vLLM, or `rollout.engine: transformers` where the note says so), nats; at most {float32:.0e}, {bfloat16:g} where the engine computes in bfloat16 |
 | LoRA | the adapter teaches its domain, and is scored as PEFT computes it (nats, at most {scorer:.0e}); or why it is refused, and then `whole` teaches both |
 """
 
@@ -51,15 +50,12 @@ def render(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-COLUMNS = (
-    *("family", "layout", "together", "probe"),
-    *("export, transformers", "export, engine", "resume", "LoRA"),
-)
+COLUMNS = ("family", "layout", "together", "probe", "export", "LoRA")
 
 
 def works_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """One line for each family whose merge ran."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- |" + " ---: |" * 4 + " --- | --- |"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "| --- | --- |" + " ---: |" * 3 + " --- |"]
     return "\n".join([*lines, *(f"| {' | '.join(cells(row))} |" for row in rows)]) + "\n"
 
 
@@ -76,9 +72,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         f"{row['trainer_layout']} ({', '.join(others)})" if others else str(row["trainer_layout"]),
         number(row["trainer_packing"]),
         number(row["probe_gap"]),
-        number(row["export_transformers"]),
         number(row["export_vllm"]),
-        {True: "yes", False: "**no**", None: "not measured"}[row["resumed_alike"]],
         adapter,
     ]
 

@@ -81,7 +81,7 @@ def test_the_page_is_made_of_the_rows_and_says_everything() -> None:
     refused = Row(family="Qwen3.5", note="", state="refused", said=["student: a | b"])
     text = render([asdict(r) | {"versions": {"torch": "2.13.0"}} for r in (row(), refused)])
     assert "1 of 2 families work, 1 are refused" in text
-    assert "| **Llama** | packed | 3.0e-07 | 2.0e-07 | 0 | 1.0e-06 | yes | 1.0e-06 |" in text
+    assert "| **Llama** | packed | 3.0e-07 | 2.0e-07 | 1.0e-06 | 1.0e-06 |" in text
     assert "| **Qwen3.5** | student: a \\| b |" in text and "torch 2.13.0" in text
 
 

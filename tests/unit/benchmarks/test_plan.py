@@ -20,7 +20,7 @@ from opd.settings.yaml_files import apply_overrides
 
 ROOT = Path(__file__).parents[3]
 MEASURED: list[dict[str, Any]] = json.loads((ROOT / "docs/results/plan.json").read_text())
-PAGE = (ROOT / "docs/plan.md").read_text()
+PAGE = (ROOT / "benchmarks/README.md").read_text()
 COMPARED = [one for one in MEASURED if not one["overheads"]]
 
 

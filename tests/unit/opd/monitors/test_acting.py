@@ -117,6 +117,8 @@ def test_a_resume_goes_on_with_the_same_readings(tmp_path: Path) -> None:
         step(
             n, {"a": {"tokens": 40 + 7 * n, "student_entropy": 0.1, "teacher_entropy": 0.1 * n, "teacher_top1": 1 / n}},
             looping_by_domain={"a": n % 4}, truncated_by_domain={"a": n % 5}, grad_norm=1.0 + n % 3, logprob_gap=1e-3 * n,
+            draft={"accepted_length/a": 2.0, "engine_accepted_length/a": 1.0 + 0.1 * n, "engine_tokens_s": 1.0 * n,
+                   "engine_plain_tokens_s": 2.0},
         )
         for n in range(1, 13)
     ]  # fmt: skip

@@ -123,6 +123,18 @@ def test_disagreement_is_the_mass_off_the_teachers_first_choice() -> None:
     assert reading("disagreement", steps) == {"a": 0.5}, "what the payload does not tell is no reading"
 
 
+def test_a_stale_draft_is_kept_less_than_the_trainer_expects() -> None:
+    numbers = {"accepted_length/a": 2.0, "engine_accepted_length/a": 1.6, "accepted_length/b": 1.5}
+    steps = [step(1, draft=numbers), step(2, draft=numbers | {"accepted_length/a": 2.4}), step(3)]
+    assert reading("draft", steps) == pytest.approx({"a": 2.2 / 1.6}), "engines count no episodes"
+
+
+def test_guesses_that_do_not_pay_are_noticed_at_the_step_that_measures() -> None:
+    measured = step(10, draft={"engine_tokens_s": 80.0, "engine_plain_tokens_s": 100.0})
+    assert reading("draft_cost", [measured]) == pytest.approx({WHOLE_STEP: 1.25})
+    assert reading("draft_cost", [step(11)]) == {}
+
+
 def test_the_gap_is_a_share_of_the_tolerance() -> None:
     steps = [step(1, logprob_gap=0.004), step(2, logprob_gap=0.02)]
     assert reading("gap", steps) == pytest.approx({WHOLE_STEP: 0.6})

@@ -62,7 +62,9 @@ class Engine:
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         assert not self.asleep
         self.said.append("score" if not isinstance(params, list) else "write")
-        text = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="stop")
+        text = SimpleNamespace(
+            token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-1.0)}], finish_reason="stop", spec_decode_metrics=None
+        )
         scored = [None, {2: SimpleNamespace(logprob=-2.0)}]
         return [SimpleNamespace(outputs=[text], prompt_logprobs=scored) for _ in prompts]
 

@@ -42,6 +42,23 @@ def here(**more: Any) -> ServeOptions:
     return ServeOptions(address=Address("127.0.0.1", free_port()), **more)
 
 
+@pytest.mark.parametrize(("architecture", "served"), [("LlamaForCausalLMEagle3", True), ("SharedKvDraft", False)])
+def test_a_draft_beside_the_model_is_served_unless_it_is_switched_off(
+    make_model_dir: Any, tmp_path: Path, architecture: str, served: bool
+) -> None:
+    path = make_model_dir(tmp_path / "model")
+    (path / "draft").mkdir()
+    (path / "draft" / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    model = find_model(path, print)
+    words = server_command(model, here())
+    assert ("--speculative-config" in words) == served
+    if served:
+        settings = json.loads(words[words.index("--speculative-config") + 1])
+        assert settings["model"] == str(path / "draft") and settings["draft_sample_method"] == "probabilistic"
+        assert words[words.index("--worker-extension-cls") + 1] == "opd.rollouts.served_draft.RepairedWorker"
+    assert "--speculative-config" not in server_command(model, here(draft=False))
+
+
 def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Path) -> None:
     model = find_model(tiny_model_dir, print)
     assert "--dtype" not in server_command(model, here()) and "VLLM_CPU_KVCACHE_SPACE" not in server_environment(model)
@@ -54,6 +71,7 @@ def test_the_server_has_the_settings_of_the_merge(world: Any, tiny_model_dir: Pa
     assert (pairs["--served-model-name"], pairs["--dtype"], pairs["--max-model-len"]) == ("two", "bfloat16", "32")
     assert pairs["--default-chat-template-kwargs"] == '{"enable_thinking": false}'
     assert words[-1] == "--enable-lora" and server_environment(merged)["VLLM_CPU_KVCACHE_SPACE"] == "2"
+    assert "--speculative-config" not in words
     own = server_command(merged, here(name="mine", dtype="float32", max_model_len=16))
     assert {"mine", "float32", "16"} < set(own) and "bfloat16" not in own
 

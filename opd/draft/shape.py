@@ -1,0 +1,39 @@
+"""The shape of a draft, in plain values that cross process boundaries: what its files, the trainer and an engine have to agree about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # memory sums need shapes, and no torch
+    from torch import Tensor
+
+DraftKind = Literal["eagle3", "shared_kv"]
+DraftWeights = dict[str, "Tensor"]
+"""Name of a tensor in the draft's file -> its values."""
+
+GROUP_VALUES = 1 << 24
+"""Numbers of a tensor [windows, W, K, V] or [windows, H, W, L] that exist at one time: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShape:
+    """Shape of a draft for one student."""
+
+    model: Mapping[str, Any]
+    """Values of the LlamaConfig of the draft's layer; `vocab_size` is the student's."""
+    kind: DraftKind
+    layers: tuple[int, ...]
+    """Indices, from 0, of the student's layers whose outputs the draft reads."""
+    vocab: tuple[int, ...]
+    """The draft's tokens: ids of the student in rising order."""
+
+    def fits(self, student: Mapping[str, Any]) -> bool:
+        """Return True if the draft can guess for a model with this config, in the form of `PreTrainedConfig.to_dict`."""
+        text: Mapping[str, Any] = student.get("text_config") or student
+        return (
+            text["hidden_size"] == self.model["hidden_size"]
+            and text["vocab_size"] == self.model["vocab_size"]
+            and text["num_hidden_layers"] > max(self.layers)
+        )
