@@ -27,7 +27,7 @@ class DraftConfig(Strict):
     """Learning rate."""
     warmup_steps: int = Field(0, ge=0)
     """Steps by `log_overlap` first: `tv` and `end_to_end_tv` teach little while few guesses are kept."""
-    tokens: int = Field(512, ge=1)
+    tokens: int = Field(128, ge=1)
     """Positions of a micro-batch, at most, from which the draft learns: its time and memory."""
     vocab_size: int | None = Field(None, ge=2)
     """Tokens that the draft can guess: those with the lowest ids, which tokenizers learned first, and the ends. Default: all."""
