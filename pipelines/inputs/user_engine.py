@@ -15,6 +15,8 @@ METHODS = (*(name for name in vars(RolloutEngine) if not name.startswith("_")), 
 """The methods of an engine that a merge calls."""
 NEEDED_FOR = {"receive": ("network", "direct"), "receive_directly": ("direct",)}
 """Method that only some ways of new weights call -> these ways, as `PipelineConfig.push_kind` names them."""
+DRAFTING = "load_draft"
+"""The method that only a pipeline with `rollout.num_speculative_tokens` calls."""
 WANTED = "a class with the methods of opd.interfaces.RolloutEngine and wait_ready()"
 
 
@@ -27,11 +29,13 @@ def refuse_unfit(config: PipelineConfig) -> None:
     """Refuse a user's engine that lacks a method. Only classes are checked; a function that makes an engine shows no methods.
 
     Raises: ConfigError if it cannot be imported, or lacks a method. The methods of `NEEDED_FOR` are needed with some values
-    of `sync.kind` only.
+    of `sync.kind` only, and `DRAFTING` with a draft.
     """
     import_path = config.rollout.engine
     engine = import_users_engine(import_path)
     needed = [name for name in METHODS if config.push_kind in NEEDED_FOR.get(name, (config.push_kind,))]
+    if not config.rollout.num_speculative_tokens:
+        needed.remove(DRAFTING)
     missing = [f"{name}()" for name in needed if isinstance(engine, type) and not _has_own_method(engine, name)]
     if missing:
         problem = f"{import_path} without {', '.join(missing)}"

@@ -385,6 +385,8 @@ def test_every_worker_loads_and_scores(in_process: Any) -> None:
 
 
 class Output:
+    spec_decode_metrics = None  # without a draft
+
     def __init__(self, logprobs: list[float], finish_reason: str = "stop") -> None:
         class Logprob:
             def __init__(self, value: float) -> None:

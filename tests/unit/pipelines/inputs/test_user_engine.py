@@ -13,7 +13,7 @@ from opd.errors import ConfigError
 from opd.settings.yaml_files import validate_section
 from pipelines.inputs.early_checks import refuse_at_once
 from pipelines.inputs.read import read_inputs
-from pipelines.inputs.user_engine import METHODS
+from pipelines.inputs.user_engine import METHODS, refuse_unfit
 
 NAME = "users_engines_of_a_test"
 ENGINES = """
@@ -50,7 +50,8 @@ def pipeline(world: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_methods_are_those_of_the_protocol() -> None:
-    assert set(METHODS) == {"generate", "answer", "load", "receive", "receive_directly", "logprobs", "wait_ready"}
+    methods = {"generate", "answer", "load", "load_draft", "receive", "receive_directly", "logprobs", "wait_ready"}
+    assert set(METHODS) == methods
 
 
 @pytest.mark.parametrize("look", [refuse_at_once, read_inputs])
@@ -68,6 +69,14 @@ def test_an_engine_that_takes_no_weights_directly_from_the_trainer(pipeline: Any
     message = str(refused.value)
     assert message.startswith(f"rollout.engine\n  found:  {NAME}:Whole without receive_directly()\n"), message
     assert "sync.kind direct" in message and "set sync.kind to shared_memory" in message
+
+
+def test_an_engine_that_takes_no_draft_is_refused_with_one_alone(pipeline: Any) -> None:
+    config = pipeline("Whole")
+    refuse_unfit(config)
+    guessing = config.rollout.model_copy(update={"num_speculative_tokens": 3})
+    with pytest.raises(ConfigError, match=r"Whole without load_draft\(\)"):
+        refuse_unfit(config.model_copy(update={"rollout": guessing}))
 
 
 @pytest.mark.parametrize(("engine", "last"), [("Nothing", ", wait_ready()"), ("Inherited", "")])
