@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 OPTIONAL_FIELDS = (
     "reward",
     "texts",
+    "draft",
     "looping_by_domain",
     "episodes",
     "restarted",

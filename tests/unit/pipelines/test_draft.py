@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
 from opd.draft.head import build_draft
 from opd.rollouts.worker import read_model_shape
 from pipelines.draft import draft_shape
 from pipelines.sizing.draft import count_draft_parameters
+from pipelines.specs import rank_options, rollout_spec
+from tests.unit.opd.config.test_keep import DATA
 
 
 def test_a_draft_reads_three_depths_and_guesses_all_tokens(tiny_model_dir: Path) -> None:
@@ -30,3 +33,15 @@ def test_the_memory_sum_counts_the_weights_that_a_draft_has(tiny_model_dir: Path
         shape = draft_shape(tiny_model_dir, options, 70)
         counted = sum(param.numel() for param in build_draft(shape, 0).parameters())
         assert count_draft_parameters(shape) == counted
+
+
+def test_an_engine_guesses_with_the_drafts_shape_only_if_it_is_asked_to(tiny_model_dir: Path) -> None:
+    for guesses in (0, 2):
+        config = PipelineConfig.model_validate(
+            {**DATA, "keep": None, "student": {"model": str(tiny_model_dir)}, "draft": {}}
+            | {"rollout": {"num_speculative_tokens": guesses}}
+        )
+        engine = rollout_spec(config, tiny_model_dir, 70, (2,)).engine
+        assert engine.num_speculative_tokens == guesses
+        assert engine.draft == (draft_shape(tiny_model_dir, DraftConfig(), 70) if guesses else None)
+        assert [spec.name for spec in rank_options(config, 70).companions] == ["draft"]

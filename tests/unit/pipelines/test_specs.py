@@ -40,8 +40,9 @@ SPECS = [
     RolloutSpec, TrainerSpec, RankOptions, ZeroOptions, AdamWOptions, LearningRate, PoolSpec, FlightSpec, ImitationSpec,
 ]  # fmt: skip
 SERVER = {"base_url": "http://127.0.0.1:8000/v1", "model": "m"}
-ELSEWHERE = {"engine", "samples_per_step", "mask_tokens"}
-"""Keys that say which engine, that take one value only, or that decide what an engine is asked."""
+ELSEWHERE = {"engine", "samples_per_step", "mask_tokens", "num_speculative_tokens"}
+"""Keys that say which engine, that take one value only, that decide what an engine is asked, or that need a model's files
+(tests/unit/pipelines/test_draft.py)."""
 ROLLOUT = {
     "workers": 2, "n": 2, "dtype": "bfloat16", "max_new_tokens": 5, "temperature": 0.5, "max_model_len": 64,
     "max_num_seqs": 3, "kv_cache_gib": 2, "gpu_memory_utilization": 0.5, "sleep": True,
