@@ -151,7 +151,7 @@ def test_an_engine_that_dies_in_the_middle_is_replaced_and_the_next_push_goes_di
     direct = start_sync("direct", trainer, engine, tell=notices.append, keeps_weights=keeps)
     engine._workers[1].kill()
     with monkeypatch.context() as patch:
-        patch.setattr("opd.rollouts.vllm.VLLMWorker", MortalWorker)
+        patch.setattr("opd.rollouts.vllm.VLLMRolloutEngine.WORKER", MortalWorker)
         engine.load(other)  # restarts the second engine as one that will die
     trainer.load(altered(trainer, tmp_path / "first", 1.1))
     assert direct.push(1).gap < 1e-4

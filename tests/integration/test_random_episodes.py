@@ -146,7 +146,7 @@ def test_two_hundred_random_episodes_are_trained_as_they_were_sampled(
 ) -> None:
     """`changed`: episodes that encoding their text again would change, at least."""
     tokenizer = make()
-    monkeypatch.setattr(vllm, "VLLMWorker", TellingWorker)
+    monkeypatch.setattr(vllm.VLLMRolloutEngine, "WORKER", TellingWorker)
     student = student_of(tmp_path / "student", tokenizer, make_model_dir)
     config = pipeline(student)
     batch, told = play(student, tokenizer, config)
