@@ -27,6 +27,7 @@ def test_a_family_merges_and_is_exported(name: str, tmp_path: Path) -> None:
     assert len(measured) == 6 and None not in measured
 
 
+@pytest.mark.slow
 def test_a_student_with_sparse_attention_is_rolled_out_by_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
