@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from blake3 import blake3
 
-from opd.errors import StorageError
+from opd.errors import RunDirError, StorageError
 
 STORAGE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
 """Error numbers with which a disk refuses a write; any other number is a mistake of ours."""
@@ -45,6 +45,31 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         tmp.unlink(missing_ok=True)
     fsync_dir(path.parent)
+
+
+def refuse_existing_output(output: Path) -> None:
+    """Refuse an output directory that exists. Raises: RunDirError."""
+    if output.exists():
+        raise RunDirError.at(
+            output, found="something that exists", wanted="a new directory", fix="remove it, or give another --output"
+        )
+
+
+@contextmanager
+def fill_output(output: Path) -> Iterator[Path]:
+    """Give an empty directory beside `output` to fill; it gets the name `output` when the block ends well, and is deleted otherwise.
+
+    Raises: StorageError.
+    """
+    temporary = output.with_name(f".tmp-{output.name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # left by a call that was killed
+    try:
+        with raise_storage_errors(output):
+            temporary.mkdir(parents=True)
+            yield temporary
+            replace_dir(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def replace_dir(tmp: Path, final: Path) -> None:

@@ -13,12 +13,16 @@ if TYPE_CHECKING:
     from opd.config.pipeline import PipelineConfig
 
 
+DraftKind = Literal["eagle3", "shared_kv"]
+DraftLoss = Literal["cross_entropy", "forward_kl", "tv", "log_overlap", "end_to_end_tv"]
+
+
 class DraftConfig(Strict):
-    kind: Literal["eagle3", "shared_kv"] = "eagle3"
+    kind: DraftKind = "eagle3"
     """`eagle3`: EAGLE-3, which vLLM serves. `shared_kv`: later guesses attend to what the student wrote alone; vLLM cannot serve it."""
     num_speculative_tokens: int = Field(3, ge=1, le=16)
     """Guesses after each token that the draft learns from."""
-    loss: Literal["cross_entropy", "forward_kl", "tv", "log_overlap", "end_to_end_tv"] = "log_overlap"
+    loss: DraftLoss = "log_overlap"
     """`cross_entropy` to the token that was written, `forward_kl` to the student, `tv`: one less the probability that a guess is kept,
     `log_overlap`: its negative logarithm, `end_to_end_tv`: one less the mean share of guesses that are kept."""
     decay: float = Field(0.8, gt=0, le=1)

@@ -17,13 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, distributed
 
+from opd.config.draft import DraftLoss
 from opd.draft.export import name_weights, write_draft
 from opd.draft.head import DraftHead, Windows, build_draft
 from opd.draft.shape import GROUP_VALUES, DraftShape, DraftWeights
 from opd.draft.sums import DraftSums
 from opd.draft.windows import DraftBatch, choose_windows
 from opd.files import blake3_file
-from opd.losses.draft import DraftLoss, compute_draft_loss, compute_overlaps, estimate_kept
+from opd.losses.draft import compute_draft_loss, compute_overlaps, estimate_kept
 from opd.machine.devices import to_device
 from opd.records.step import DRAFT
 from opd.records.types import WrittenFile

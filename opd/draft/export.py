@@ -10,10 +10,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from opd.draft.head import DraftHead, build_draft
-from opd.draft.shape import DraftKind, DraftShape, DraftWeights
-
-ARCHITECTURES: dict[DraftKind, str] = {"eagle3": "LlamaForCausalLMEagle3", "shared_kv": "SharedKvDraft"}
-"""Kind of draft -> its name in `architectures`; vLLM knows the first."""
+from opd.draft.shape import ARCHITECTURES, DraftShape, DraftWeights
 
 
 def write_draft(shape: DraftShape, weights: DraftWeights, path: Path) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
+
+from opd.config.draft import DraftKind
 
 if TYPE_CHECKING:  # memory sums need shapes, and no torch
     from torch import Tensor
 
-DraftKind = Literal["eagle3", "shared_kv"]
 DraftWeights = dict[str, "Tensor"]
 """Name of a tensor in the draft's file -> its values."""
+
+ARCHITECTURES: dict[DraftKind, str] = {"eagle3": "LlamaForCausalLMEagle3", "shared_kv": "SharedKvDraft"}
+"""Kind of draft -> its name in `architectures`; vLLM knows the first."""
 
 GROUP_VALUES = 1 << 24
 """Numbers of a tensor [windows, W, K, V] or [windows, H, W, L] that exist at one time: 64 MiB in float32."""

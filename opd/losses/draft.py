@@ -19,12 +19,12 @@ Shapes: C starts, K guesses of each, V the draft's tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-DraftLoss = Literal["cross_entropy", "forward_kl", "tv", "log_overlap", "end_to_end_tv"]
+from opd.config.draft import DraftLoss
+
 LEAST_OVERLAP = 1e-37
 """Overlap below which `log_overlap` is cut, so that a guess without any common token has a finite loss; float32 holds it."""
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
-from opd.errors import ModelError, RunDirError
-from opd.files import raise_storage_errors, replace_dir
+from opd.errors import ModelError
+from opd.files import fill_output, refuse_existing_output
 from opd.prompts import MixedPrompts, samples_by_weight
 from opd.records.types import Rollout
 from opd.rollouts.served_families import DRAFTED
@@ -44,10 +44,7 @@ def train_model_draft(
 
     Raises: OpdError, before any compute for what a merge refuses; RunError if an engine fails.
     """
-    if output.exists():
-        raise RunDirError.at(
-            output, found="something that exists", wanted="a new directory", fix="give another --output"
-        )
+    refuse_existing_output(output)
     if model.info.model_type not in DRAFTED:
         raise ModelError.at(
             str(model.path),
@@ -115,10 +112,7 @@ def _learn_from_texts(
 
     draft = train_draft(model, spec, batches, training.steps, report)
     numbers = measure_draft(model, draft, tests)
-    temporary = output.with_name(f".tmp-{output.name}")
-    with raise_storage_errors(output):
-        temporary.mkdir(parents=True)
+    with fill_output(output) as temporary:
         write_draft(spec.shape, draft.serving_weights(), temporary)
         (temporary / "held_out.json").write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-        replace_dir(temporary, output)
     return numbers

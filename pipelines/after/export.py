@@ -21,8 +21,8 @@ from experts.bound_files import TOKENIZER_FILES, matching_files
 from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import Tensor, read_header
 from experts.weight_files import weight_shards
-from opd.errors import ConfigError, ModelError, RunDirError, RunError
-from opd.files import atomic_write_text, raise_storage_errors, replace_dir
+from opd.errors import ConfigError, ModelError, RunError
+from opd.files import atomic_write_text, fill_output, refuse_existing_output
 from opd.machine.imports import TRANSFORMERS, import_lightly
 from opd.models.files import ModelFiles
 from opd.text import escape_control_characters
@@ -62,29 +62,19 @@ def export_model(model: LocalModel, output: Path, options: ExportOptions) -> lis
     Raises: OpdError, before anything is written or for a number that `dtype` cannot hold; RunError if the converter fails. Then nothing
     is left at `output`.
     """
-    if output.exists():
-        raise RunDirError.at(
-            output, found="something that exists", wanted="a new directory", fix="remove it, or give another --output"
-        )
+    refuse_existing_output(output)
     converter = find_converter() if options.gguf else None
-    temporary = output.with_name(f".tmp-{output.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by an export that was interrupted
-    try:
-        with raise_storage_errors(output):
-            temporary.mkdir(parents=True)
-            _write_weights(model.path, temporary, options)
-            _write_config(model.path, temporary, options.dtype)
-            for file in matching_files(model.path, COPIED_FILES):
-                shutil.copy(file, temporary / file.name)
-            if model.draft is not None:
-                # An engine casts the draft to its model's dtype.
-                shutil.copytree(model.draft, temporary / model.draft.name)
-            if converter is not None:
-                dtype = options.dtype or model.info.dtype
-                write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)
-            replace_dir(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with fill_output(output) as temporary:
+        _write_weights(model.path, temporary, options)
+        _write_config(model.path, temporary, options.dtype)
+        for file in matching_files(model.path, COPIED_FILES):
+            shutil.copy(file, temporary / file.name)
+        if model.draft is not None:
+            # An engine casts the draft to its model's dtype.
+            shutil.copytree(model.draft, temporary / model.draft.name)
+        if converter is not None:
+            dtype = options.dtype or model.info.dtype
+            write_gguf(converter, temporary, temporary / f"{model.name}-{dtype}.gguf", dtype, model.name)
     return sorted(output.iterdir())
 
 

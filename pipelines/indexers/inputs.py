@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experts.model_dir import ModelInfo, inspect_model
-from opd.errors import ModelError, PromptError, RunDirError
+from opd.errors import ModelError, PromptError
 from opd.files import blake3_json
 from opd.indexers.patterns import FAMILIES, FULL, read_pattern
 from pipelines.after.models import find_model
@@ -124,14 +124,6 @@ def make_batches(rows: Sequence[TextRow], size: int, device: Any) -> list[TextBa
 
     by_length = sorted(rows, key=lambda row: len(row.token_ids))
     return [TextBatch.of_rows(by_length[i : i + size], device) for i in range(0, len(by_length), size)]
-
-
-def refuse_existing(output: Path) -> None:
-    """Refuse an output directory that exists. Raises: RunDirError."""
-    if output.exists():
-        raise RunDirError.at(
-            output, found="something that exists", wanted="a new directory", fix="remove it, or give another --output"
-        )
 
 
 def count_indexers(pattern: str) -> str:

@@ -22,7 +22,7 @@ from experts.licences import FILES as LICENCE_FILES
 from experts.safetensors_header import read_header
 from experts.weight_files import weight_shards
 from opd.errors import ConfigError, RunDirError
-from opd.files import atomic_file, atomic_write_text, raise_storage_errors, replace_dir
+from opd.files import atomic_file, atomic_write_text, fill_output, raise_storage_errors, refuse_existing_output
 from opd.indexers.patterns import FULL, SHARED, check_pattern, read_pattern, set_pattern
 from opd.models.files import ModelFiles
 from pipelines.indexers.inputs import (
@@ -32,7 +32,6 @@ from pipelines.indexers.inputs import (
     inspect_indexed_model,
     make_batches,
     read_texts,
-    refuse_existing,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
     from opd.indexers.search import measure_loss
     from opd.indexers.training import IndexerTraining
 
-    refuse_existing(options.output)
+    refuse_existing_output(options.output)
     model = inspect_indexed_model(options.model, tell)
     pattern = _find_pattern(options.pattern, model)
     texts = read_texts(options.prompts, model, options.max_length, tell)
@@ -206,20 +205,13 @@ def _write_model(
 
     Raises: StorageError.
     """
-    temporary = output.with_name(f".tmp-{output.name}")
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a call that was interrupted
-    try:
-        with raise_storage_errors(output):
-            temporary.mkdir(parents=True)
-            _write_weights(model.path, temporary, pattern, indexers)
-            config = set_pattern(json.loads((model.path / "config.json").read_text(encoding="utf-8")), pattern)
-            atomic_write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-            atomic_write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
-            for file in matching_files(model.path, (*TOKENIZER_FILES, *LICENCE_FILES)):
-                shutil.copy(file, temporary / file.name)
-            replace_dir(temporary, output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with fill_output(output) as temporary:
+        _write_weights(model.path, temporary, pattern, indexers)
+        config = set_pattern(json.loads((model.path / "config.json").read_text(encoding="utf-8")), pattern)
+        atomic_write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
+        atomic_write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
+        for file in matching_files(model.path, (*TOKENIZER_FILES, *LICENCE_FILES)):
+            shutil.copy(file, temporary / file.name)
 
 
 def _write_weights(source: Path, target: Path, pattern: str, indexers: Mapping[int, Mapping[str, Any]]) -> None:

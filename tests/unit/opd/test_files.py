@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+from opd import files
 from opd.errors import StorageError
 from opd.files import (
     atomic_write_text,
@@ -100,3 +101,15 @@ def test_what_the_disk_has_against_a_write_is_said_with_the_path(number: int, tm
 def test_other_errors_pass(error: Exception, tmp_path: Path) -> None:
     with pytest.raises(type(error)), raise_storage_errors(tmp_path):
         raise error
+
+
+def test_an_output_is_whole_or_not_there_whatever_an_earlier_call_left(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-out").mkdir()
+    (tmp_path / ".tmp-out" / "left").write_text("by a call that was killed")
+    with pytest.raises(ValueError, match="broke"), files.fill_output(tmp_path / "out") as folder:
+        (folder / "half").write_text("")
+        raise ValueError("broke")
+    assert list(tmp_path.iterdir()) == []
+    with files.fill_output(tmp_path / "out") as folder:
+        (folder / "whole").write_text("")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"] and len(list(tmp_path.iterdir())) == 1
