@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
-from opd.draft.shape import DraftShape
+from opd.draft.shape import ARCHITECTURES, DraftShape
+from opd.records.step import DRAFT
 
 if TYPE_CHECKING:  # it imports torch and transformers, which a memory sum does without
     from opd.draft.companion import DraftSpec
@@ -38,6 +39,18 @@ def draft_shape(model: Path, draft: DraftConfig, vocab_size: int) -> DraftShape:
         layers=draft.layers or tuple(sorted({0, last // 2, last})),
         vocab=_choose_tokens(draft.vocab_size, vocab_size, student),
     )
+
+
+def find_served_draft(model: Path) -> Path | None:
+    """Return the directory of the draft that learned beside a model; None if there is none that vLLM can serve."""
+    config = model / DRAFT / "config.json"
+    served = config.is_file() and ARCHITECTURES["eagle3"] in config.read_text(encoding="utf-8")
+    return config.parent if served else None
+
+
+def write_without_draft(config: PipelineConfig) -> PipelineConfig:
+    """Return the pipeline with engines that guess nothing: outside of a merge no push brings them a draft."""
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_speculative_tokens": 0})})
 
 
 def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:

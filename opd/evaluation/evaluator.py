@@ -6,7 +6,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +15,7 @@ from opd.config.evaluate import EvaluateConfig
 from opd.evaluation.lengths import by_length, right_moves
 from opd.evaluation.statistics import confidence_interval, pass_at, standard_error
 from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
+from opd.records.drafts import add_histograms, compute_accepted_length
 from opd.records.episodes import BROKEN, EpisodeResult
 from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.records.types import Completion, Prompt, Teacher
@@ -83,9 +84,10 @@ class EngineEvaluator:
         prompts = [prompt for exam in exams.values() for prompt in exam.prompts]
         n = self._settings.n
         completions = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
+        by_domain = {domain: [c for c in completions if c.prompt.domain == domain] for domain in exams}
         answers = {
-            domain: [self._judge_answer(exam, c) for c in completions if c.prompt.domain == domain]
-            for domain, exam in exams.items()
+            domain: [self._judge_answer(exams[domain], completion) for completion in given]
+            for domain, given in by_domain.items()
         }
         for domain, judged in answers.items():
             failed = [answer.error for answer in judged if answer.error]
@@ -98,7 +100,13 @@ class EngineEvaluator:
                 )
         return Evaluation(
             model=model,
-            scores={domain: self._summarise_domain(exams[domain], judged) for domain, judged in answers.items()},
+            scores={
+                domain: replace(
+                    self._summarise_domain(exams[domain], judged),
+                    accepted_length=_measure_accepted_length(by_domain[domain]),
+                )
+                for domain, judged in answers.items()
+            },
             answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
         )
 
@@ -153,6 +161,12 @@ class EngineEvaluator:
             by_length=by_length(list(zip(moves_by_question, scores, strict=True))),
             by_question=tuple(map(fmean, scores)),
         )
+
+
+def _measure_accepted_length(completions: Sequence[Completion]) -> float | None:
+    """Return the mean number of tokens that a pass wrote; None if nothing was guessed."""
+    histogram = add_histograms([completion.accepted for completion in completions])
+    return compute_accepted_length(histogram) if sum(histogram) else None
 
 
 def _choose_shown_answers(answers: Sequence[ScoredAnswer], n: int) -> list[ScoredAnswer]:

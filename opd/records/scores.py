@@ -61,6 +61,8 @@ class DomainScore:
     """Mean turns of an episode; None in a domain without an environment."""
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
+    accepted_length: float | None = None
+    """Mean number of tokens that a pass of the model wrote; None without a draft, and for episodes."""
     by_length: tuple[LengthScore, ...] = ()
     """Scores by length of the task, the shortest first. Empty if tasks do not tell their length, or an older release wrote the file."""
     by_question: tuple[float, ...] = ()

@@ -296,6 +296,8 @@ class Completion:
     """True if the answer ended at a limit and not by itself."""
     episode: EpisodeResult | None = None
     """Result of the episode; None if the answer is a single response."""
+    accepted: tuple[int, ...] = ()
+    """[K + 1] number of passes in which 0, 1, ... K guesses of the draft were kept; empty without a draft."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

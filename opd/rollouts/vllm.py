@@ -265,6 +265,7 @@ class VLLMRolloutEngine(Engines):
             text=written_text(self._tokenizer, ids, self._ends),
             num_tokens=len(ids),
             truncated=sampled is not None and sampled.stop_reason == "length",
+            accepted=sampled.accepted if sampled else (),
         )
 
     def _generate(self, requests: Sequence[GenerateRequest], n: int) -> list[Generated]:

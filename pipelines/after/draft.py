@@ -56,7 +56,6 @@ def train_model_draft(
         update={
             "student": config.student.model_copy(update={"model": model.path, "lora": None}),
             "draft": config.draft or DraftConfig(),
-            "rollout": config.rollout.model_copy(update={"num_speculative_tokens": 0}),
         }
     )
     inputs = read_inputs(config)

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from experts.model_dir import ModelInfo, inspect_model
 from opd.config import PipelineConfig, load_run_pipeline
-from opd.draft.shape import ARCHITECTURES
 from opd.errors import RunDirError
-from opd.records.step import DRAFT
 from opd.report import read_run
 from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
+from pipelines.draft import find_served_draft
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +27,7 @@ class LocalModel:
     @property
     def draft(self) -> Path | None:
         """Directory of the draft that learned beside the model; None if there is none that vLLM can serve."""
-        config = self.path / DRAFT / "config.json"
-        return (
-            config.parent
-            if config.is_file() and ARCHITECTURES["eagle3"] in config.read_text(encoding="utf-8")
-            else None
-        )
+        return find_served_draft(self.path)
 
     @property
     def name(self) -> str:

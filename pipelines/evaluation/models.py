@@ -27,6 +27,7 @@ from opd.records.types import Teacher
 from opd.settings.suggestions import did_you_mean
 from opd.text import Tell
 from pipelines.build import rollout_engine
+from pipelines.draft import find_served_draft, write_without_draft
 from pipelines.inputs.prompts import (
     load_exams,
     load_own_exams,
@@ -166,13 +167,15 @@ def _refuse_shorter_context(path: Path, model: ModelInfo, room: int) -> None:
 
 
 def evaluate_subjects(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
-    """Return name of a subject -> its evaluation. Those that have their tokens in common share an engine."""
+    """Return name of a subject -> its evaluation. Those that have their tokens in common share an engine, but for a model with a
+    draft: if the pipeline lets engines guess, it has an engine that guesses with this draft."""
     alike: dict[tuple[Any, ...], list[Subject]] = {}
     for subject in subjects:
-        alike.setdefault(subject.engine_facts, []).append(subject)
+        draft = find_served_draft(subject.model.model_dir) if config.rollout.num_speculative_tokens else None
+        alike.setdefault((*subject.engine_facts, draft), []).append(subject)
     evaluations: dict[str, Evaluation] = {}
-    for group in alike.values():
-        evaluations |= _evaluate_alike(with_room(config, group[0]), group, tell)
+    for (*_, draft), group in alike.items():
+        evaluations |= _evaluate_alike(with_room(config, group[0]), group, draft, tell)
     return {subject.model.name: evaluations[subject.model.name] for subject in subjects}
 
 
@@ -182,16 +185,27 @@ def with_room(config: PipelineConfig, subject: Subject) -> PipelineConfig:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _evaluate_alike(config: PipelineConfig, subjects: Sequence[Subject], tell: Tell) -> dict[str, Evaluation]:
-    """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model."""
+def _evaluate_alike(
+    config: PipelineConfig, subjects: Sequence[Subject], draft: Path | None, tell: Tell
+) -> dict[str, Evaluation]:
+    """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model. `draft`: its files, if it is to
+    guess."""
     evaluations = {}
+    config = write_without_draft(config) if draft is None else config
     with ray_session(config.cluster, config.rollout.workers), model_directory(subjects[0].model) as start:
         first_subject = subjects[0]
         config = choose_cache(config, start)
         spec = rollout_spec(config, start, first_subject.reader.vocab_size, first_subject.reader.eos_token_ids)
         place_rollouts(config)
+        if draft is not None:
+            # Imported here, because it imports code of transformers, which takes a second.
+            from opd.draft.export import read_shape, read_weights
+
+            spec = replace(spec, engine=replace(spec.engine, draft=read_shape(draft)))
         engine = rollout_engine(config)(spec, first_subject.tokenizer)
         engine.wait_ready()
+        if draft is not None:
+            engine.load_draft(read_weights(draft))
         for subject in subjects:
             if subject is not first_subject:
                 with model_directory(subject.model) as directory:

@@ -14,7 +14,7 @@ from pipelines.evaluation.matrix import Matrix
 
 def score_rows(evaluation: Evaluation) -> list[tuple[str, ...]]:
     """Return rows of domain, accuracy, 95 % interval, questions x answers, then pass@k for each k above 1, length, truncated,
-    failed; turns and invalid calls where a domain has episodes."""
+    failed; turns and invalid calls where a domain has episodes; tokens of a pass where a draft guessed."""
     return [
         (
             domain,
@@ -26,6 +26,7 @@ def score_rows(evaluation: Evaluation) -> list[tuple[str, ...]]:
             f"{s.truncated:.0%}",
             str(s.failed),
             *((format_or_dash(s.turns, ".1f"), str(s.invalid_calls)) if _has_episodes(evaluation) else ()),
+            *((format_or_dash(s.accepted_length, ".2f"),) if _has_draft(evaluation) else ()),
         )
         for domain, s in evaluation.scores.items()
     ]
@@ -46,11 +47,16 @@ def score_columns(evaluation: Evaluation) -> tuple[str, ...]:
         "truncated",
         "verifier failed",
         *episode_columns,
+        *(("tokens of a pass",) if _has_draft(evaluation) else ()),
     )
 
 
 def _has_episodes(evaluation: Evaluation) -> bool:
     return any(score.turns is not None for score in evaluation.scores.values())
+
+
+def _has_draft(evaluation: Evaluation) -> bool:
+    return any(score.accepted_length is not None for score in evaluation.scores.values())
 
 
 def side_by_side_rows(models: Mapping[str, Evaluation]) -> list[tuple[str, ...]]:

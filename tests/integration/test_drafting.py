@@ -156,18 +156,27 @@ def count_kept(answers: Sequence[Generated]) -> int:
     return sum(kept * passes for answer in answers for kept, passes in enumerate(answer.accepted))
 
 
-def test_text_and_distribution_are_the_students(student: Path) -> None:
+SOME = (("blank", 1.0), ("random", 0.7), ("states", 1.0))
+EVERY = tuple((kind, temperature) for kind in ("blank", "random", "states") for temperature in (1.0, 0.7))
+
+
+@pytest.mark.parametrize(
+    "samples, cases", [(3000, SOME), pytest.param(20_000, EVERY, marks=pytest.mark.slow)], ids=["some", "many"]
+)
+def test_text_and_distribution_are_the_students(
+    student: Path, samples: int, cases: Sequence[tuple[str, float]]
+) -> None:
     """Greedy text, log-probs and frequencies at two temperatures; with a blank, a random and a better draft, pushed in turn."""
     plain, drafting = spawn(replace(options(student), draft=None)), spawn(options(student))
     model = AutoModelForCausalLM.from_pretrained(student)
     greedy = generate(plain, 1, length=40, temperature=0.0)[0]
     plain.kill()
-    for kind, temperature in (("blank", 1.0), ("random", 0.7), ("states", 1.0)):
+    for kind, temperature in cases:
         if kind != "blank":
             drafting.submit(VLLMWorker.load_draft, make_weights(student, kind)).wait_for_result(timeout_s=60)
         written = generate(drafting, 1, length=40, temperature=0.0)[0]
         assert written.token_ids == greedy.token_ids and sum(written.accepted) > 0 == sum(greedy.accepted)
-        answers = generate(drafting, 3000, length=3, temperature=temperature)
+        answers = generate(drafting, samples, length=3, temperature=temperature)
         tokens = torch.tensor([answer.token_ids for answer in answers])
         for place, probs in enumerate(true_probs(student, temperature)):
             counts = torch.bincount(tokens[:, place], minlength=KNOWN)

@@ -37,6 +37,21 @@ def test_a_merge_leaves_the_draft_that_wrote_its_rollouts(tmp_path: Path, pipeli
     assert {"engine_tokens_s", "engine_plain_tokens_s"} <= set(drafts[9]) and "engine_tokens_s" not in drafts[8]
     model = find_model(tmp_path / "run", print)
     assert model.draft == tmp_path / "run" / "model" / "draft"
+    # An exam of the run guesses with it, too, and of the base, which has none, without.
+    opd(
+        "evaluate",
+        "run",
+        pipeline["student"]["model"],
+        "--pipeline",
+        "run/pipeline.yaml",
+        "--output",
+        "exam.json",
+        cwd=tmp_path,
+    )
+    merged, base = (
+        model["scores"]["left-domain"] for model in json.loads((tmp_path / "exam.json").read_text())["models"].values()
+    )
+    assert merged["accepted_length"] > 1 and base["accepted_length"] is None
     options = ServeOptions(address=Address("127.0.0.1", 8000))
     command = server_command(model, options)
     settings = json.loads(command[command.index("--speculative-config") + 1])

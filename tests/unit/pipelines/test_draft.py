@@ -7,9 +7,10 @@ from pathlib import Path
 
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
+from opd.draft.export import read_shape, write_blank_draft
 from opd.draft.head import build_draft
 from opd.rollouts.worker import read_model_shape
-from pipelines.draft import draft_shape
+from pipelines.draft import draft_shape, find_served_draft
 from pipelines.sizing.draft import count_draft_parameters
 from pipelines.specs import rank_options, rollout_spec
 from tests.unit.opd.config.test_keep import DATA
@@ -26,6 +27,13 @@ def test_a_smaller_vocabulary_has_the_lowest_ids_and_the_ends(tiny_model_dir: Pa
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": [2, 40]}))
     shape = draft_shape(tmp_path, DraftConfig(vocab_size=6), 70)
     assert shape.vocab == (0, 1, 2, 3, 4, 40)
+
+
+def test_files_of_a_draft_tell_its_shape(tiny_model_dir: Path, tmp_path: Path) -> None:
+    for options in (DraftConfig(), DraftConfig(vocab_size=20, layers=(1,))):
+        shape = draft_shape(tiny_model_dir, options, 70)
+        write_blank_draft(shape, tmp_path)
+        assert read_shape(tmp_path) == shape and find_served_draft(tmp_path.parent) is None
 
 
 def test_the_memory_sum_counts_the_weights_that_a_draft_has(tiny_model_dir: Path) -> None:

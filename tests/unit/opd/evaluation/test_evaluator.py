@@ -229,6 +229,16 @@ def test_the_score_of_an_episode_is_the_environments_reward() -> None:
     assert told == ["me: the environment of a raised on 1 of 5 answers, counted as wrong: step: KeyError"]
 
 
+def test_tokens_of_a_pass_are_counted_where_a_draft_guessed() -> None:
+    class Drafting(FakeEngine):
+        def answer(self, prompts: Sequence[Prompt], *, n: int = 1, temperature: float = 0.0) -> list[Completion]:
+            accepted = {"a": (3, 0, 1), "b": ()}
+            return [replace(c, accepted=accepted[c.prompt.domain]) for c in super().answer(prompts, n=n)]
+
+    scores = evaluator(Drafting({"student": set()})).evaluate(model="m").scores
+    assert {name: score.accepted_length for name, score in scores.items()} == {"a": 1.5, "b": None}
+
+
 def test_an_expert_that_reads_something_else_is_asked_that() -> None:
     asked: list[Any] = []
 

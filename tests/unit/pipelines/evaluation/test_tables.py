@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +85,11 @@ def test_nothing_is_printed_where_tasks_do_not_say_their_moves(
 ) -> None:
     output = evaluated(monkeypatch, {"a": found("a", [])}, side_by_side=side_by_side)
     assert len(output.tables) == 1 and output.data["models"]["a"]["scores"]["maze"]["by_length"] == ()
+
+
+def test_a_column_tells_the_tokens_of_a_pass_where_a_draft_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = found("a", TASKS)
+    drafted = replace(evaluation.scores["letters"], accepted_length=1.754)
+    models = {"a": evaluation, "b": replace(evaluation, scores={**evaluation.scores, "letters": drafted})}
+    (_, plain, _), _, (_, columns, rows), _ = evaluated(monkeypatch, models).tables
+    assert columns == (*plain, "tokens of a pass") and [row[-1] for row in rows] == ["1.75", "-"]
