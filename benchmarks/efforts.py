@@ -60,7 +60,7 @@ class Size:
         return {**size, "max_position_embeddings": 64}
 
 
-FULL = Size(rows=8000, base_steps=700, expert_steps=120, rl_steps=30, steps=300, samples=108)
+FULL = Size(rows=8000, base_steps=700, expert_steps=120, rl_steps=30, steps=800, samples=108)
 QUICK = Size(rows=60, base_steps=2, expert_steps=2, rl_steps=2, steps=2, samples=18)
 
 
@@ -157,6 +157,7 @@ def make_world(folder: Path, size: Size) -> Path:
         },
         "rollout": {"max_new_tokens": 14, "max_model_len": 40},
         "objective": {"kind": "reverse_kl", "normalize": "sequence_mean"},  # else long answers have most of the loss
+        "balance": {"kind": "gap"},  # answers without thoughts are learned last
         "trainer": {
             "ranks": 1,
             "steps": size.steps,

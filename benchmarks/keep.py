@@ -18,7 +18,6 @@ import math
 import os
 import random
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,14 +34,17 @@ from opd.models.weights import load_causal_lm
 DOMAINS = ("needle", "relations")
 STEPS = 32
 """Steps of the merge without `keep`."""
+NEW_TOKENS = 32
+"""Longest response of the experts' domains."""
 
 
 def find_paragraphs(count: int, words: int) -> list[str]:
     """Return the beginnings, `words` long, of paragraphs of prose in the descriptions of installed packages."""
     found: dict[str, None] = {}
     for package in sorted(importlib.metadata.distributions(), key=lambda one: one.metadata["Name"]):
-        text = package.metadata.get_payload() or package.metadata.get("Description") or ""
-        for paragraph in re.split(r"\n\s*\n", str(text)):
+        # A package's description stands behind its headers, as the body of a message.
+        _, _, text = (package.read_text("METADATA") or "").partition("\n\n")
+        for paragraph in re.split(r"\n\s*\n", text):
             line = " ".join(paragraph.split())
             if len(line.split()) >= 2 * words and re.fullmatch(r"[A-Z][\w\s.,;:'()/-]+", line):
                 found[" ".join(line.split()[:words])] = None
@@ -117,7 +119,7 @@ def make_world(folder: Path, args: argparse.Namespace) -> Path:
             }
             for name, file in data.items()
         },
-        "rollout": {"dtype": "bfloat16", "max_new_tokens": 32, "max_model_len": 256, "share_prefixes": True},
+        "rollout": {"dtype": "bfloat16", "max_new_tokens": NEW_TOKENS, "max_model_len": 256, "share_prefixes": True},
         "teachers": {"dtype": "bfloat16"},
         "objective": {"kind": "forward_kl", "chunk": 128},
         "trainer": {
@@ -146,12 +148,18 @@ def write_pipeline(folder: Path, pipeline: dict[str, Any]) -> Path:
     return file
 
 
-def choose_variants(folder: Path, weights: Sequence[float], steps: int) -> list[Variant]:
+def choose_variants(folder: Path, args: argparse.Namespace) -> list[Variant]:
     """Return the merge without `keep`, and those with it."""
     general = json.dumps(str(folder / "general.jsonl"))
+    more = (
+        f"trainer.steps={args.steps}",
+        f"trainer.samples_per_step={args.samples}",
+        f"rollout.max_new_tokens={args.new_tokens}",
+        f"evaluate.max_new_tokens={NEW_TOKENS}",
+    )
     kept = [
-        Variant(f"keep {weight:g}", (f"keep={{prompts: {general}, weight: {weight:g}}}", f"trainer.steps={steps}"))
-        for weight in weights
+        Variant(f"keep {weight:g} of {args.new_tokens}", (f"keep={{prompts: {general}, weight: {weight:g}}}", *more))
+        for weight in args.weights
     ]
     return [Variant("without", ()), *kept]
 
@@ -167,6 +175,12 @@ def main() -> None:
     add("--weights", nargs="+", type=float, default=[1.0, 2.0], help="of `keep`; a domain has 1")
     add("--steps", type=int, default=40, help="of the merges with `keep`; the one without has 32")
     add("--samples", type=int, default=32, help="responses of a step with `keep`; without it there are 24")
+    add(
+        "--new-tokens",
+        type=int,
+        default=96,
+        help="longest response to general prompts; those of the experts end earlier",
+    )
     add("--seeds", nargs="+", type=int, default=[0])
     add("--folder", type=Path, default=Path("runs/keep"), help="experts, run directories and logs")
     add("--json", type=Path, help="write all figures here, after every merge")
@@ -178,7 +192,7 @@ def main() -> None:
         print(f"base: {base:.4f} bits per byte of {len(texts)} docstrings", flush=True)
         merges: list[dict[str, Any]] = []
         for seed in args.seeds:
-            for variant in choose_variants(where.cwd, args.weights, args.steps):
+            for variant in choose_variants(where.cwd, args):
                 done = merge(
                     where, variant, seed, [f"trainer.samples_per_step={args.samples}"] if variant.settings else []
                 )
@@ -203,4 +217,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
