@@ -63,7 +63,7 @@ from teachers.flight.client import FlightPool
 from teachers.joined_pools import JoinedPool, JoinedPools
 from teachers.no_teachers import TeacherlessPool
 from teachers.pool import Pool
-from teachers.texts.teaching import TextTeaching
+from teachers.texts.teaching import FirstAnswer, TextTeaching
 
 ROLLOUT_ENGINES: dict[str, type[VLLMRolloutEngine]] = {
     "vllm": VLLMRolloutEngine,
@@ -193,6 +193,18 @@ def _build_texts(config: PipelineConfig, inputs: Inputs, paths: RunPaths, displa
     texts = TextTeaching(spec, inputs.tokenizer, paths.texts)
     texts.prove({domain: inputs.prompts[domain][0] for domain in spec.domains}, paths.merge_root)
     return texts
+
+
+def prove_texts(config: PipelineConfig, inputs: Inputs, path: Path) -> list[FirstAnswer]:
+    """Have every expert that only writes text answer one prompt, before there is a run. Returns the answers.
+
+    The file `path` keeps them, and those that it has are not asked for again. Raises: ConfigError, StorageError.
+    """
+    spec = text_spec(config, inputs.routes, inputs.student.eos_token_ids)
+    if spec is None:
+        return []
+    prompts = {domain: inputs.prompts[domain][0] for domain in spec.domains}
+    return TextTeaching(spec, inputs.tokenizer, path).prove(prompts)
 
 
 def _build_preference(

@@ -21,6 +21,7 @@ from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.servers.text_server import TextServerSpec
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.base_scoring import BaseScoring, BaseTeacher
 from opd.train.companions import CompanionSpec
@@ -43,7 +44,6 @@ from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
-from teachers.texts.server import TextServerSpec
 from teachers.texts.teaching import TextDomain, TextTeachingSpec
 
 if TYPE_CHECKING:

@@ -53,6 +53,14 @@ def clip_reward(episode: EpisodeResult) -> float:
     return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))
 
 
+def judge_text(verifier: Verifier, text: str, prompt: Prompt) -> tuple[float, str]:
+    """Return the score of a text as the answer to a prompt, and an empty text; 0 and the traceback if the verifier raises."""
+    try:
+        return verifier(text, prompt.answer, prompt.metadata), ""
+    except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
+        return 0.0, traceback.format_exc()
+
+
 class EngineEvaluator:
     """Implements `opd.interfaces.Evaluator` for the weights that the engine holds at the time."""
 
@@ -109,10 +117,7 @@ class EngineEvaluator:
         if episode is not None:
             score, error = clip_reward(episode), episode.error
         else:
-            try:
-                score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
-            except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
-                error = traceback.format_exc()
+            score, error = judge_text(exam.verifier, completion.text, prompt)
         return ScoredAnswer(
             domain=prompt.domain,
             prompt_id=prompt.id,

@@ -14,6 +14,8 @@ class TextAnswer:
     text: str = ""
     finished: bool = True
     """True if the expert ended the answer itself, False if it was cut at its limit of tokens."""
+    model: str = ""
+    """Name of the model, as the server gives it."""
     problem: str = ""
     """Why the answer cannot be used; empty if it can."""
     answered: bool = True

@@ -34,7 +34,7 @@ from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.sinks import open_sinks
 from opd.text import quote_for_shell
-from pipelines.build import build_merge, num_workers
+from pipelines.build import build_merge, num_workers, prove_texts
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
@@ -173,13 +173,17 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
     `evaluation_files`: name -> text of files of `evaluation/` that were measured before and are not measured again.
-    Raises: OpdError before anything is written.
+    Experts that only write text answer a prompt first. Raises: OpdError, and then there is no run directory.
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
     config, inputs, manifest, notices = read_facts(config)
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
+        asked = RunPaths(RunPaths(root).merge_root).texts
+        if asked.exists():  # before the first round began
+            shutil.copyfile(asked, temporary.texts)
+        prove_texts(config, inputs, temporary.texts)
         write_inputs(temporary, manifest)
         if evaluation_files:
             temporary.evaluation.mkdir()

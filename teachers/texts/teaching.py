@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,9 @@ from opd.prompts.turn_ends import find_turn_end
 from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.texts import TextAnswer, TextSpending
 from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch, Span
+from opd.servers.answers_file import AnswersFile
+from opd.servers.text_server import TextServer, TextServerSpec
 from opd.text import quote_for_shell
-from teachers.texts.answers_file import AnswersFile
-from teachers.texts.server import TextServer, TextServerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,17 @@ class TextTeachingSpec:
     """Share of a step's responses that may be left out."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAnswer:
+    """What an expert answered to the one prompt by which it shows that it answers."""
+
+    domain: str
+    prompt: Prompt
+    answer: TextAnswer
+    seconds: float
+    """Until the answer was there."""
+
+
 class TextTeaching:
     """Implements `opd.interfaces.TextExperts`."""
 
@@ -84,26 +96,34 @@ class TextTeaching:
         }
         """Expert -> requests since the run began."""
 
-    def prove(self, prompts: Mapping[str, Prompt], run_dir: Path) -> None:
-        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt. `run_dir`: what a resume is given.
+    def prove(self, prompts: Mapping[str, Prompt], run_dir: Path | None = None) -> list[FirstAnswer]:
+        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt. `run_dir`: what a resume is given; None
+        before there is a run. Returns the answers.
 
         Raises: ConfigError for an expert whose answer cannot be used; StorageError.
         """
+        first_answers = []
         for domain, own in self._spec.domains.items():
-            prompt = prompts[domain]
+            prompt, began = prompts[domain], time.monotonic()
             try:
                 self._ask(domain, [prompt])
                 problem = self._find_problem(domain, prompt.id)
             except RunError as error:
                 problem = str(error)
             if problem:
+                resume = "" if run_dir is None else f", then `opd merge --resume {quote_for_shell(run_dir)}`"
                 raise ConfigError.at(
                     f"experts.{own.expert}.engine",
                     found=problem,
                     wanted=f"a server that answers prompt {prompt.id}",
-                    fix=f"see that it does, then `opd merge --resume {quote_for_shell(run_dir)}`; other keys of the engine go there"
-                    f" as --set experts.{own.expert}.engine.KEY=VALUE",
+                    fix=f"see that it does{resume}; --set experts.{own.expert}.engine.KEY=VALUE changes a key of the engine",
                 )
+            answer = self._find(domain, prompt.id)
+            assert answer is not None, "an answer without a problem"
+            first_answers.append(
+                FirstAnswer(domain=domain, prompt=prompt, answer=answer, seconds=time.monotonic() - began)
+            )
+        return first_answers
 
     def teach(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         step = batch.rollouts[0].step if batch.rollouts else 0

@@ -41,7 +41,7 @@ def open_session(timeout_s: float, key_env: str | None, holder: str) -> aiohttp.
     headers = {}
     if key_env is not None:
         if not os.environ.get(key_env):
-            raise RunError(f"teachers.api_key_env: {key_env} is not set in {holder}")
+            raise RunError(f"api_key_env: {key_env} is not set in {holder}")
         headers["Authorization"] = f"Bearer {os.environ[key_env]}"
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
     return aiohttp.ClientSession(timeout=timeout, headers=headers)
@@ -73,7 +73,7 @@ async def post_request(
             async with session.post(url, json=request, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except TimeoutError:
-            problem = "no answer in time (teachers.server_timeout_s)"
+            problem = "no answer in time (server_timeout_s)"
             continue
         except aiohttp.ClientError as error:
             problem = str(error) or type(error).__name__
@@ -95,8 +95,8 @@ async def post_request(
 
 def _format_refusal(status: int, model: str) -> str:
     reasons = {
-        401: "the key is missing or wrong (teachers.api_key_env)",
-        403: "the key is not allowed to (teachers.api_key_env)",
+        401: "the key is missing or wrong (api_key_env)",
+        403: "the key is not allowed to (api_key_env)",
         404: f"no model {model!r} or no such API at this base_url",
     }
     return f"{status}, {reasons[status]}"

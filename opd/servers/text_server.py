@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 from opd.records.texts import TextAnswer
 from opd.records.types import Prompt
-from opd.text import to_one_line
-from teachers.server_requests import (
+from opd.servers.requests import (
     ATTEMPTS,
     IN_FLIGHT,
     MAX_SHOWN,
@@ -24,6 +23,7 @@ from teachers.server_requests import (
     open_session,
     post_request,
 )
+from opd.text import to_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,16 +57,18 @@ class UnusableAnswer(ValueError):
 
 
 class TextServer:
-    """Asks one expert."""
+    """Asks one model."""
 
-    def __init__(self, expert: str, spec: TextServerSpec) -> None:
-        self._expert = expert
+    def __init__(self, name: str, spec: TextServerSpec, role: Literal["expert", "judge"] = "expert") -> None:
+        """`name` is that of the expert, or of the domain that the judge is for."""
+        self._name = name
         self._spec = spec
         path = "chat/completions" if spec.api == "chat" else "completions"
         self._url = f"{spec.base_url.rstrip('/')}/{path}"
+        self._speaker = f"{role} {name}: {self._url}"
 
     def ask(self, prompts: Sequence[Prompt], keep: Callable[[TextAnswer], None], count: Callable[[], None]) -> None:
-        """Ask the expert about all prompts, `IN_FLIGHT` at a time. `keep` gets each answer as it comes, `count` is called before
+        """Ask about all prompts, `IN_FLIGHT` at a time. `keep` gets each answer as it comes, `count` is called before
         every request. Raises: RunError if the server refuses every request; what `keep` and `count` raise."""
         asyncio.run(self._ask_all(prompts, keep, count))
 
@@ -89,25 +91,28 @@ class TextServer:
 
     async def _request_answer(self, session: Any, prompt: Prompt, count: Callable[[], None]) -> TextAnswer:
         """Return the answer, with its problem if it has one. Raises: RunError if the server refuses every request."""
-        speaker = f"expert {self._expert}: {self._url}"
         try:
-            response = await post_request(session, self._url, self.build_request(prompt), speaker, count)
+            response = await post_request(session, self._url, self.build_request(prompt), self._speaker, count)
         except RequestFailed as error:
             return self._make_answer(prompt, answered=False, attempts=ATTEMPTS, problem=str(error))
         except RequestRefused as error:
             return self._make_answer(prompt, problem=str(error))
         prompt_tokens, completion_tokens = _read_usage(response)
-        tokens = {"prompt_tokens": prompt_tokens or 0, "completion_tokens": completion_tokens or 0}
+        said = {
+            "model": _read_model(response),
+            "prompt_tokens": prompt_tokens or 0,
+            "completion_tokens": completion_tokens or 0,
+        }
         try:
             if self._spec.needs_usage and None in (prompt_tokens, completion_tokens):
                 raise UnusableAnswer("the answer does not say how many tokens it took, which has a price")
             text, finished = self._parse_text(response)
         except UnusableAnswer as error:
-            return self._make_answer(prompt, problem=f"{speaker}: {error}", **tokens)
-        return self._make_answer(prompt, text=text, finished=finished, **tokens)
+            return self._make_answer(prompt, problem=f"{self._speaker}: {error}", **said)
+        return self._make_answer(prompt, text=text, finished=finished, **said)
 
     def _make_answer(self, prompt: Prompt, **values: Any) -> TextAnswer:
-        return TextAnswer(expert=self._expert, prompt_id=prompt.id, **values)
+        return TextAnswer(expert=self._name, prompt_id=prompt.id, **values)
 
     def build_request(self, prompt: Prompt) -> dict[str, Any]:
         """Return the JSON of a question."""
@@ -149,6 +154,12 @@ class TextServer:
         if self._spec.served_model is not None:
             return bool(name == self._spec.served_model)
         return isinstance(name, str) and (name == self._spec.model or name.startswith(f"{self._spec.model}-"))
+
+
+def _read_model(response: Any) -> str:
+    """Return the model's name in an answer; empty if it has none."""
+    name = response.get("model") if isinstance(response, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _read_usage(response: Any) -> tuple[int | None, int | None]:
