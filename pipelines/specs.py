@@ -21,6 +21,7 @@ from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.servers.budget import CallBudget
 from opd.servers.text_server import TextServerSpec
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.base_scoring import BaseScoring, BaseTeacher
@@ -435,27 +436,12 @@ def text_spec(
     compared = preferred_domains(config, routes)
     domains = {}
     for domain, (expert, section) in texts.items():
-        server = TextServerSpec(
-            base_url=section.base_url,
-            model=section.model,
-            api=section.api,
-            max_tokens=config.rollout.max_new_tokens,
-            temperature=section.temperature,
-            request=section.request,
-            served_model=section.served_model,
-            api_key_env=section.api_key_env,
-            timeout_s=section.server_timeout_s,
-            needs_usage=bool(section.price.input or section.price.output),
-        )
         domains[domain] = TextDomain(
             expert=expert,
-            server=server,
+            server=TextServerSpec.from_config(section, section.api, config.rollout.max_new_tokens),
             steps=section.steps,
             compares=domain in compared,
-            max_calls=section.max_calls,
-            max_cost=section.max_cost,
-            input_price=section.price.input,
-            output_price=section.price.output,
+            budget=CallBudget.from_config(section),
         )
     return TextTeachingSpec(
         domains=domains,

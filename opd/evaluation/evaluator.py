@@ -3,7 +3,6 @@ experts'."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from opd.interfaces import Decoder, Evaluator, RolloutEngine, Verifier
 from opd.records.episodes import BROKEN, EpisodeResult
 from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.records.types import Completion, Prompt, Teacher
+from opd.verifiers import judge_texts
 
 KEPT_QUESTIONS = 5
 """Number of questions of each domain, from the first, of which all answers are kept to be read."""
@@ -53,14 +53,6 @@ def clip_reward(episode: EpisodeResult) -> float:
     return 0.0 if episode.stop_reason in BROKEN else min(1.0, max(0.0, episode.reward or 0.0))
 
 
-def judge_text(verifier: Verifier, text: str, prompt: Prompt) -> tuple[float, str]:
-    """Return the score of a text as the answer to a prompt, and an empty text; 0 and the traceback if the verifier raises."""
-    try:
-        return verifier(text, prompt.answer, prompt.metadata), ""
-    except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
-        return 0.0, traceback.format_exc()
-
-
 class EngineEvaluator:
     """Implements `opd.interfaces.Evaluator` for the weights that the engine holds at the time."""
 
@@ -92,7 +84,7 @@ class EngineEvaluator:
         n = self._settings.n
         completions = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
         answers = {
-            domain: [self._judge_answer(exam, c) for c in completions if c.prompt.domain == domain]
+            domain: self._judge_answers(exam, [c for c in completions if c.prompt.domain == domain])
             for domain, exam in exams.items()
         }
         for domain, judged in answers.items():
@@ -110,14 +102,22 @@ class EngineEvaluator:
             answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
         )
 
-    def _judge_answer(self, exam: DomainExam, completion: Completion) -> ScoredAnswer:
-        """Return an answer with its score: an episode's reward, else what the verifier says, and 0 if that raises."""
-        prompt = completion.prompt
-        score, error, episode = 0.0, "", completion.episode
-        if episode is not None:
-            score, error = clip_reward(episode), episode.error
-        else:
-            score, error = judge_text(exam.verifier, completion.text, prompt)
+    def _judge_answers(self, exam: DomainExam, completions: Sequence[Completion]) -> list[ScoredAnswer]:
+        """Return answers with their scores: an episode's reward, else what the verifier says, and 0 if that says nothing."""
+        texts = [(c.prompt, c.text) for c in completions if c.episode is None]
+        judgements = iter(judge_texts(exam.verifier, texts))
+        answers = []
+        for completion in completions:
+            if completion.episode is not None:
+                score, error = clip_reward(completion.episode), completion.episode.error
+            else:
+                judgement = next(judgements)
+                score, error = judgement.score or 0.0, judgement.problem
+            answers.append(self._make_answer(completion, score, error))
+        return answers
+
+    def _make_answer(self, completion: Completion, score: float, error: str) -> ScoredAnswer:
+        prompt, episode = completion.prompt, completion.episode
         return ScoredAnswer(
             domain=prompt.domain,
             prompt_id=prompt.id,

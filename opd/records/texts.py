@@ -1,4 +1,4 @@
-"""Records of experts that only write text: an answer, and what an expert's answers have cost."""
+"""Records of models on servers that write text, experts and judges: an answer, and what a model's answers have cost."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnswer:
-    """The answer of an expert to a prompt, or why there is none that can be used."""
+    """The answer of a model to a prompt, or why there is none that can be used."""
 
     expert: str
+    """The expert's name, or the domain that the judge is for."""
     prompt_id: str
     text: str = ""
     finished: bool = True

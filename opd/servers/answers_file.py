@@ -1,9 +1,10 @@
-"""The answers of a run's text-only experts, in one file, so that a resume asks nothing twice and trains on the same text."""
+"""The answers of models on servers in one file of a run, so that a resume asks nothing twice and goes on with the same text."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from opd.records.texts import TextAnswer
 class AnswersFile:
     """Appends answers, a line each, and finds them again. One process at a time uses it."""
 
-    def __init__(self, path: Path) -> None:
-        """Read the file, if it is there. Raises: StorageError."""
+    def __init__(self, path: Path | None) -> None:
+        """Read the file, if it is there; None: keep the answers in memory alone. Raises: StorageError."""
         self._path = path
         self._answers: dict[tuple[str, str], TextAnswer] = {}
-        """Expert and prompt's id -> answer."""
+        """Model's name and prompt's id -> answer."""
         self._lines: list[TextAnswer] = []
-        if path.exists():
+        self.calls: Counter[str] = Counter()
+        """Model's name -> requests since the run began."""
+        if path is not None and path.exists():
             with raise_storage_errors(path):
                 lines = path.read_bytes().splitlines()
             for line in lines:
@@ -29,23 +32,31 @@ class AnswersFile:
                     self._add(make_record(TextAnswer, json.loads(line)))
                 except (ValueError, TypeError):
                     continue  # an empty line, or one that was cut off when its writer was killed
+        for answer in self._lines:
+            self.calls[answer.expert] += answer.attempts
 
-    def find(self, expert: str, prompt_id: str) -> TextAnswer | None:
-        """Return the expert's answer; None if it was not asked, or if the requests for it failed."""
-        return self._answers.get((expert, prompt_id))
+    def find(self, name: str, prompt_id: str) -> TextAnswer | None:
+        """Return the model's answer; None if it was not asked, or if the requests for it failed."""
+        return self._answers.get((name, prompt_id))
 
     def append(self, answer: TextAnswer) -> None:
         """Add an answer and sync it. Raises: StorageError."""
-        with raise_storage_errors(self._path), self._path.open("ab") as file:
-            # The line feed before it ends a line that a killed process left unfinished.
-            file.write(b"\n" + json.dumps(asdict(answer)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self._path is not None:
+            with raise_storage_errors(self._path), self._path.open("ab") as file:
+                # The line feed before it ends a line that a killed process left unfinished.
+                file.write(b"\n" + json.dumps(asdict(answer)).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
         self._add(answer)
 
-    def list_answers(self, expert: str) -> list[TextAnswer]:
-        """Return the expert's lines, those of failed requests among them, in order."""
-        return [answer for answer in self._lines if answer.expert == expert]
+    def list_answers(self, name: str) -> list[TextAnswer]:
+        """Return the model's lines, those of failed requests among them, in order."""
+        return [answer for answer in self._lines if answer.expert == name]
+
+    def find_failure(self, name: str, prompt_id: str) -> str:
+        """Return why the last requests for an answer failed. There must have been some."""
+        failed = [line for line in self.list_answers(name) if line.prompt_id == prompt_id]
+        return failed[-1].problem
 
     def _add(self, answer: TextAnswer) -> None:
         self._lines.append(answer)

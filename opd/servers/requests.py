@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunError
 from opd.text import to_one_line
+
+if TYPE_CHECKING:  # its import takes too long for those who ask nobody
+    import aiohttp
 
 ATTEMPTS = 4
 """How often a request is sent before it has failed."""
@@ -38,6 +39,8 @@ def open_session(timeout_s: float, key_env: str | None, holder: str) -> aiohttp.
 
     Raises: RunError if the variable is not set; `holder` says in whose environment.
     """
+    import aiohttp
+
     headers = {}
     if key_env is not None:
         if not os.environ.get(key_env):
@@ -63,6 +66,8 @@ async def post_request(
     Raises: RequestRefused for a refusal, and for an answer that is no JSON; RequestFailed when every attempt failed; RunError if the
     server would refuse any request. All begin with `speaker`.
     """
+    import aiohttp
+
     problem = ""
     for attempt in range(ATTEMPTS):
         if attempt:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from opd.config.endpoint import TextServerConfig
 from opd.records.texts import TextAnswer
 from opd.records.types import Prompt
 from opd.servers.requests import (
@@ -28,18 +29,18 @@ from opd.text import to_one_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextServerSpec:
-    """How an expert is asked."""
+    """How a model is asked."""
 
     base_url: str
     """Address with version."""
     model: str
-    """Name under which the server knows the expert."""
+    """Name under which the server knows the model."""
     api: Literal["chat", "completions"]
     """Which of the two APIs the server has."""
     max_tokens: int
     """Most tokens of an answer, in the server's own."""
     temperature: float | None = 0.0
-    """Temperature at which the expert answers; None: the server's."""
+    """Temperature of the answers; None: the server's."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of each request."""
     served_model: str | None = None
@@ -51,6 +52,24 @@ class TextServerSpec:
     needs_usage: bool = False
     """True if an answer that does not say how many tokens it took cannot be used."""
 
+    @classmethod
+    def from_config(
+        cls, config: TextServerConfig, api: Literal["chat", "completions"], max_tokens: int
+    ) -> TextServerSpec:
+        """Return the spec of a server as a pipeline describes it."""
+        return cls(
+            base_url=config.base_url,
+            model=config.model,
+            api=api,
+            max_tokens=max_tokens,
+            temperature=config.temperature,
+            request=config.request,
+            served_model=config.served_model,
+            api_key_env=config.api_key_env,
+            timeout_s=config.server_timeout_s,
+            needs_usage=config.has_price,
+        )
+
 
 class UnusableAnswer(ValueError):
     """The server answered, and nothing can be learned from it."""
@@ -61,7 +80,8 @@ class TextServer:
 
     def __init__(self, name: str, spec: TextServerSpec, role: Literal["expert", "judge"] = "expert") -> None:
         """`name` is that of the expert, or of the domain that the judge is for."""
-        self._name = name
+        self.name = name
+        self.role = role
         self._spec = spec
         path = "chat/completions" if spec.api == "chat" else "completions"
         self._url = f"{spec.base_url.rstrip('/')}/{path}"
@@ -112,7 +132,7 @@ class TextServer:
         return self._make_answer(prompt, text=text, finished=finished, **said)
 
     def _make_answer(self, prompt: Prompt, **values: Any) -> TextAnswer:
-        return TextAnswer(expert=self._name, prompt_id=prompt.id, **values)
+        return TextAnswer(expert=self.name, prompt_id=prompt.id, **values)
 
     def build_request(self, prompt: Prompt) -> dict[str, Any]:
         """Return the JSON of a question."""

@@ -1,16 +1,18 @@
-"""What `opd check` finds out about experts that only write text: whether each answers one prompt, and whether that answer is right."""
+"""What `opd check` finds out about servers: whether each expert that only writes text answers one prompt, and rightly, and whether each
+judge gives a score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from opd.config import PipelineConfig
-from opd.evaluation.evaluator import judge_text
 from opd.text import Tell
+from opd.verifiers import find_problem, judge_texts
 from pipelines.build import prove_texts
+from pipelines.inputs.judges import find_judges, prove_judges
 from pipelines.inputs.read import Inputs
 from pipelines.routes import text_routes
 from teachers.texts.teaching import FirstAnswer
@@ -23,9 +25,9 @@ class MeasuredText:
     expert: str
     first: FirstAnswer
     score: float | None
-    """Of the answer by the domain's verifier; None without an exam, or if the prompt's row has nothing to compare it with."""
+    """The answer's score by the verifier of the domain; None without an exam, or if the prompt's row has nothing to compare it with."""
     error: str = ""
-    """The traceback if the verifier raised."""
+    """Why the verifier gave none, if it failed."""
 
     def describe(self) -> str:
         """Return the figures as one line."""
@@ -34,13 +36,24 @@ class MeasuredText:
         cut = "" if answer.finished else ", cut at rollout.max_new_tokens"
         verdict = "nothing says whether it is right"
         if self.error:
-            verdict = f"the verifier raised: {self.error.strip().splitlines()[-1]}"
+            verdict = f"the verifier failed: {self.error.strip().splitlines()[-1]}"
         elif self.score is not None:
             verdict = f"the verifier's score is {self.score:g}"
         return (
             f"{self.first.domain}: expert {self.expert} answers as {answer.model}: prompt {answer.prompt_id} in {self.first.seconds:.1f} s, "
             f"{len(answer.text)} characters{tokens}{cut}; {verdict}"
         )
+
+
+def measure_judges(inputs: Inputs, tell: Tell) -> Iterator[str]:
+    """Have every judge score one answer, and yield a line about each. Raises: ConfigError for one that gives no score, as a merge does."""
+    judges = find_judges(inputs.exams)
+    if judges:
+        tell(f"asking the judges of {', '.join(judges)}")
+    for first in prove_judges(inputs.exams):
+        model = judges[first.domain].config.model
+        judged = "the row's own answer" if first.prompt.answer else "an empty answer"
+        yield f"{first.domain}: judge {model} gives {judged} to {first.prompt.id} {first.score:.2f}, in {first.seconds:.1f} s"
 
 
 def measure_texts(config: PipelineConfig, inputs: Inputs, tell: Tell) -> Sequence[MeasuredText]:
@@ -56,7 +69,7 @@ def measure_texts(config: PipelineConfig, inputs: Inputs, tell: Tell) -> Sequenc
 
 def _judge_answer(inputs: Inputs, expert: str, first: FirstAnswer) -> MeasuredText:
     exam, prompt = inputs.exams.get(first.domain), first.prompt
-    if exam is None or exam.verifier.problem(prompt.answer, prompt.metadata):
+    if exam is None or find_problem(exam.verifier, prompt):
         return MeasuredText(expert=expert, first=first, score=None)
-    score, error = judge_text(exam.verifier, first.answer.text, prompt)
-    return MeasuredText(expert=expert, first=first, score=score, error=error)
+    (judgement,) = judge_texts(exam.verifier, [(prompt, first.answer.text)])
+    return MeasuredText(expert=expert, first=first, score=judgement.score, error=judgement.problem)

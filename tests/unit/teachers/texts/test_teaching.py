@@ -12,6 +12,7 @@ import pytest
 from opd.errors import ConfigError, RunError
 from opd.prompts.encode import encode_text, load_tokenizer
 from opd.records.types import Prompt, RolloutBatch, Span
+from opd.servers.budget import CallBudget
 from opd.servers.text_server import TextServerSpec
 from teachers.texts.teaching import TextDomain, TextTeaching, TextTeachingSpec
 from tests.rows import make_rollout
@@ -33,12 +34,10 @@ def teach(writer: Writer, tokenizer: Any, tmp_path: Path) -> Callable[..., TextT
         domain = {
             "steps": 2,
             "compares": False,
-            "max_calls": None,
-            "max_cost": None,
-            "input_price": 1.0,
-            "output_price": 2.0,
         }
-        own = TextDomain(expert="e", server=TextServerSpec(**server), **domain | more)
+        budget = {"max_calls": None, "max_cost": None, "input_price": 1.0, "output_price": 2.0}
+        budget |= {key: more.pop(key) for key in list(more) if key in budget}
+        own = TextDomain(expert="e", server=TextServerSpec(**server), budget=CallBudget(**budget), **domain | more)
         spec = TextTeachingSpec(
             domains={"a": own}, stop_token_ids=(tokenizer.eos_token_id,), max_new_tokens=max_new_tokens, max_model_len=32,
             max_quarantined=max_quarantined,
