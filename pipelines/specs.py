@@ -285,6 +285,7 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
             weights=weights,
             adapter_dir=teachers[name].adapter_dir if name in teachers else None,
             probe=teachers[name].probe if name in teachers else None,
+            decay=config.inline_experts[name].ema if name in config.inline_experts else None,
         )
         for name, weights in base_teacher_weights(config, scoring).items()
     )
