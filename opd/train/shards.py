@@ -82,7 +82,8 @@ class Shards:
 
     def has_kind(self, kind: str) -> bool:
         """Return True if the checkpoint has tensors of this kind."""
-        return any(name.startswith(f"{kind}/") for name in self._files[0].keys())
+        names: list[str] = self._files[0].keys()
+        return any(name.startswith(f"{kind}/") for name in names)
 
     def read_slice(self, name: str, numel: int, start: int, size: int) -> Tensor:
         """Return `size` numbers from index `start` of the flat tensor `name`, which has `numel` numbers; zeros past its end."""
