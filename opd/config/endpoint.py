@@ -50,7 +50,7 @@ def _find_url_problem(url: str) -> str | None:
 
 class ServerAccess(Strict):
     api_key_env: str | None = None
-    """Environment variable with the servers' key, where the requests are made: of `teachers` in scoring workers, else where `opd` runs."""
+    """Environment variable with the key, where requests are made: of `openai` in scoring workers, else where `opd` runs."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request; a failed one is sent up to four times."""
 
@@ -80,17 +80,17 @@ class TextServerConfig(ServerAccess, ServerConfig):
     """A model that writes text."""
 
     served_model: str | None = Field(None, min_length=1)
-    """Name of the model in the server's answers; default: `model`, or that with a date or version behind a dash."""
+    """The model's name in answers; default: `model`, or that with a date or version behind a dash."""
     request: dict[str, Any] = {}
-    """Further keys of each request, such as `{reasoning_effort: low}`. With `max_completion_tokens` no `max_tokens` is sent."""
+    """Further keys of requests, such as `{reasoning_effort: low}`. `max_completion_tokens` replaces `max_tokens`."""
     temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
-    """Temperature of the answers; null: not sent, for models that take none."""
+    """Null: not sent, for models that take none."""
     max_calls: int | None = Field(None, ge=1)
-    """Most requests of the whole run, failed ones among them; default: no limit."""
+    """Most requests of a run, failed ones among them; default: no limit."""
     max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The run stops once so much was spent, by `price`; default: no limit."""
+    """The run stops once so much was spent; default: no limit."""
     price: PriceConfig = PriceConfig()
-    """Money for a million tokens, `input` and `output`, to count what was spent."""
+    """Money for a million tokens, `input` and `output`."""
 
     def find_problem(self) -> tuple[str, str, str] | None:
         """Return a key, what was found there and what is wanted, if two keys do not go together; None if all do."""

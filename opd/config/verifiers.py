@@ -72,17 +72,17 @@ class PythonConfig(Strict):
 
 class JudgeConfig(TextServerConfig):
     kind: Literal["judge"]
-    """A model on a server reads the prompt, the answer and a rubric, and gives a number, see docs/judge.md; not for an `agent`."""
+    """A model on a server gives a number, see docs/judge.md; not for an `agent`."""
     rubric: RowText
-    """What earns how much, in words. `{{ row.rubric }}`: the row's column `rubric`, which the student does not read."""
+    """What earns how much, in words. `{{ row.rubric }}`: the row's column `rubric`."""
     range: list[Annotated[float, Field(allow_inf_nan=False)]] = Field([0.0, 10.0], min_length=2, max_length=2)
     """The least and the largest number, which become 0 and 1; default: 0 and 10."""
     controls: Literal["none", "length", "form"] = "none"
-    """What no response is rewarded for: its `length`, or its `form`: length, lines and share of punctuation. Exams have the plain score."""
+    """What no response is rewarded for: its `length`, or its `form`: length, lines and punctuation."""
     max_tokens: int = Field(1024, ge=1)
-    """Most tokens of what the judge writes, its thoughts among them."""
+    """Most tokens that the judge writes."""
     max_quarantined: float = Field(0.1, ge=0, le=1)
-    """The run stops if a larger share of a step's responses in the domain gets no score; one always may."""
+    """The run stops if more of a step's responses get no score; one always may."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> JudgeConfig:
