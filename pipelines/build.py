@@ -43,6 +43,7 @@ from opd.tool_formats.thoughts import TAGS
 from opd.traces.trace_files import TraceFiles
 from opd.train.deepspeed import DeepSpeedTrainer
 from pipelines.inputs.drift import drift_options
+from pipelines.inputs.judges import open_judges, prove_judges
 from pipelines.inputs.read import Inputs
 from pipelines.inputs.user_engine import import_users_engine
 from pipelines.routes import preferred_domains
@@ -63,7 +64,7 @@ from teachers.flight.client import FlightPool
 from teachers.joined_pools import JoinedPool, JoinedPools
 from teachers.no_teachers import TeacherlessPool
 from teachers.pool import Pool
-from teachers.texts.teaching import TextTeaching
+from teachers.texts.teaching import FirstAnswer, TextTeaching
 
 ROLLOUT_ENGINES: dict[str, type[VLLMRolloutEngine]] = {
     "vllm": VLLMRolloutEngine,
@@ -193,6 +194,28 @@ def _build_texts(config: PipelineConfig, inputs: Inputs, paths: RunPaths, displa
     texts = TextTeaching(spec, inputs.tokenizer, paths.texts)
     texts.prove({domain: inputs.prompts[domain][0] for domain in spec.domains}, paths.merge_root)
     return texts
+
+
+def prove_servers(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> None:
+    """Have every expert that only writes text answer one prompt, and every judge score one answer, before there is a run.
+
+    Files of the directory that is to become the run's keep what they wrote. Raises: ConfigError, StorageError.
+    """
+    prove_texts(config, inputs, paths.texts)
+    open_judges(inputs.every_exam, paths.scores)
+    list(prove_judges(inputs.exams))
+
+
+def prove_texts(config: PipelineConfig, inputs: Inputs, path: Path) -> list[FirstAnswer]:
+    """Have every expert that only writes text answer one prompt, before there is a run. Returns the answers.
+
+    The file `path` keeps them, and those that it has are not asked for again. Raises: ConfigError, StorageError.
+    """
+    spec = text_spec(config, inputs.routes, inputs.student.eos_token_ids)
+    if spec is None:
+        return []
+    prompts = {domain: inputs.prompts[domain][0] for domain in spec.domains}
+    return TextTeaching(spec, inputs.tokenizer, path).prove(prompts)
 
 
 def _build_preference(

@@ -21,6 +21,8 @@ from opd.reward.preference import PreferenceSpec
 from opd.rollouts.episodes.drift import DriftOptions
 from opd.rollouts.vllm import RolloutSpec
 from opd.rollouts.worker import EngineOptions
+from opd.servers.budget import CallBudget
+from opd.servers.text_server import TextServerSpec
 from opd.settings.strict import NUMPY_SEEDS, TORCH_SEEDS
 from opd.train.base_scoring import BaseScoring, BaseTeacher
 from opd.train.companions import CompanionSpec
@@ -43,7 +45,6 @@ from teachers.flight.client import FlightSpec
 from teachers.no_teachers import TeacherlessSpec
 from teachers.pool import PoolSpec
 from teachers.scorers import ScorerOptions, Server
-from teachers.texts.server import TextServerSpec
 from teachers.texts.teaching import TextDomain, TextTeachingSpec
 
 if TYPE_CHECKING:
@@ -284,6 +285,7 @@ def base_scoring(config: PipelineConfig, scoring: Scoring) -> BaseScoring | None
             weights=weights,
             adapter_dir=teachers[name].adapter_dir if name in teachers else None,
             probe=teachers[name].probe if name in teachers else None,
+            decay=config.inline_experts[name].ema if name in config.inline_experts else None,
         )
         for name, weights in base_teacher_weights(config, scoring).items()
     )
@@ -435,27 +437,12 @@ def text_spec(
     compared = preferred_domains(config, routes)
     domains = {}
     for domain, (expert, section) in texts.items():
-        server = TextServerSpec(
-            base_url=section.base_url,
-            model=section.model,
-            api=section.api,
-            max_tokens=config.rollout.max_new_tokens,
-            temperature=section.temperature,
-            request=section.request,
-            served_model=section.served_model,
-            api_key_env=section.api_key_env,
-            timeout_s=section.server_timeout_s,
-            needs_usage=bool(section.price.input or section.price.output),
-        )
         domains[domain] = TextDomain(
             expert=expert,
-            server=server,
+            server=TextServerSpec.from_config(section, section.api, config.rollout.max_new_tokens),
             steps=section.steps,
             compares=domain in compared,
-            max_calls=section.max_calls,
-            max_cost=section.max_cost,
-            input_price=section.price.input,
-            output_price=section.price.output,
+            budget=CallBudget.from_config(section),
         )
     return TextTeachingSpec(
         domains=domains,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from opd.config.verifiers import VerifierConfig
+from opd.config.verifiers import JudgeConfig, VerifierConfig
 from opd.settings.strict import PathOrName, Strict
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -49,6 +49,17 @@ class AgentConfig(Strict):
     """Tokens that the student may write in an episode; default: no limit."""
     max_broken: float = Field(0.1, ge=0, le=1)
     """The run stops if a larger share of a step's episodes of this domain breaks; a single broken episode never stops it."""
+
+    @field_validator("verifier")
+    @classmethod
+    def _refuse_judge(cls, verifier: VerifierConfig | None) -> VerifierConfig | None:
+        if isinstance(verifier, JudgeConfig):
+            raise PydanticCustomError(
+                "verifier",
+                "a verifier that asks no server, or the `reward` of the program's result, for which the program may ask one",
+                {"found": "judge"},
+            )
+        return verifier
 
     @field_validator("env")
     @classmethod

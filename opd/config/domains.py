@@ -83,6 +83,9 @@ class ExpertConfig(Strict):
     """Base of a LoRA adapter; default: the directory that the adapter names."""
     domain: Name
     """The domain whose responses this expert scores."""
+    ema: float | None = Field(None, gt=0, lt=1)
+    """With `model: student`: the teacher is the moving average of the student, which keeps this share of itself in each step; default:
+    the student as the merge (or the round) begins."""
     effort: Name | None = None
     """The effort of the domain, one of `efforts`, that this expert is for; default: all of them."""
     prompt: TeacherPromptConfig | None = None

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic_core import PydanticCustomError
 
 from opd.config.devices import find_devices_problem
-from opd.config.domains import KEPT, STUDENT, RegisteredExperts
-from opd.config.teachers import OpenAITeachers, Teachers, TextTeachers, build_expert_engine, rename_engine_keys
+from opd.config.domains import KEPT, STUDENT, ExpertConfig, RegisteredExperts
+from opd.config.teachers import (
+    OpenAITeachers,
+    Teachers,
+    TextTeachers,
+    TrainerTeachers,
+    build_expert_engine,
+    rename_engine_keys,
+)
 from opd.settings.auto import OpenNumber
 
 if TYPE_CHECKING:
@@ -41,6 +48,8 @@ def list_own_engines(config: PipelineConfig) -> dict[str, tuple[str, Mapping[str
     for name, expert in config.inline_experts.items():
         if expert.engine is not None:
             engines[name] = (f"experts.{name}.engine", expert.engine)
+        elif expert.ema is not None:
+            engines[name] = (f"experts.{name}.ema", {"kind": "trainer"})
         elif expert.model == STUDENT and trainer_has_start(config):
             engines[name] = (name_student_key(config, name), {"kind": "trainer"})
     return engines
@@ -89,6 +98,8 @@ def find_engines_problem(config: PipelineConfig) -> PydanticCustomError | None:
             return _engine_error(
                 f"experts.{name}.model", "nothing", "a directory, or an engine that only writes text: kind text"
             )
+        if expert.ema is not None and (problem := _find_average_problem(config, name, expert)):
+            return problem
         if expert.model is None and expert.base is not None:
             return _engine_error(f"experts.{name}.base", str(expert.base), "nothing: the expert has no `model`")
     for section, names, key in list_engines(config):
@@ -97,6 +108,25 @@ def find_engines_problem(config: PipelineConfig) -> PydanticCustomError | None:
         if problem is not None:
             return problem if key == "teachers" else rename_engine_keys(problem, key)
     return None
+
+
+def _find_average_problem(config: PipelineConfig, name: str, expert: ExpertConfig) -> PydanticCustomError | None:
+    """Return what does not go with an expert that is a moving average of the student, which only the trainer's ranks have."""
+    key, actual = f"experts.{name}.ema", f"{expert.ema:g} "
+    if expert.model != STUDENT:
+        return _engine_error(key, actual + f"with model {expert.model}", "`model: student`, whose weights are averaged")
+    if not isinstance(config.engine_of(name), TrainerTeachers):
+        return _engine_error(key, actual + "with an engine of its own", "no engine, or kind trainer: the ranks average")
+    for domain, settings in config.domains.items():
+        own = name in settings.teacher_names or (not settings.teacher_names and expert.domain == domain)
+        if own and settings.environment is not None and settings.environment.teacher_turns is not None:
+            return _engine_error(key, actual + f"with teacher_turns in {domain}", "an expert that can write turns")
+    return None
+
+
+def list_frozen_names(config: PipelineConfig, names: list[str]) -> list[str]:
+    """Return those of these experts that are no moving average of the student."""
+    return [name for name in names if name not in config.inline_experts or config.inline_experts[name].ema is None]
 
 
 def _find_server_problem(config: PipelineConfig, section: Teachers, names: list[str]) -> PydanticCustomError | None:

@@ -29,6 +29,7 @@ from opd.config.expert_engines import (
     find_engines_problem,
     find_own_objective_problem,
     list_engines,
+    list_frozen_names,
     name_student_key,
     trainer_has_start,
 )
@@ -515,7 +516,9 @@ def _find_student_problem(config: PipelineConfig) -> PydanticCustomError | None:
 
 def _find_base_problem(config: PipelineConfig) -> PydanticCustomError | None:
     """Return why the trainer's ranks cannot score with this pipeline's experts; None if nothing in the pipeline forbids it."""
-    if config.student.lora is None:
+    scored = [names for section, names, _ in list_engines(config) if isinstance(section, TrainerTeachers)]
+    averages_only = all(names and not list_frozen_names(config, names) for names in scored)
+    if config.student.lora is None and not averages_only:
         key, actual = "teachers.engine", "trainer without student.lora"
         expected = "student.lora, which leaves the base as the experts need it; or engine transformers"
     elif any(objective.wants_baseline for objective in (config.objective, *config.own_objectives.values())):

@@ -106,13 +106,13 @@ class PromptsConfig(Strict):
 
     @property
     def more_columns(self) -> tuple[str, ...]:
-        """The data set's names of the columns that are read for teachers' prompts alone."""
+        """The data set's names of the columns that are read for teachers' prompts and judges alone."""
         return self._more_columns
 
     def with_more_columns(self, names: Iterable[str]) -> PromptsConfig:
-        """Return the same source, of which these columns are read for teachers' prompts."""
+        """Return the same source, of which these columns are read, too, for teachers' prompts or a judge."""
         changed = self.model_copy()
-        changed._more_columns = tuple(sorted(set(names)))
+        changed._more_columns = tuple(sorted({*self._more_columns, *names}))
         return changed
 
     def without_columns(self, *names: Column) -> PromptsConfig:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -15,49 +13,17 @@ from pydantic import (
     Tag,
     TypeAdapter,
     ValidationError,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from opd.config.endpoint import ServerAccess, ServerConfig, TextServerConfig
 from opd.config.payloads import OWN_TOKENS, TEXT, PayloadName
 from opd.machine.address import LOOPBACK, parse_url, strip_secret
 from opd.settings.auto import AUTO, OrAuto
 from opd.settings.strict import DType, Name, Strict, UserPath
 from opd.settings.suggestions import find_nearest
 from opd.settings.yaml_files import move_error
-
-
-class ServerConfig(Strict):
-    base_url: str
-    """Address with version, as http://127.0.0.1:8000/v1; plain http to this machine only."""
-    model: str = Field(..., min_length=1)
-    """Name under which the server knows the expert."""
-
-    @model_validator(mode="after")
-    def _check_base_url(self) -> ServerConfig:
-        problem = _find_url_problem(self.base_url)
-        if problem is not None:
-            raise PydanticCustomError(
-                "base_url", "https://HOST/v1, or http://127.0.0.1:PORT/v1 on this machine", {"found": problem}
-            )
-        return self
-
-
-def _find_url_problem(url: str) -> str | None:
-    """Return why a server's address cannot be used, in words that leave out any password; None if it can be used."""
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port
-    except ValueError as error:
-        return f"no address: {error}"
-    if parts.scheme not in ("http", "https") or not host:
-        return f"{strip_secret(url)!r}, no http address"
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        return f"an address of {host} with a user, a query or a fragment (a key goes into teachers.api_key_env)"
-    if parts.scheme == "http" and host not in LOOPBACK:
-        return f"plain http to another machine, {host}: prompts, responses and key would be readable on the way"
-    return None
 
 
 def _parse_device(value: Any) -> int | str:
@@ -166,25 +132,8 @@ class VLLMTeachers(_WithWorkers):
     """Processes that share a teacher's weights; each has `cluster.teacher_gpus`."""
 
 
-class _WithServers(Teachers):
+class _WithServers(Teachers, ServerAccess):
     elsewhere: ClassVar[bool] = True
-
-    api_key_env: str | None = None
-    """Environment variable with the servers' key, where the requests are made: in scoring workers, for `text` where `opd merge` runs."""
-    server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
-    """Deadline of one request; a failed one is sent up to four times."""
-
-    @field_validator("api_key_env")
-    @classmethod
-    def _refuse_key_itself(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            # A user may have put the key itself here, which must not be printed.
-            raise PydanticCustomError(
-                "api_key_env",
-                "a variable's name, such as TEACHERS_KEY",
-                {"found": "something that is no variable's name"},
-            )
-        return name
 
 
 class OpenAITeachers(_WithWorkers, _WithServers):
@@ -208,46 +157,22 @@ class OpenAITeachers(_WithWorkers, _WithServers):
         return data
 
 
-class PriceConfig(Strict):
-    """The price of a million tokens, in the currency of your choice."""
-
-    input: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Price of prompts."""
-    output: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """Price of answers."""
-
-
-class TextTeachers(_WithServers, ServerConfig):
+class TextTeachers(_WithServers, TextServerConfig):
     engine: Literal["text"]
     """A server with an OpenAI-compatible API that writes answers and scores nothing, see docs/text_only.md."""
     payload: Literal["text"] = "text"
     """The expert's answers."""
     api: Literal["chat", "completions"] = "chat"
     """Chat completions of a row's messages, or completions of its text as it stands."""
-    served_model: str | None = Field(None, min_length=1)
-    """Name of the model in the server's answers; default: `model`, or that with a date or version behind a dash."""
-    request: dict[str, Any] = {}
-    """Further keys of each request, such as `{reasoning_effort: low}`. With `max_completion_tokens` no `max_tokens` is sent."""
-    temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
-    """Temperature at which the expert answers; null: not sent, for models that take none."""
     steps: int | None = Field(None, ge=0)
     """Steps in which answers take the place of the student's responses (with `objective.reward.preference`, of the first to each prompt);
     afterwards only rewards teach the domain. Default: all."""
-    max_calls: int | None = Field(None, ge=1)
-    """Most requests of the whole run for one expert, failed ones among them; default: no limit."""
-    max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """The run stops once an expert has cost so much, by `price`; default: no limit."""
-    price: PriceConfig = PriceConfig()
-    """Money for a million tokens, `input` and `output`, to count what was spent."""
 
     @model_validator(mode="after")
     def _check_price(self) -> TextTeachers:
-        if self.max_cost is not None and not (self.price.input or self.price.output):
-            raise _teachers_error("max_cost", f"{self.max_cost:g} without a price", "teachers.price as well")
-        if reserved := sorted(
-            {"model", "messages", "prompt", "n", "stream", "temperature", "max_tokens"} & {*self.request}
-        ):
-            raise _teachers_error("request", ", ".join(reserved), "keys that have no place of their own in a pipeline")
+        if problem := self.find_problem():
+            key, actual, expected = problem
+            raise _teachers_error(key, actual, f"teachers.{expected}" if key == "max_cost" else expected)
         return self
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from opd.config.endpoint import TextServerConfig
+from opd.config.teacher_prompts import RowText, list_row_columns
 from opd.settings.strict import Strict
 from opd.settings.suggestions import find_nearest
 
@@ -68,10 +70,47 @@ class PythonConfig(Strict):
     """`module:function`; looked for where Python finds modules, last in the current directory."""
 
 
+class JudgeConfig(TextServerConfig):
+    kind: Literal["judge"]
+    """A model on a server gives a number, see docs/judge.md; not for an `agent`."""
+    rubric: RowText
+    """What earns how much, in words. `{{ row.rubric }}`: the row's column `rubric`."""
+    range: list[Annotated[float, Field(allow_inf_nan=False)]] = Field([0.0, 10.0], min_length=2, max_length=2)
+    """The least and the largest number, which become 0 and 1; default: 0 and 10."""
+    controls: Literal["none", "length", "form"] = "none"
+    """What no response is rewarded for: its `length`, or its `form`: length, lines and punctuation."""
+    max_tokens: int = Field(1024, ge=1)
+    """Most tokens that the judge writes."""
+    max_quarantined: float = Field(0.1, ge=0, le=1)
+    """The run stops if more of a step's responses get no score; one always may."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> JudgeConfig:
+        problem = self.find_problem()
+        if problem is None and not self.range[0] < self.range[1]:
+            problem = ("range", f"{self.range}", "two numbers, the smaller one first")
+        if problem is not None:
+            key, actual, expected = problem
+            raise PydanticCustomError("judge", "{wanted}", {"wanted": expected, "found": f"{key}: {actual}"})
+        return self
+
+    @property
+    def row_columns(self) -> tuple[str, ...]:
+        """Columns of rows that the rubric reads and that are read for no other reason."""
+        return tuple(name for name in list_row_columns(self.rubric) if name not in JUDGE_COLUMNS)
+
+
+JUDGE_COLUMNS = ("answer", "metadata")
+"""Columns that a row's question has for every verifier."""
+
 VerifierName = Literal["exact_match", "last_line", "numeric", "multiple_choice", "reasoning_gym"]
 """The verifiers that work without options, which a name alone can choose."""
 
-VERIFIER_OPTIONS: dict[str, str] = {"regex": "pattern: ...", "python": "function: module:function"}
+VERIFIER_OPTIONS: dict[str, str] = {
+    "regex": "pattern: ...",
+    "python": "function: module:function",
+    "judge": "base_url: ..., model: ..., rubric: ...",
+}
 """The verifiers that need an option, each with that option."""
 
 
@@ -108,7 +147,8 @@ VerifierConfig = Annotated[
     | Annotated[RegexConfig, Tag("~regex")]
     | Annotated[MultipleChoiceConfig, Tag("~multiple_choice")]
     | Annotated[ReasoningGymConfig, Tag("~reasoning_gym")]
-    | Annotated[PythonConfig, Tag("~python")],
+    | Annotated[PythonConfig, Tag("~python")]
+    | Annotated[JudgeConfig, Tag("~judge")],
     Discriminator(_choose_verifier_kind),
     BeforeValidator(_check_verifier),
 ]

@@ -3,7 +3,6 @@ experts'."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from opd.records.drafts import add_histograms, compute_accepted_length
 from opd.records.episodes import BROKEN, EpisodeResult
 from opd.records.scores import DomainScore, Evaluation, ScoredAnswer
 from opd.records.types import Completion, Prompt, Teacher
+from opd.verifiers import judge_texts
 
 KEPT_QUESTIONS = 5
 """Number of questions of each domain, from the first, of which all answers are kept to be read."""
@@ -85,10 +85,7 @@ class EngineEvaluator:
         n = self._settings.n
         completions = self._engine.answer(prompts, n=n, temperature=self._settings.temperature) if prompts else []
         by_domain = {domain: [c for c in completions if c.prompt.domain == domain] for domain in exams}
-        answers = {
-            domain: [self._judge_answer(exams[domain], completion) for completion in given]
-            for domain, given in by_domain.items()
-        }
+        answers = {domain: self._judge_answers(exams[domain], given) for domain, given in by_domain.items()}
         for domain, judged in answers.items():
             failed = [answer.error for answer in judged if answer.error]
             if failed:
@@ -110,17 +107,22 @@ class EngineEvaluator:
             answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
         )
 
-    def _judge_answer(self, exam: DomainExam, completion: Completion) -> ScoredAnswer:
-        """Return an answer with its score: an episode's reward, else what the verifier says, and 0 if that raises."""
-        prompt = completion.prompt
-        score, error, episode = 0.0, "", completion.episode
-        if episode is not None:
-            score, error = clip_reward(episode), episode.error
-        else:
-            try:
-                score = exam.verifier(completion.text, prompt.answer, prompt.metadata)
-            except Exception:  # noqa: BLE001 a verifier may be anybody's code; its traceback is kept
-                error = traceback.format_exc()
+    def _judge_answers(self, exam: DomainExam, completions: Sequence[Completion]) -> list[ScoredAnswer]:
+        """Return answers with their scores: an episode's reward, else what the verifier says, and 0 if that says nothing."""
+        texts = [(c.prompt, c.text) for c in completions if c.episode is None]
+        judgements = iter(judge_texts(exam.verifier, texts))
+        answers = []
+        for completion in completions:
+            if completion.episode is not None:
+                score, error = clip_reward(completion.episode), completion.episode.error
+            else:
+                judgement = next(judgements)
+                score, error = judgement.score or 0.0, judgement.problem
+            answers.append(self._make_answer(completion, score, error))
+        return answers
+
+    def _make_answer(self, completion: Completion, score: float, error: str) -> ScoredAnswer:
+        prompt, episode = completion.prompt, completion.episode
         return ScoredAnswer(
             domain=prompt.domain,
             prompt_id=prompt.id,

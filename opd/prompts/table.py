@@ -82,6 +82,7 @@ class PromptTable(Sequence[Prompt]):
             text=mark_prompt(line.prompt, self.text),
             answer=line.answer,
             metadata=line.metadata,
+            columns=line.more,
         )
 
     def __iter__(self) -> Iterator[Prompt]:

@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from opd.config.teacher_prompts import ROW, TeacherPromptConfig
+from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.errors import ConfigError, PromptError, RunError
 from opd.prompts.arrow import Batches, in_batches, open_batches
 from opd.prompts.conversation import SYSTEM_ROLES, Messages
 from opd.prompts.encode import encode_prompts, is_blank, mark_prompt, render_prompt
 from opd.prompts.line import PromptLine
+from opd.prompts.row_text import RowTemplate
 from opd.prompts.rows import Rows
 from opd.prompts.table import ENCODED_AT_ONCE, PromptTable, make_cache_key
 from opd.records.types import Rollout
@@ -46,31 +47,14 @@ LEAKED = 16
 _THOUGHTS = re.compile(r"</?think>|\s")
 
 
-class _Row:
-    """A row as the texts of a teacher's prompt see it: without methods, so that every name is a column."""
-
-    __slots__ = ("_columns",)
-
-    def __init__(self, columns: Mapping[str, Any]) -> None:
-        self._columns = columns
-
-    def __getitem__(self, name: str) -> Any:
-        return self._columns[name]
-
-
 class TeacherPromptWriter:
     """Writes the messages of a teacher's prompt for rows."""
 
     def __init__(self, config: TeacherPromptConfig) -> None:
-        from jinja2 import StrictUndefined
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         system = [("system", config.system)] if config.system else []
         texts = [*system, *((message.role, message.content) for message in config.messages)]
-        self._templates = [(role, environment.from_string(text)) for role, text in texts]
+        self._templates = [(role, RowTemplate(text)) for role, text in texts]
         self._has_system = bool(config.system)
-        self._columns = config.row_columns
 
     def write_messages(self, line: PromptLine) -> tuple[Messages, list[str]]:
         """Return the messages for a row, and the contents of those that are not the row's.
@@ -78,11 +62,10 @@ class TeacherPromptWriter:
         Raises: ValueError for a row without a column, or with one of which nothing is left; jinja2's TemplateError.
         """
         values = read_columns(line)
-        missing = [name for name in self._columns if name not in values]
-        if missing:
-            raise ValueError(f"no column `{missing[0]}`, which the teacher's prompt reads")
-        row = _Row(values)
-        own = [{"role": role, "content": template.render({ROW: row})} for role, template in self._templates]
+        for _, template in self._templates:
+            if missing := template.find_missing(values):
+                raise ValueError(f"no column `{missing}`, which the teacher's prompt reads")
+        own = [{"role": role, "content": template.render(values)} for role, template in self._templates]
         for message in own:
             if not message["content"].strip():
                 raise ValueError(f"the teacher's {message['role']} message, which is empty for this row")

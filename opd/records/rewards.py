@@ -8,6 +8,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from opd.records.sums import Sums
+from opd.records.texts import TextSpending
 
 if TYPE_CHECKING:
     from opd.credit.interfaces import Floats
@@ -70,6 +71,8 @@ class DomainReward:
     """Episodes, or responses of a single turn, that have a reward."""
     reward: float = 0.0
     """Mean over them."""
+    length_correlation: float | None = None
+    """Correlation of reward and length over them, -1..1; None where one of the two is the same for all."""
     tokens: int = 0
     """Trained tokens that have an advantage."""
     loss: float = 0.0
@@ -95,6 +98,8 @@ class RewardRecord:
     domains: Mapping[str, DomainReward] = field(default_factory=dict)
     credit: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the baseline or the critic about the step, by name."""
+    judges: Mapping[str, TextSpending] = field(default_factory=dict)
+    """Domain -> what its judge's answers have taken since the run began."""
     cosine: float | None = None
     """Cosine of the gradients of divergence and reward; None where they were not compared, or one of them is 0."""
     divergence_norm: float | None = None
@@ -102,13 +107,17 @@ class RewardRecord:
     """With its weight."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the keys that have a value; without keys of failures where there were none."""
+        """Return the keys that have a value; without keys of failures and judges where there were none."""
         data = asdict(self)
         data["domains"] = {
-            name: {key: value for key, value in reward.items() if value or key not in ("failed", "error")}
+            name: {
+                key: value
+                for key, value in reward.items()
+                if value is not None and (value or key not in ("failed", "error"))
+            }
             for name, reward in data["domains"].items()
         }
-        return {key: value for key, value in data.items() if value is not None}
+        return {key: value for key, value in data.items() if value is not None and (value or key != "judges")}
 
 
 def compare_gradients(sums: GradientSums | None) -> dict[str, float]:

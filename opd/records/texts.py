@@ -1,4 +1,4 @@
-"""Records of experts that only write text: an answer, and what an expert's answers have cost."""
+"""Records of models on servers that write text, experts and judges: an answer, and what a model's answers have cost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnswer:
-    """The answer of an expert to a prompt, or why there is none that can be used."""
+    """The answer of a model to a prompt, or why there is none that can be used."""
 
     expert: str
+    """The expert's name, or the domain that the judge is for."""
     prompt_id: str
     text: str = ""
     finished: bool = True
     """True if the expert ended the answer itself, False if it was cut at its limit of tokens."""
+    model: str = ""
+    """Name of the model, as the server gives it."""
     problem: str = ""
     """Why the answer cannot be used; empty if it can."""
     answered: bool = True

@@ -69,6 +69,8 @@ class Prompt:
     """What the verifier compares with; empty where no evaluation is wanted."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """What the verifier needs beyond the answer, e.g. a reasoning-gym entry."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """Further columns of the row that teachers or a judge read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

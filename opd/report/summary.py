@@ -14,6 +14,7 @@ from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
 from opd.records.sums import mean_or_none
+from opd.records.texts import TextSpending
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.drafts import draft_report
@@ -115,7 +116,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
-    are records `curves` and what is measured from records. `texts` (calls and money), `efforts`, `draft`, `episodes` (of agents), `by_length`, `guard`,
+    are records `curves` and what is measured from records. `texts` and `judges` (calls and money), `efforts`, `draft`, `episodes` (of agents), `by_length`, `guard`,
     `evaluations`,
     `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
     lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
@@ -134,7 +135,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
-        report |= {"texts": result} if (result := _list_spending(run.records[-1])) else {}
+        last = run.records[-1]
+        report |= {"texts": result} if (result := _list_spending(last.texts)) else {}
+        report |= {"judges": result} if (result := _list_spending(last.reward.judges if last.reward else {})) else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
         report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
         groups = list(_group_steps(run.records, POINTS))
@@ -162,9 +165,9 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     return report | _manifest_fields(run.manifest)
 
 
-def _list_spending(record: StepRecord) -> dict[str, Any]:
-    """Return expert that only writes text -> what its answers have taken until this step."""
-    return {expert: asdict(spent) for expert, spent in record.texts.items()}
+def _list_spending(spending: Mapping[str, TextSpending]) -> dict[str, Any]:
+    """Return expert, or domain of a judge -> what its answers have taken until this step."""
+    return {name: asdict(spent) for name, spent in spending.items()}
 
 
 def domain_objectives(pipeline: Mapping[str, Any]) -> dict[str, str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import correlation, fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,8 +73,12 @@ class RewardStream:
             elif reward is not None and self._config.budget is not None and rollout.episode in over_budget:
                 reward = self._config.budget.reward
             rewards[rollout.sample_id] = reward
-        paid = (replace(r, reward=rewards.get(r.sample_id, r.reward)) for r in batch.rollouts)
-        return replace(batch, rollouts=tuple(paid))
+        rollouts = tuple(
+            replace(r, reward=rewards.get(r.sample_id, r.reward))
+            for r in batch.rollouts
+            if r.sample_id in rewards or self._is_taught(r)  # a judge may have given no score
+        )
+        return replace(batch, rollouts=rollouts, quarantined=judged.quarantined)
 
     def step(self, step: int, rollouts: Sequence[Rollout]) -> RewardStep:
         taking_part = [rollout for rollout, _ in self._select_segments(rollouts)]
@@ -95,9 +99,11 @@ class RewardStream:
         sums = trained.domains if trained else {}
         total = sum(sums.values(), NO_STATS)
         rewards: dict[str, dict[str, float]] = defaultdict(dict)
+        lengths: dict[str, Counter[str]] = defaultdict(Counter)
         for rollout, domain in self._select_segments(rollouts):
             if rollout.reward is not None:
                 rewards[domain][rollout.episode] = rollout.reward
+                lengths[domain][rollout.episode] += rollout.num_trained
         return RewardRecord(
             weight=self._step_work.weight,
             loss=trained.loss if trained else 0.0,
@@ -105,12 +111,14 @@ class RewardStream:
             domains={
                 domain: _summarise_domain(
                     list(rewards[domain].values()),
+                    list(lengths[domain].values()),
                     sums.get(domain, NO_STATS),
                     [failure.error for failure in failures if failure.domain == domain],
                 )
                 for domain in sorted({*rewards, *sums})
             },
             credit=dict(self._readings),
+            judges={domain: judge.sum_spending() for domain, judge in self._verified.list_judges().items()},
             **compare_gradients(trained.compared if trained else None),
         )
 
@@ -145,10 +153,15 @@ def penalise_turns(
     return penalised
 
 
-def _summarise_domain(rewards: Sequence[float], sums: PolicyStats, errors: Sequence[str]) -> DomainReward:
+def _summarise_domain(
+    rewards: Sequence[float], lengths: Sequence[int], sums: PolicyStats, errors: Sequence[str]
+) -> DomainReward:
+    """Return the domain's record; `rewards` and `lengths`, in trained tokens, are those of its episodes."""
+    varies = len({*rewards}) > 1 and len({*lengths}) > 1
     return DomainReward(
         episodes=len(rewards),
         reward=fmean(rewards) if rewards else 0.0,
+        length_correlation=correlation(rewards, lengths) if varies else None,
         tokens=sums.tokens,
         loss=sums.loss_sum / max(1, sums.tokens),
         masked=sums.masked / max(1, sums.tokens),

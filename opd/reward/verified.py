@@ -2,6 +2,9 @@
 
 They run in the driver, in a thread with a deadline for each response. A verifier that raises or is late gives 0, and is counted:
 a reward that is missing here and there would only make the domain's mean less certain, a run that ends would cost more.
+
+A judge on a server is asked about all responses of its domain together. A response to which it gives no score is left out of the step:
+it has said nothing about that response, neither good nor bad.
 """
 
 from __future__ import annotations
@@ -12,11 +15,17 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from statistics import fmean
 
+import numpy as np
+
+from opd.errors import RunError
 from opd.interfaces import Decoder, Verifier
-from opd.records.types import Prompt, Rollout, RolloutBatch
+from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch
+from opd.reward.form import Controls, measure_features, remove_explained
 from opd.rollouts.decoding import end_ids, written_text
 from opd.text import to_one_line
+from opd.verifiers.judge import RubricJudge
 
 MAX_ERROR = 300
 """Characters that are kept of what a verifier raised."""
@@ -28,6 +37,16 @@ class Failure:
 
     domain: str
     error: str
+
+
+def control_scores(
+    scores: Sequence[float], texts: Sequence[str], tokens: Sequence[int], controls: Controls
+) -> list[float]:
+    """Return what is left of the scores of a domain's responses without what their length, or form, explains; the mean stays."""
+    if controls == "none" or not scores:
+        return list(scores)
+    left = remove_explained(measure_features(texts, tokens, controls), np.array(scores, np.float64))
+    return [fmean(scores) + float(rest) for rest in left]
 
 
 class VerifiedRewards:
@@ -49,13 +68,64 @@ class VerifiedRewards:
         # All rollouts of a batch are of one step, so the first one has its number.
         by_group = {f"{r.step:06d}/{p.id}": p for r in batch.rollouts[:1] for p in prompts}
         failures: list[Failure] = []
-        rollouts = [
-            self._score_rollout(rollout, by_group[rollout.group], failures)
-            if rollout.domain in self._verifiers and rollout.sample_id == rollout.episode
-            else rollout
-            for rollout in batch.rollouts
+        judged: dict[str, float] = {}
+        unjudged: dict[str, QuarantinedPrompt] = {}
+        for domain, verifier in self._verifiers.items():
+            if isinstance(verifier, RubricJudge):
+                own = [r for r in batch.rollouts if r.domain == domain and r.sample_id == r.episode]
+                judged |= self._ask_judge(verifier, own, by_group, unjudged)
+        rollouts = []
+        for rollout in batch.rollouts:
+            if rollout.sample_id in judged:
+                rollouts.append(replace(rollout, reward=judged[rollout.sample_id]))
+            elif rollout.domain not in self._verifiers or rollout.sample_id != rollout.episode:
+                rollouts.append(rollout)
+            elif rollout.sample_id not in unjudged:
+                rollouts.append(self._score_rollout(rollout, by_group[rollout.group], failures))
+        return replace(batch, rollouts=tuple(rollouts), quarantined=(*batch.quarantined, *unjudged.values())), failures
+
+    def list_judges(self) -> dict[str, RubricJudge]:
+        """Return domain -> its judge, for the domains that one rewards."""
+        return {domain: verifier for domain, verifier in self._verifiers.items() if isinstance(verifier, RubricJudge)}
+
+    def _ask_judge(
+        self,
+        judge: RubricJudge,
+        rollouts: Sequence[Rollout],
+        by_group: Mapping[str, Prompt],
+        unjudged: dict[str, QuarantinedPrompt],
+    ) -> dict[str, float]:
+        """Return sample id -> reward of a domain's responses, and add those without one to `unjudged`.
+
+        Raises: RunError if too many have none, as `RubricJudge.judge_answers` does.
+        """
+        texts = [written_text(self._tokenizer, r.response_ids, self._end_ids) for r in rollouts]
+        prompts = [by_group[rollout.group] for rollout in rollouts]
+        judgements = judge.judge_answers(list(zip(prompts, texts, strict=True)))
+        failed = {
+            rollout.sample_id: QuarantinedPrompt(prompt_id=prompt.id, domain=rollout.domain, reason=judgement.problem)
+            for rollout, prompt, judgement in zip(rollouts, prompts, judgements, strict=True)
+            if judgement.score is None
+        }
+        limit = judge.config.max_quarantined
+        if len(failed) > max(1, limit * len(rollouts)):
+            raise RunError(
+                f"step {rollouts[0].step}: {len(failed)} of {len(rollouts)} responses of {judge.domain} have no score of the judge, more "
+                f"than domains.{judge.domain}.eval.verifier.max_quarantined {limit:g}; the first: {next(iter(failed.values())).reason}"
+            )
+        unjudged |= failed
+        scored = [
+            (rollout, text, judgement.score)
+            for rollout, text, judgement in zip(rollouts, texts, judgements, strict=True)
+            if judgement.score is not None
         ]
-        return replace(batch, rollouts=tuple(rollouts)), failures
+        rewards = control_scores(
+            [score for *_, score in scored],
+            [text for _, text, _ in scored],
+            [len(rollout.response_ids) for rollout, *_ in scored],
+            judge.config.controls,
+        )
+        return {rollout.sample_id: reward for (rollout, *_), reward in zip(scored, rewards, strict=True)}
 
     def _score_rollout(self, rollout: Rollout, prompt: Prompt, failures: list[Failure]) -> Rollout:
         verifier = self._verifiers[rollout.domain]

@@ -79,6 +79,8 @@ class RunPaths:
     """The answers of the guard's judge in this run."""
     texts = Entry("texts.jsonl")
     """The answers of experts that only write text in this run."""
+    scores = Entry("scores.jsonl")
+    """The answers of judges that score responses in this run."""
     checkpoints = Entry("checkpoints")
     model = Entry("model")
     adapter = Entry("adapter")

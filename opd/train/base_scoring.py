@@ -4,6 +4,9 @@ LoRA leaves the base as it is, and the ranks hold it anyway. So no scoring worke
 merge begins) is the base alone, and a LoRA expert is the base with the expert's adapter, which every rank keeps whole in the machine's
 memory. These rows are neither sent nor logged, and their output head is the student's own. The scores become rows like those of any
 teacher before the tensors of a micro-batch are made, so that later code treats all teachers alike.
+
+A moving average of the student is a teacher of this kind, too, with or without LoRA: for its pass the ranks put it in the place of the
+student's weights. An output head that training changes is averaged with them, and gathered once a step.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from opd.errors import RunError
 from opd.machine.devices import to_device
-from opd.models.heads import OWN_HEAD
+from opd.models.heads import OWN_HEAD, Head, logit_rule
 from opd.models.layouts import LAYOUTS, Packed, find_positions_before_trained
 from opd.models.lora import Update, attach_updates, load_updates
 from opd.models.probe_gap import refuse_other_weights
@@ -27,8 +31,10 @@ from opd.payloads.sampled_logprobs import SampledLogprobs
 from opd.payloads.top_k import TopTokens
 from opd.records.types import Probe, Rollout
 from opd.stream.schema import TargetRow
+from opd.train.export import gather_parameters
 from opd.train.lora import without_adapters
 from opd.train.student import Student
+from opd.train.weight_average import WeightAverage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,8 @@ class BaseTeacher:
     """Directory of the expert's adapter; None for the start student, which is the base alone."""
     probe: Probe | None = None
     """Log-probs that were recorded of the expert, if there are any."""
+    decay: float | None = None
+    """The teacher is the moving average of the student with this decay; None: it is on the base."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +87,19 @@ _Compute = Callable[[Student, Packed, Sequence[Rollout], int], torch.Tensor]
 class BaseScorer:
     """Scores by a LoRA student's own base. Every method is called on all ranks at once, because they gather weights together."""
 
-    def __init__(self, scoring: BaseScoring, student: Student, device: torch.device, *, compiled: bool) -> None:
-        """Read the experts' adapters, in the student's type. `compiled`: the student's layers are."""
+    def __init__(
+        self,
+        scoring: BaseScoring,
+        student: Student,
+        device: torch.device,
+        *,
+        compiled: bool,
+        averages: Mapping[float, WeightAverage] = MappingProxyType({}),
+    ) -> None:
+        """Read the experts' adapters, in the student's type. `compiled`: the student's layers are. `averages`: decay -> average."""
+        self._averages = averages
+        self.heads: dict[str, Head] = {}
+        """Key in rows -> output head of an average, until the next optimiser step."""
         self._student = student
         self._device = device
         self._compiled = compiled
@@ -116,6 +135,7 @@ class BaseScorer:
         teacher = self._teachers[name]
         own_rollouts = [r for r in rollouts if r.domain in teacher.weights]
         scores_N = self._compute(teacher, self._answers.compute, own_rollouts, layout)
+        head = OWN_HEAD if teacher.decay is None or not self._trains_head else f"average-{teacher.decay!r}"
         if not bool(torch.isfinite(scores_N).all()):
             raise RunError(f"teacher {name}: what it says of {own_rollouts[0].sample_id} and others is not finite")
         parts = scores_N.split([r.num_trained for r in own_rollouts])
@@ -124,7 +144,7 @@ class BaseScorer:
                 rollout=rollout,
                 teacher=name,
                 weight=teacher.weights[rollout.domain],
-                answer=self._answers.make(part, dtype),
+                answer=self._answers.make(part, dtype, head),
             )
             for rollout, part in zip(own_rollouts, parts, strict=True)
         ]
@@ -135,8 +155,26 @@ class BaseScorer:
         """Return what the teacher computes for these rollouts, or for a padding token if there are none."""
         sequences = [[*r.prompt_ids, *r.response_ids] for r in rollouts] or [[0]]
         packed = to_device(LAYOUTS[layout](sequences), self._device)
-        with torch.no_grad(), self._with_adapter(self._updates.get(teacher.name, {})):
+        with torch.no_grad(), self._with_weights(teacher):
             return compute(self._student, packed, rollouts, self._top_k)
+
+    @property
+    def _trains_head(self) -> bool:
+        return bool(self._student.loss_head.weight.requires_grad)
+
+    @contextmanager
+    def _with_weights(self, teacher: BaseTeacher) -> Iterator[None]:
+        """Within, the student computes as the teacher does."""
+        if teacher.decay is None:
+            with self._with_adapter(self._updates.get(teacher.name, {})):
+                yield
+            return
+        with self._averages[teacher.decay].in_place_of_student():
+            yield
+            key, weight = f"average-{teacher.decay!r}", self._student.loss_head.weight
+            if self._answers.sends_head and self._trains_head and key not in self.heads:
+                with gather_parameters([weight]):
+                    self.heads[key] = Head(weight.detach().clone(), logit_rule(self._student.lm.config))
 
     @contextmanager
     def _with_adapter(self, updates: Mapping[str, Update]) -> Iterator[None]:
@@ -162,16 +200,18 @@ class _Answers:
     """How a payload is scored."""
 
     compute: _Compute
-    make: Callable[[torch.Tensor, torch.dtype], Answer]
-    """Function that makes the answer about one rollout from its part of that, in the stream's type."""
+    make: Callable[[torch.Tensor, torch.dtype, str], Answer]
+    """Function that makes the answer about one rollout from its part of that, in the stream's type, and the key of the output head."""
+    sends_head: bool = False
+    """True if what is computed is before the output head."""
 
 
 def _compute_states(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
     return student.compute_hidden_states(packed)[find_positions_before_trained(packed, rollouts)].cpu()
 
 
-def _make_states(hidden_N_D: torch.Tensor, dtype: torch.dtype) -> Answer:
-    return HiddenStates.from_states(hidden_N_D.to(dtype), OWN_HEAD)
+def _make_states(hidden_N_D: torch.Tensor, dtype: torch.dtype, head: str) -> Answer:
+    return HiddenStates.from_states(hidden_N_D.to(dtype), head)
 
 
 def _compute_logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollout], _top_k: int) -> torch.Tensor:
@@ -180,7 +220,7 @@ def _compute_logprobs(student: Student, packed: Packed, rollouts: Sequence[Rollo
     return student.compute_logprobs(packed, predict_N, token_N.to(packed.input_ids_B_T.device)).cpu()
 
 
-def _make_logprobs(logprob_N: torch.Tensor, dtype: torch.dtype) -> Answer:
+def _make_logprobs(logprob_N: torch.Tensor, dtype: torch.dtype, head: str) -> Answer:
     return SampledLogprobs(logprob_N.tolist())
 
 
@@ -190,13 +230,13 @@ def _compute_top_tokens(student: Student, packed: Packed, rollouts: Sequence[Rol
     return torch.stack([part_N_K.double() for part_N_K in top], dim=1).cpu()
 
 
-def _make_top_tokens(top_N_2_K: torch.Tensor, dtype: torch.dtype) -> Answer:
+def _make_top_tokens(top_N_2_K: torch.Tensor, dtype: torch.dtype, head: str) -> Answer:
     ids_N_K, logprobs_N_K = top_N_2_K.unbind(1)
     return TopTokens(ids_N_K.long().flatten().tolist(), logprobs_N_K.flatten().tolist())
 
 
 ANSWERS: Mapping[str, _Answers] = {
-    "hidden_states": _Answers(_compute_states, _make_states),
+    "hidden_states": _Answers(_compute_states, _make_states, sends_head=True),
     "sampled_logprobs": _Answers(_compute_logprobs, _make_logprobs),
     "top_k": _Answers(_compute_top_tokens, _make_top_tokens),
 }

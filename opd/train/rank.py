@@ -40,6 +40,7 @@ from opd.train.sequence_parallel import SequenceGroup, Shard
 from opd.train.student import Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
+from opd.train.weight_average import WeightAverage
 from opd.train.zero import ModelOptions, ZeroEngine
 from opd.transfer.routes import MeetingPoint, PushPlan
 
@@ -127,7 +128,7 @@ class RankOptions(ModelOptions):
     """Settings of the adapters, which are trained in place of the student's own weights; None: the weights themselves."""
     base_scoring: BaseScoring | None = None
     """Settings with which the ranks score by teachers on the student's base; None if the teacher pool scores with all teachers.
-    Needs `lora`."""
+    Needs `lora`, except for moving averages of the student."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
     end_token_ids: tuple[int, ...] = ()
@@ -149,6 +150,8 @@ class TrainerRank(ZeroEngine):
         """The ranks that share rows with this one; None if every rank has rows of its own."""
         self._base_scorer: BaseScorer | None = None
         """What scores with teachers on the student's base; None if there are none."""
+        self._averages: dict[float, WeightAverage] = {}
+        """Decay -> moving average of the student's weights, for teachers that are one."""
         self._gathered: Bucket | None = None
         """A bucket of new weights that the driver has not fetched yet."""
 
@@ -160,7 +163,13 @@ class TrainerRank(ZeroEngine):
         options = self._options
         if options.base_scoring is not None:
             student, compiled = self._engine.module, options.compile
-            self._base_scorer = BaseScorer(options.base_scoring, student, self._device, compiled=compiled)
+            self._averages = {
+                decay: WeightAverage(decay, self._trained_parameters(), self._engine.optimizer)
+                for decay in sorted({t.decay for t in options.base_scoring.teachers if t.decay is not None})
+            }
+            self._base_scorer = BaseScorer(
+                options.base_scoring, student, self._device, compiled=compiled, averages=self._averages
+            )
             self._base_scorer.check_probes()
         if options.sequence_parallel_size > 1:
             sizes = options.world_size, options.sequence_parallel_size
@@ -210,7 +219,10 @@ class TrainerRank(ZeroEngine):
         batch = step.micro_batch(ids, self._layout, self._shard)
         # Each head is fetched once, even if several blocks share it: between two fetches, other heads could evict it.
         needed = dict.fromkeys(key for block in batch.blocks for key in block.head_keys())
-        heads = {key: self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD}
+        made = {} if self._base_scorer is None else self._base_scorer.heads
+        heads = {
+            key: made[key] if key in made else self._fetch_head(step.heads[key]) for key in needed if key != OWN_HEAD
+        }
         weights = {name: component.token_weights(batch, ids) for name, component in work.components.items()}
         if self._options.turn_weights:
             weights[DIVERGENCE] = weights[DIVERGENCE] * self._compute_turn_factors(batch, heads)
@@ -330,6 +342,10 @@ class TrainerRank(ZeroEngine):
             totals.policy.compared = self._step.comparison.compare_gradients(self.local_gradients(), share)
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
+        for average in self._averages.values():
+            average.update()
+        if self._base_scorer is not None:
+            self._base_scorer.heads.clear()
         return RankResult(
             loss=totals.loss / share,
             grad_norm=grad_norm,
@@ -339,6 +355,13 @@ class TrainerRank(ZeroEngine):
             token_losses=totals.token_losses,
             policy=totals.policy,
         )
+
+    def _more_shards(self) -> dict[str, dict[str, Tensor]]:
+        return {f"average-{decay!r}": average.shards for decay, average in self._averages.items()}
+
+    def _take_more_shards(self, more: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for decay, average in self._averages.items():
+            average.load(more.get(f"average-{decay!r}"))
 
     def begin_save(self, path: Path) -> None:
         super().begin_save(path)

@@ -1,7 +1,7 @@
 """The state of the trainer's ranks on disk: float32 weights and Adam moments as safetensors, divided as ZeRO-3 divides them.
 
     trainer.json          the number of ranks that wrote, and AdamW's step count
-    rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME: the first part of every flattened parameter
+    rank-0.safetensors    param/NAME, exp_avg/NAME, exp_avg_sq/NAME, perhaps average-D/NAME: the first part of every flattened parameter
     rank-1.safetensors    the next part of each, and so on
 
 The parts of all ranks, one after the other, are the flattened parameter without the padding that ZeRO-3 adds. So any number of
@@ -79,6 +79,11 @@ class Shards:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def has_kind(self, kind: str) -> bool:
+        """Return True if the checkpoint has tensors of this kind."""
+        names: list[str] = self._files[0].keys()
+        return any(name.startswith(f"{kind}/") for name in names)
 
     def read_slice(self, name: str, numel: int, start: int, size: int) -> Tensor:
         """Return `size` numbers from index `start` of the flat tensor `name`, which has `numel` numbers; zeros past its end."""

@@ -268,6 +268,10 @@ class ZeroEngine:
             tensors.update(
                 {f"{kind}/{name}": t[:num_values].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
             )
+        for kind, shards in self._more_shards().items():
+            for name, param in self._trained_parameters():
+                num_values = compute_part_sizes(param.ds_numel, self._options.world_size)[self._rank]
+                tensors[f"{kind}/{name}"] = shards[name][:num_values].to("cpu", torch.float32, copy=True)
         self._saving = self._disk.submit(
             write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
         )
@@ -287,6 +291,8 @@ class ZeroEngine:
         # here; the epilogue gathers them again.
         optimizer.checkpoint_event_prologue()
         with Shards(path) as shards:
+            # A run that branches off another one may keep what that did not.
+            more: dict[str, dict[str, Tensor]] = {k: {} for k in self._more_shards() if shards.has_kind(k)}
             self._create_moments(shards.adam_step)
             for name, param in self._trained_parameters():
                 size = param.ds_tensor.numel()
@@ -299,9 +305,19 @@ class ZeroEngine:
                 param.ds_tensor.data.copy_(weights)
                 for kind in MOMENTS:
                     safe_set_local_optimizer_state(param, part(kind), kind)
+                for kind, own in more.items():
+                    own[name] = part(kind)
+        self._take_more_shards(more)
         # Copies of the weights that the ranks of one machine share are as old as the weights before.
         optimizer.invalidate_secondary_tensor()
         optimizer.checkpoint_event_epilogue()
+
+    def _more_shards(self) -> Mapping[str, Mapping[str, Tensor]]:
+        """Return kind -> parameter's name -> shard, for what a checkpoint has beside weights and moments."""
+        return {}
+
+    def _take_more_shards(self, more: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore what `_more_shards` returned when the checkpoint was written; what is not there begins anew from the weights."""
 
     def _trained_parameters(self) -> list[tuple[str, Any]]:
         """Return name and parameter for every parameter that training changes."""

@@ -40,6 +40,7 @@ from pipelines.check.judge import (
     predicts_texts,
 )
 from pipelines.check.own_tokens import MeasuredTokens, judge_tokens, measure_own_tokens
+from pipelines.check.text_experts import MeasuredText, measure_judges, measure_texts
 from pipelines.inputs.own_tokens import find_own_tokens
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_without_experts
@@ -81,6 +82,10 @@ class CheckReport:
     """The numbers that the pipeline leaves open, as they are chosen here, in words."""
     own_tokens: tuple[MeasuredTokens, ...] = ()
     """Experts with another tokenizer, which are not among `measured`."""
+    texts: tuple[MeasuredText, ...] = ()
+    """Experts that only write text, which are not among `measured` either."""
+    judges: tuple[str, ...] = ()
+    """A line about each judge."""
 
     @property
     def failed(self) -> bool:
@@ -105,6 +110,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     config = choose_numbers(config, inputs, local_machine(config))
     for warning in (*inputs.warnings, *refuse_crowded_gpus(config, inputs)):
         tell(f"warning: {warning}")
+    texts, judges = measure_texts(config, inputs, tell), tuple(measure_judges(inputs, tell))
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
     with cluster.ray_session(config.cluster, config.rollout.workers + 1):
@@ -144,6 +150,8 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         vocab_size=student.vocab_size,
         measured=tuple(measured),
         own_tokens=tuple(own_tokens),
+        texts=tuple(texts),
+        judges=judges,
         findings=findings,
         memory=tuple(needs),
         numbers=describe_numbers(written, config),

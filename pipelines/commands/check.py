@@ -58,8 +58,10 @@ def check(
 
     checked = measure.check_pipeline(config, samples, print_line)
     print_table(config.name, TEACHER_COLUMNS, measure.teacher_rows(checked))
-    for expert in checked.own_tokens:
-        print_line(expert.describe(), err=False)
+    for line in (expert.describe() for expert in checked.own_tokens):
+        print_line(line, err=False)
+    for line in (*(expert.describe() for expert in checked.texts), *checked.judges):
+        print_line(line, err=False)
     print_table("memory of the merge", MEMORY_COLUMNS, need_rows(checked.memory))
     print_line(checked.log, err=False)
     if checked.numbers:

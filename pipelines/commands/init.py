@@ -54,6 +54,13 @@ Shipped = Annotated[
         autocompletion=completion.complete_shipped_pipelines,
     ),
 ]
+Efforts = Annotated[
+    bool | None,
+    typer.Option(
+        "--efforts/--no-efforts",
+        help="Experts called DOMAIN-EFFORT (math-low, math-high) are one domain's, or not. Default: asks.",
+    ),
+]
 Lora = Annotated[bool, typer.Option("--lora", help="Train LoRA adapters in place of all weights.")]
 Probe = Annotated[bool, typer.Option("--probe", help="Let the models write a little, to choose the objective.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace files that are there.")]
@@ -75,6 +82,7 @@ def init(
     bases: Bases = None,
     keep: Keep = None,
     chat: Chat = None,
+    efforts: Efforts = None,
     lora: Lora = False,
     probe: Probe = False,
     output: Output = None,
@@ -98,6 +106,7 @@ def init(
         bases=tuple(bases or ()),
         keep=keep,
         chat=chat,
+        efforts=efforts,
         lora=lora,
         probe=probe,
     )

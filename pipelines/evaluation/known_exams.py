@@ -71,7 +71,7 @@ class KnownExams:
         exam = self._config.domains[domain].eval
         assert exam is not None, "only domains with an exam are measured"
         verifier = exam.verifier if isinstance(exam.verifier, str) else exam.verifier.kind
-        return not self._config.domains[domain].has_episodes and verifier != "python"
+        return not self._config.domains[domain].has_episodes and verifier not in ("python", "judge")
 
     def _domain_facts(self, name: str) -> dict[str, Any]:
         """Return the questions and verifier of a domain."""

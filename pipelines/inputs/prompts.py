@@ -15,12 +15,13 @@ from experts.registry import Registry, default_root
 from opd.config import PipelineConfig
 from opd.config.domains import DomainConfig, DomainEvalConfig, RegisteredExperts
 from opd.config.prompts import PromptsConfig, as_prompts_config
+from opd.config.verifiers import JudgeConfig
 from opd.errors import ConfigError, PromptError
 from opd.evaluation.evaluator import DomainExam, Reward
 from opd.prompts import PromptTable, collect_notices, is_here, load_prompts
 from opd.records.types import Prompt
 from opd.text import Tell
-from opd.verifiers import build_verifier
+from opd.verifiers import build_verifier, find_problem
 
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
@@ -75,7 +76,7 @@ def load_exams(
         if domain.eval.holdout is not None:
             prompts = _split_sides(prompts, domain.eval.holdout, held_out=True)
         prompts = _short_enough(source, prompts, tell)
-        verifier = Reward() if domain.has_episodes else build_verifier(domain.eval.verifier)
+        verifier = Reward() if domain.has_episodes else build_verifier(domain.eval.verifier, name)
         exams[name] = DomainExam(tuple(prompts[: samples or config.evaluate.samples]), verifier)
         refuse_unjudgeable(prompts.rows.label, exams[name], domain.eval)
     return exams
@@ -133,12 +134,22 @@ def read_prompts(
     if config.domains[domain].has_episodes and is_here(source):
         # In a domain with episodes the environment or program decides on tools and variables of the template, not the file.
         source = as_prompts_config(source).without_columns("tools", "chat_template_kwargs")
+    columns = find_rubric_columns(config.domains[domain])
+    # A path alone that does not exist stays one: as a mapping it would be looked for in the hub.
+    if columns and (isinstance(source, PromptsConfig) or is_here(source)):
+        source = as_prompts_config(source).with_more_columns(columns)
     variables = config.chat_template_kwargs_of(domain, effort=effort)
     text = config.effort_text_of(domain) if effort else ""
     prompts = load_prompts(source, domain, tokenizer, student.template_date, variables, text)
     for notice in collect_notices(source, prompts, tokenizer, student.template_date, variables):
         tell(notice)
     return prompts
+
+
+def find_rubric_columns(domain: DomainConfig) -> tuple[str, ...]:
+    """Return the columns of a domain's rows that are read for the rubric of its judge alone."""
+    verifier = None if domain.eval is None else domain.eval.verifier
+    return verifier.row_columns if isinstance(verifier, JudgeConfig) else ()
 
 
 def refuse_unread_variables(config: PipelineConfig, tokenizer: Any) -> None:
@@ -325,7 +336,7 @@ def refuse_unrewardable(
         table = prompts[name]
         for index in range(0, len(table), max(1, len(table) // TRIED)):
             prompt = table[index]
-            problem = exams[name].verifier.problem(prompt.answer, prompt.metadata)
+            problem = find_problem(exams[name].verifier, prompt)
             if problem:
                 raise PromptError.at(
                     f"{table.rows.label}: prompt {prompt.id}",
@@ -341,7 +352,7 @@ def refuse_unjudgeable(key: str, exam: DomainExam, config: DomainEvalConfig) -> 
     Raises: PromptError.
     """
     verifier = config.verifier if isinstance(config.verifier, str) else config.verifier.kind
-    problems = [(p.id, problem) for p in exam.prompts if (problem := exam.verifier.problem(p.answer, p.metadata))]
+    problems = [(p.id, problem) for p in exam.prompts if (problem := find_problem(exam.verifier, p))]
     if problems:
         prompt_id, problem = problems[0]
         raise PromptError.at(

@@ -43,6 +43,7 @@ from pipelines.inputs.architectures import (
 from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
+from pipelines.inputs.judges import refuse_many_judgements
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.own_tokens import build_encoders, reads_own_tokens, refuse_unfit_tokens
 from pipelines.inputs.prompts import (
@@ -106,6 +107,11 @@ class Inputs(Teaching):
     def teachers(self) -> dict[str, Teacher]:
         """Domain -> the teacher with the largest weight, with which the student is compared; empty without teachers."""
         return {domain: assigned[0].teacher for domain, assigned in self.routes.items()}
+
+    @property
+    def every_exam(self) -> tuple[dict[str, DomainExam], ...]:
+        """All exams, as the student, experts without tags and experts with tokens of their own take them."""
+        return self.exams, self.expert_exams, self.own_exams
 
     def registered_prompts(self, domain: str) -> Path | None:
         """Return the prompts that the domain's leading expert was registered with; None if there are none."""
@@ -206,6 +212,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     refuse_other_tasks(config, prompts, exams)
     refuse_unrewardable(config, prompts, exams, preferred_domains(config, routes))
     refuse_unaskable(config, routes, prompts)
+    refuse_many_judgements(config, exams)
     check_drift(config, routes, prompts)
     return Inputs(
         student=teaching.student,

@@ -90,7 +90,9 @@ def refuse_unaskable(config: PipelineConfig, routes: Routes, prompts: Mapping[st
         steps = config.trainer.steps
         if domain not in preferred and section.steps is not None:
             steps = min(steps, section.steps)
-        needed[expert] = needed.get(expert, 0) + min(len(table), steps * round(per_step[domain] + 0.5))
+        # One more, by which the expert shows that it answers: the steps may not ask for it.
+        in_steps = steps * round(per_step[domain] + 0.5) + 1
+        needed[expert] = needed.get(expert, 0) + min(len(table), in_steps)
         if section.max_calls is not None and needed[expert] > section.max_calls:
             raise ConfigError.at(
                 f"experts.{expert}.engine.max_calls",

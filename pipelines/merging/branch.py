@@ -26,6 +26,7 @@ from opd.run.metrics import MetricsFile
 from opd.run.paths import RunPaths, step_name
 from opd.settings.yaml_files import validate_section
 from opd.stream import written_rollouts
+from pipelines.build import prove_servers
 from pipelines.inputs.template_date import as_recorded
 from pipelines.merging.changes import (
     changed_keys,
@@ -99,6 +100,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
         _link_checkpoint(origin, recorded["identity"], temporary, manifest["identity"], has_same_rollouts)
         if has_same_exams and config.evaluate.cache:
             _copy_exams(origin.paths, temporary)
+        prove_servers(config, inputs, temporary)
         write_inputs(temporary, manifest)
     return MergeRun(
         config=config,

@@ -29,6 +29,7 @@ from opd.run.metrics import count_steps_and_tokens
 from opd.run.paths import MERGE_EVALUATIONS, RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.text import Tell
+from pipelines.build import prove_servers
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
@@ -96,6 +97,8 @@ def begin_rounds(config: PipelineConfig, root: Path, tell: Tell) -> MergeRun | R
     ]
     plan = [_make_facts(round_config, round_inputs) for round_config, round_inputs in zip(configs, inputs, strict=True)]
     with new_directory(root) as temporary:
+        for round_config, round_inputs in zip(configs, inputs, strict=True):
+            prove_servers(round_config, round_inputs, temporary)
         _write_rounds(temporary, config, plan)
     return Rounds(config=config, configs=configs, root=root, plan=plan, resume_from=None, tell=tell)
 

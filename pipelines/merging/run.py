@@ -34,8 +34,9 @@ from opd.run.paths import RunPaths
 from opd.settings.yaml_files import validate_section
 from opd.sinks import open_sinks
 from opd.text import quote_for_shell
-from pipelines.build import build_merge, num_workers
+from pipelines.build import build_merge, num_workers, prove_servers
 from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.inputs.judges import open_judges
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
@@ -173,13 +174,18 @@ def begin(config: PipelineConfig, root: Path, evaluation_files: Mapping[str, str
     """Begin a new merge of one round, whose run directory `root` must not exist; from here on it can be resumed.
 
     `evaluation_files`: name -> text of files of `evaluation/` that were measured before and are not measured again.
-    Raises: OpdError before anything is written.
+    Experts that only write text, and judges, show first that they answer. Raises: OpdError, and then there is no run directory.
     """
     assert config.rounds == 1, "see pipelines.merging.rounds"
     refuse_existing(root)
     config, inputs, manifest, notices = read_facts(config)
     manifest["identity"] = run_identity(manifest)
     with new_directory(root) as temporary:
+        whole = RunPaths(RunPaths(root).merge_root)
+        for asked, own in ((whole.texts, temporary.texts), (whole.scores, temporary.scores)):
+            if asked.exists():  # before the first round began
+                shutil.copyfile(asked, own)
+        prove_servers(config, inputs, temporary)
         write_inputs(temporary, manifest)
         if evaluation_files:
             temporary.evaluation.mkdir()
@@ -316,6 +322,7 @@ def _run_session(
         ExitStack() as session,
     ):
         _announce_start(run, notices, display)
+        open_judges(run.inputs.every_exam, paths.scores)
         own_exams = measure_own_exams(config, run.inputs, paths, display)
         session.enter_context(ray_session(config.cluster, num_workers(config)))
         _reserve_workers(config, display)

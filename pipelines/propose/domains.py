@@ -110,7 +110,13 @@ def read_domains(
         answer = ask_until_valid(ask, tell, question, _parse_verifier, proposal)
         return "" if answer == proposal else answer
 
-    return {name: _read_domain(name, source, tokenizer, choose_verifier) for name, source in sources.items()}
+    facts: dict[str, DomainFacts] = {}
+    first_of: dict[str, str] = {}
+    for name, source in sources.items():
+        # Experts that differ in their effort alone have one file, which is read once.
+        first = first_of.setdefault(answers.efforts[name].domain if name in answers.efforts else name, name)
+        facts[name] = facts[first] if first in facts else _read_domain(name, source, tokenizer, choose_verifier)
+    return facts
 
 
 def _read_domain(

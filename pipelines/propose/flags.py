@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from experts.adapter import is_adapter
 from opd.errors import ConfigError, OpdError
 from opd.settings.strict import NAME_PATTERN
 from opd.text import Tell, expand_home
+from pipelines.propose.efforts import EFFORTS, ExpertEffort, find_efforts
 
 Ask = Callable[[str, str], str]
 """Takes a question and a proposed answer, and returns the answer. With an empty proposal an empty answer is allowed."""
@@ -36,6 +37,8 @@ class Flags:
     """General prompts, on which the student is to stay as it is."""
     chat: bool | None = None
     """True if texts are what a user says; None: it follows from the student's chat template."""
+    efforts: bool | None = None
+    """True if experts called DOMAIN-EFFORT are one domain's; None: it is asked, or not so."""
     lora: bool = False
     """Train adapters in place of all weights."""
     probe: bool = False
@@ -70,6 +73,8 @@ class InitAnswers:
     experts: Mapping[str, ExpertAnswer]
     keep: Path | None = None
     """General prompts, on which the student is to stay as it is; None: there are none."""
+    efforts: Mapping[str, ExpertEffort] = field(default_factory=dict)
+    """Expert -> domain and effort, if experts differ in their effort; empty if every expert has a domain of its own."""
 
 
 def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
@@ -81,8 +86,12 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
         flags = _ask_for_models(flags, ask, tell)
     assert flags.student is not None
     models = parse_experts(flags.experts)
-    prompts = assign_to_experts("--prompts", flags.prompts, models)
-    missing = [name for name in models if name not in prompts]
+    efforts = _choose_efforts(flags.efforts, models, ask, tell)
+    # Experts of one domain have its files in common.
+    owners = {name: efforts[name].domain if name in efforts else name for name in models}
+    domains = {owners[name]: model for name, model in models.items()}
+    prompts = assign_to_experts("--prompts", flags.prompts, domains)
+    missing = [name for name in domains if name not in prompts]
     if missing and ask is None:
         raise ConfigError.at(
             "--prompts",
@@ -94,16 +103,16 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
         assert ask is not None
         question = f"Prompts of {name} (CSV, Parquet, JSONL or a saved data set)"
         prompts[name] = ask_until_valid(ask, tell, question, _check_file)
-    columns = assign_to_experts("--columns", flags.columns, models, files=False)
-    verifiers = assign_to_experts("--verifier", flags.verifiers, models, files=False)
-    exams, bases = assign_to_experts("--eval", flags.exams, models), _parse_bases(flags.bases, models)
+    columns = assign_to_experts("--columns", flags.columns, domains, files=False)
+    verifiers = assign_to_experts("--verifier", flags.verifiers, domains, files=False)
+    exams, bases = assign_to_experts("--eval", flags.exams, domains), _parse_bases(flags.bases, models)
     experts = {
         name: ExpertAnswer(
             model=model,
-            prompts=_check_file(prompts[name]),
-            exam=_check_file(exams[name]) if name in exams else None,
-            columns=tuple(part.strip() for part in columns[name].split(",")) if name in columns else (),
-            verifier=verifiers.get(name, ""),
+            prompts=_check_file(prompts[owners[name]]),
+            exam=_check_file(exams[owners[name]]) if owners[name] in exams else None,
+            columns=tuple(part.strip() for part in columns[owners[name]].split(",")) if owners[name] in columns else (),
+            verifier=verifiers.get(owners[name], ""),
             base=Path(expand_home(bases[name])) if name in bases else None,
         )
         for name, model in models.items()
@@ -114,7 +123,47 @@ def complete_flags(flags: Flags, ask: Ask | None, tell: Tell) -> InitAnswers:
             "General prompts on which the student stays as it is (empty: none; what is not trained may be forgotten)"
         )
         keep = ask_until_valid(ask, tell, question, lambda text: text and _check_file(text))
-    return InitAnswers(student=flags.student, experts=experts, keep=_check_file(keep) if keep else None)
+    return InitAnswers(
+        student=flags.student, experts=experts, keep=_check_file(keep) if keep else None, efforts=efforts
+    )
+
+
+def _choose_efforts(
+    wish: bool | None, models: Mapping[str, Path], ask: Ask | None, tell: Tell
+) -> dict[str, ExpertEffort]:
+    """Return expert -> domain and effort if experts differ in their effort, as the flag, or the answer to a question, says; else nothing.
+
+    Raises: ConfigError if the flag says so, and the names of the experts do not.
+    """
+    efforts = find_efforts(models)
+    if wish and not efforts:
+        raise ConfigError.at(
+            "--efforts",
+            found=f"experts called {', '.join(models)}",
+            wanted="experts called DOMAIN-EFFORT, the same efforts for each domain",
+            fix=f"name them: --expert math-low=DIR --expert math-high=DIR; efforts: {', '.join(EFFORTS)}",
+        )
+    if not efforts or wish is False:
+        return {}
+    names = ", ".join(efforts)
+    if wish is None and ask is None:
+        tell(
+            f"note: {names} get domains of their own; with --efforts one prompt has them all, and a tag tells the student which"
+        )
+        return {}
+    if wish is None and ask is not None:
+        question = f"Are {names} efforts of one domain, of which a tag in the prompt tells the student (yes or no)"
+        wish = ask_until_valid(ask, tell, question, _check_yes_or_no, "yes") in YES
+    return efforts if wish else {}
+
+
+YES, NO = ("yes", "y"), ("no", "n")
+
+
+def _check_yes_or_no(text: str) -> None:
+    """Raises: ConfigError for an answer that is neither."""
+    if text not in YES + NO:
+        raise ConfigError.at("the answer", found=repr(text), wanted="yes or no", fix="type one of the two")
 
 
 def _refuse_missing(flags: Flags) -> None:

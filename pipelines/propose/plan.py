@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from opd.config.domains import KEPT
 from opd.config.objectives import DEFAULT_KIND
 from opd.config.prompts import PromptsConfig
 from pipelines.propose.domains import DomainFacts, can_split, choose_share, wants_holdout
+from pipelines.propose.efforts import ExpertEffort, fold_efforts
 from pipelines.propose.models import ExpertFacts
 from pipelines.propose.sizes import build_merge_models, choose_lengths, choose_sizes, fits_memory, max_prompt_tokens
 from pipelines.propose.text import Flow, render_on_one_line
@@ -32,6 +33,14 @@ class MergeFacts:
     keep: PromptsConfig | None = None
     """General prompts, on which the student is to stay as it is."""
     machine: MachineFacts
+    efforts: Mapping[str, ExpertEffort] = field(default_factory=dict)
+    """Expert -> domain and effort, if experts differ in their effort."""
+    template_has_effort: bool = False
+    """True if the student's chat template reads the effort."""
+
+    def name_domain(self, expert: str) -> str:
+        """Return the name that the expert's domain has in the pipeline."""
+        return self.efforts[expert].domain if expert in self.efforts else expert
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +67,8 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
         **({"keep": {"prompts": _prompts_section(facts.keep, None, max_prompt), "weight": 1.0}} if facts.keep else {}),
         "rollout": rollout,
     }
+    if facts.efforts:
+        data = fold_efforts(data, facts.efforts, in_template=facts.template_has_effort)
     num_domains = len(facts.domains) + (facts.keep is not None)
     data = apply_change(data, choose_sizes(facts.student.parameters, num_domains, facts.machine))
     if lora:
@@ -69,7 +80,7 @@ def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Pro
     warnings = [
         _warn_of_no_exam(domain, part)
         for domain, part in facts.domains.items()
-        if "eval" not in data["domains"][domain]
+        if "eval" not in data["domains"][facts.name_domain(domain)]
     ]
     if not fits:
         warnings.append(
@@ -97,7 +108,7 @@ def summarise_proposal(proposal: Proposal, facts: MergeFacts) -> Iterator[str]:
         # The rows are conversations, each of which brings its answer as its last turn.
         if domain.table.rows.num_answered == len(domain.table.rows):
             answers = "the assistant's last turn"
-        exam = proposal.data["domains"][name].get("eval", {})
+        exam = proposal.data["domains"][facts.name_domain(name)].get("eval", {})
         exam_size = f", {_count_held_out(domain, exam):,} of them held out" if "holdout" in exam else ""
         exam_judge = f"; {render_on_one_line(exam['verifier'])} compares with {answers}" if exam else ""
         kind = "an adapter" if facts.experts[name].adapter else "a model"
@@ -164,9 +175,10 @@ def _pipeline_notes(facts: MergeFacts, data: Data) -> dict[str, str]:
             else _describe_model(expert.info)
         )
         notes[f"experts.{name}"] = kind
-    for name, domain in facts.domains.items():
+    for owner, domain in facts.domains.items():
+        name = facts.name_domain(owner)
         notes |= {f"domains.{name}.{key}": note for key, note in _domain_notes(domain, data["domains"][name]).items()}
-    first_domain = next(iter(facts.domains), "")
+    first_domain = next(iter(data["domains"]), "")
     notes[f"domains.{first_domain}.weight"] = "share of each step's samples, beside the other domains' weights"
     return notes
 
@@ -199,6 +211,7 @@ NOTES = {
     "student": "who learns",
     "student.lora": "trains adapters, because training all weights needs more memory than there is",
     "experts": "who teaches: models by path; each scores what the student writes in its domain",
+    "efforts": "from the least to the most; a tag in the prompt tells the student which is wanted: docs/efforts.md",
     "domains": "on which prompts",
     "keep": "general prompts, on which the student as it is now is the teacher: what it can, it keeps",
     "keep.weight": "share of each step's samples, beside the domains' weights",

@@ -15,6 +15,7 @@ from opd.errors import ConfigError
 from opd.files import atomic_write_text, raise_storage_errors
 from opd.settings.yaml_files import parse_yaml, validate_section
 from opd.text import Tell, quote_for_shell
+from pipelines.propose.efforts import reads_effort
 from pipelines.propose.flags import Ask, Flags, complete_flags
 from pipelines.propose.shipped_pipelines import RECIPES, list_commands, read_files
 from pipelines.propose.text import make_schema_line, render_pipeline
@@ -110,7 +111,14 @@ def write_proposal(flags: Flags, target: OutputFile, ask: Ask | None, tell: Tell
     tokenizer, machine = load_tokenizer(answers.student), read_machine()
     domains = read_domains(answers, sources, tokenizer, ask, tell)
     facts = MergeFacts(
-        student_dir=answers.student, student=student, experts=experts, domains=domains, keep=keep, machine=machine
+        student_dir=answers.student,
+        student=student,
+        experts=experts,
+        domains=domains,
+        keep=keep,
+        machine=machine,
+        efforts=answers.efforts,
+        template_has_effort=reads_effort(tokenizer.chat_template),
     )
     proposal = propose_pipeline(_make_pipeline_name(target.path), facts, lora=flags.lora)
     config = validate_section(PipelineConfig, proposal.data, target.path)

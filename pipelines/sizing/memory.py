@@ -195,7 +195,8 @@ def _trainer_needs(config: PipelineConfig, models: MergeModels) -> list[HostMemo
     ranks, largest = config.trainer.ranks, models.read_body(models.student).largest
     # While a checkpoint is written the ranks hold a copy of weights and moments; activations are freed before. So they are before
     # gradients are added up, from a copy in the order of the ranks.
-    checkpoint, summed = STATE_COPY * models.trained, summed_bytes(config, models.trained)
+    checkpoint = STATE_COPY * models.trained + averages_bytes(config, models)
+    summed = summed_bytes(config, models.trained)
     # A copy of the largest weight in the files' form, or what an adapter adds to it and the weight itself, both in float32.
     export = largest * (8 if models.lora else DTYPE_BYTES[config.trainer.dtype])
     needs = [
@@ -310,7 +311,7 @@ def trainer_state_bytes(config: PipelineConfig, models: MergeModels) -> int:
 
 def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]:
     """Return the bytes that all ranks hold together: compute copy, float32 master, both moments, gradients in the type of their
-    sum, and three float32 copies of these in a run that compares gradients. Weights that LoRA leaves alone have a compute copy only.
+    sum, and three float32 copies of these in a run that compares gradients; and moving averages of the student. Weights that LoRA leaves alone have a compute copy only.
 
     Of gradients that are summed in another type the optimiser also makes a float32 copy. It is smaller than the memory for writing
     a checkpoint, which is counted, and exists at another time.
@@ -320,11 +321,24 @@ def trainer_state(config: PipelineConfig, models: MergeModels) -> dict[str, int]
     copy, gradients = DTYPE_BYTES[trainer.dtype], DTYPE_BYTES[trainer.grad_accum_dtype]
     reward = config.objective.reward
     compared = 12 if reward is not None and reward.compare_every else 0
-    return {
+    state = {
         "weights": (frozen + models.trained) * copy + weights_copy_bytes(config, frozen + models.trained),
         "gradients": models.trained * (gradients + compared),
         "optimiser": models.trained * (4 + 8),
     }
+    averages = averages_bytes(config, models)
+    return state | ({"averages": averages} if averages else {})
+
+
+def averages_bytes(config: PipelineConfig, models: MergeModels) -> int:
+    """Return the bytes that all ranks hold together for moving averages of the student: the averages in float32, the student's weights
+    while one is in their place, and on each rank the output head of each."""
+    decays = {expert.ema for expert in config.inline_experts.values() if expert.ema is not None}
+    if not decays:
+        return 0
+    copy, student = DTYPE_BYTES[config.trainer.dtype], models.student
+    head = 0 if models.lora else student.vocab_size * student.hidden_size * copy
+    return models.trained * (4 * len(decays) + copy) + config.trainer.ranks * len(decays) * head
 
 
 def weights_copy_bytes(config: PipelineConfig, parameters: int) -> int:

@@ -22,11 +22,11 @@ from opd.models.logit_rule import IDENTITY, LogitRule
 from opd.payloads import answer_class
 from opd.payloads.answer import Position
 from opd.records.types import Rollout, Teacher
+from opd.servers.requests import IN_FLIGHT, MAX_SHOWN, open_session, post_request
 from opd.stream.schema import TargetRow
 from opd.text import to_one_line
 from teachers.scorers import ENGINE_TOKENS, ScorerOptions, Server
 from teachers.scorers.rows import build_logprob_answer, split_batches
-from teachers.server_requests import IN_FLIGHT, MAX_SHOWN, open_session, post_request
 
 PROBE_TOKENS = 8
 """Tokens that a server has to score before a step relies on it."""

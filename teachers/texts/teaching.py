@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from opd.prompts.turn_ends import find_turn_end
 from opd.prompts.untrusted_text import escape_specials, special_texts
 from opd.records.texts import TextAnswer, TextSpending
 from opd.records.types import Prompt, QuarantinedPrompt, Rollout, RolloutBatch, Span
+from opd.servers.answers_file import AnswersFile
+from opd.servers.budget import BudgetedServer, CallBudget
+from opd.servers.text_server import TextServer, TextServerSpec
 from opd.text import quote_for_shell
-from teachers.texts.answers_file import AnswersFile
-from teachers.texts.server import TextServer, TextServerSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +32,8 @@ class TextDomain:
     """Steps in which answers take the place of the student's responses; None: all."""
     compares: bool
     """True if after these steps a discriminator compares the student's responses with answers, so that the expert is still asked."""
-    max_calls: int | None
-    """Most requests of the run; None: no limit."""
-    max_cost: float | None
-    """Money after which no further answer is asked for; None: no limit."""
-    input_price: float
-    """Money for a million tokens of prompts."""
-    output_price: float
-    """Money for a million tokens of answers."""
+    budget: CallBudget
+    """What its answers may take."""
 
     def teaches_in(self, step: int) -> bool:
         """Return True if answers take the place of responses in this step."""
@@ -63,6 +59,17 @@ class TextTeachingSpec:
     """Share of a step's responses that may be left out."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstAnswer:
+    """What an expert answered to the one prompt by which it shows that it answers."""
+
+    domain: str
+    prompt: Prompt
+    answer: TextAnswer
+    seconds: float
+    """Until the answer was there."""
+
+
 class TextTeaching:
     """Implements `opd.interfaces.TextExperts`."""
 
@@ -77,33 +84,39 @@ class TextTeaching:
         self._end_id = find_turn_end(tokenizer, spec.stop_token_ids)
         self._path = path
         self._file = AnswersFile(path)
-        self._servers = {domain: TextServer(own.expert, own.server) for domain, own in spec.domains.items()}
-        self._calls = {
-            own.expert: sum(answer.attempts for answer in self._file.list_answers(own.expert))
-            for own in spec.domains.values()
+        self._servers = {
+            domain: BudgetedServer(TextServer(own.expert, own.server), own.budget, self._file)
+            for domain, own in spec.domains.items()
         }
-        """Expert -> requests since the run began."""
 
-    def prove(self, prompts: Mapping[str, Prompt], run_dir: Path) -> None:
-        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt. `run_dir`: what a resume is given.
+    def prove(self, prompts: Mapping[str, Prompt], run_dir: Path | None = None) -> list[FirstAnswer]:
+        """Have every expert answer one prompt of its domain. `prompts`: domain -> that prompt. `run_dir`: what a resume is given; None
+        before there is a run. Returns the answers.
 
         Raises: ConfigError for an expert whose answer cannot be used; StorageError.
         """
+        first_answers = []
         for domain, own in self._spec.domains.items():
-            prompt = prompts[domain]
+            prompt, began = prompts[domain], time.monotonic()
             try:
                 self._ask(domain, [prompt])
                 problem = self._find_problem(domain, prompt.id)
             except RunError as error:
                 problem = str(error)
             if problem:
+                resume = "" if run_dir is None else f", then `opd merge --resume {quote_for_shell(run_dir)}`"
                 raise ConfigError.at(
                     f"experts.{own.expert}.engine",
                     found=problem,
                     wanted=f"a server that answers prompt {prompt.id}",
-                    fix=f"see that it does, then `opd merge --resume {quote_for_shell(run_dir)}`; other keys of the engine go there"
-                    f" as --set experts.{own.expert}.engine.KEY=VALUE",
+                    fix=f"see that it does{resume}; --set experts.{own.expert}.engine.KEY=VALUE changes a key of the engine",
                 )
+            answer = self._find(domain, prompt.id)
+            assert answer is not None, "an answer without a problem"
+            first_answers.append(
+                FirstAnswer(domain=domain, prompt=prompt, answer=answer, seconds=time.monotonic() - began)
+            )
+        return first_answers
 
     def teach(self, batch: RolloutBatch, prompts: Sequence[Prompt]) -> RolloutBatch:
         step = batch.rollouts[0].step if batch.rollouts else 0
@@ -146,28 +159,13 @@ class TextTeaching:
         return self._encode(answer, len(rollout.prompt_ids))
 
     def sum_spending(self) -> dict[str, TextSpending]:
-        return {own.expert: self._sum_spending(own) for own in self._spec.domains.values()}
+        return {own.expert: self._servers[domain].sum_spending() for domain, own in self._spec.domains.items()}
 
     def _ask(self, domain: str, prompts: Sequence[Prompt]) -> None:
         """Ask the domain's expert about the prompts that it has not answered yet. Raises: RunError where a budget ends."""
-        own = self._spec.domains[domain]
         missing = [prompt for prompt in prompts if self._find(domain, prompt.id) is None]
-        if not missing:
-            return
-        cost = self._sum_spending(own).cost
-        if own.max_cost is not None and cost >= own.max_cost:
-            raise RunError(
-                f"expert {own.expert}: its answers cost {cost:g}, max_cost is {own.max_cost:g}; raise it and resume"
-            )
-
-        def count() -> None:
-            if own.max_calls is not None and self._calls[own.expert] >= own.max_calls:
-                raise RunError(
-                    f"expert {own.expert}: all {own.max_calls} requests of max_calls were made; raise it and resume"
-                )
-            self._calls[own.expert] += 1
-
-        self._servers[domain].ask(missing, self._file.append, count)
+        if missing:
+            self._servers[domain].ask(missing)
 
     def _find(self, domain: str, prompt_id: str) -> TextAnswer | None:
         return self._file.find(self._spec.domains[domain].expert, prompt_id)
@@ -177,24 +175,11 @@ class TextTeaching:
         expert = self._spec.domains[domain].expert
         answer = self._file.find(expert, prompt_id)
         if answer is None:
-            failed = [line for line in self._file.list_answers(expert) if line.prompt_id == prompt_id]
-            return failed[-1].problem
+            return self._file.find_failure(expert, prompt_id)
         unknown = getattr(self._tokenizer, "unk_token_id", None)
         if not answer.problem and unknown is not None and unknown in self._encode_text(answer):
             return f"expert {expert}: text that the student's tokenizer cannot write"
         return answer.problem
-
-    def _sum_spending(self, own: TextDomain) -> TextSpending:
-        lines = self._file.list_answers(own.expert)
-        prompt_tokens = sum(line.prompt_tokens for line in lines)
-        completion_tokens = sum(line.completion_tokens for line in lines)
-        return TextSpending(
-            calls=self._calls[own.expert],
-            failed=sum(bool(line.problem) for line in lines),
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            cost=(prompt_tokens * own.input_price + completion_tokens * own.output_price) / 1e6,
-        )
 
     def _put_answer(self, rollout: Rollout, prompt_id: str) -> Rollout:
         """Return the rollout with the expert's answer in the place of the student's response."""

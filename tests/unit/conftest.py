@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,16 @@ import yaml
 from opd import cluster
 from opd.cluster import session
 from opd.config.sections import ClusterConfig
+from opd.servers import requests
+from tests.writer import Writer, serve_writer
+
+
+@pytest.fixture
+def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
+    """A server that writes text; a request that failed is sent again without a pause."""
+    monkeypatch.setattr(requests, "BACKOFF_S", 0.01)
+    with serve_writer() as state:
+        yield state
 
 
 @pytest.fixture(autouse=True)

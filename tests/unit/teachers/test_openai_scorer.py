@@ -18,9 +18,9 @@ from opd.config import PipelineConfig
 from opd.errors import RunError
 from opd.models.logit_rule import IDENTITY
 from opd.records.types import Rollout, Teacher, WeightedTeacher
+from opd.servers import requests as server_requests
 from opd.stream.schema import TargetRow
 from pipelines.specs import pool_spec
-from teachers import server_requests
 from teachers.pool import Pool
 from teachers.scorers import ScorerOptions, Server
 from teachers.scorers.openai import OpenAIScorer
@@ -294,7 +294,7 @@ def test_keys(served: Served, teacher: Teacher, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RunError, match="401, the key is missing or wrong"):
         scorer(served).head_key(teacher)
     monkeypatch.delenv(KEY_ENV, raising=False)
-    with pytest.raises(RunError, match=f"teachers.api_key_env: {KEY_ENV} is not set"):
+    with pytest.raises(RunError, match=f"api_key_env: {KEY_ENV} is not set"):
         scorer(served, api_key_env=KEY_ENV).head_key(teacher)
     monkeypatch.setenv(KEY_ENV, "wrong-key")
     with pytest.raises(RunError, match="401") as refused:
@@ -340,7 +340,7 @@ def test_nobody_listens(served: Served, teacher: Teacher) -> None:
 def test_a_server_that_does_not_answer_costs_a_bounded_time(served: Served, teacher: Teacher) -> None:
     served.delay_s = 60
     began = time.monotonic()
-    with pytest.raises(RunError, match=r"4 attempts failed, the last with: no answer in time \(teachers.server_time"):
+    with pytest.raises(RunError, match=r"4 attempts failed, the last with: no answer in time \(server_time"):
         scorer(served, server_timeout_s=0.1).head_key(teacher)
     assert time.monotonic() - began < 10
 

@@ -149,7 +149,7 @@ def test_a_domain_has_the_objective_for_text(tiny_model_dir: Path) -> None:
         ({"max_calls": 39}, 20, "39, and up to 40 different prompts"),
         ({"max_calls": 40}, 20, ""),
         ({"max_calls": 26, "steps": 2}, 20, ""),
-        ({"max_calls": 3, "steps": 2}, 20, "3, and up to 24 different prompts in 2 steps"),
+        ({"max_calls": 3, "steps": 2}, 20, "3, and up to 25 different prompts in 2 steps"),
     ],
 )
 def test_a_run_that_may_need_more_calls_than_it_may_make_is_refused(

@@ -14,12 +14,12 @@ from opd.config.reward import RewardConfig
 from opd.credit.leave_one_out import LeaveOneOut
 from opd.errors import RunError
 from opd.records.types import Rollout, RolloutBatch
+from opd.reward.form import measure_features
 from opd.reward.preference import (
     PreferenceRewards,
     PreferenceSpec,
     compute_preferences,
     compute_slopes,
-    measure_features,
 )
 from opd.reward.stream import RewardStream
 from opd.reward.verified import VerifiedRewards

@@ -246,6 +246,9 @@ def test_every_pattern_names_a_key() -> None:
     judge = {"kind": "endpoint", "base_url": "http://127.0.0.1:1/v1", "model": "j", "api_key_env": "KEY"}
     guarded = {"domains__d__environment__name": "maze", "domains__d__guard": {"rules": ["shipped"]}}
     keys |= changed_keys({}, config(guard={"judge": judge}, **guarded))
+    verifier = {"kind": "judge", "base_url": "http://127.0.0.1:1/v1", "model": "j", "rubric": "Short."}
+    verifier |= {"api_key_env": "KEY", "max_calls": 9, "max_cost": 1, "price": {"input": 1}}
+    keys |= changed_keys({}, config(domains__d__eval={"holdout": 0.5, "verifier": verifier}))
     keys |= {("teachers", key): (None, None) for engine in ENGINES.values() for key in engine.model_fields}
     keys |= dict.fromkeys(
         (("domains", "d", "prompts"), ("domains", "d", "eval", "prompts")), (None, None)

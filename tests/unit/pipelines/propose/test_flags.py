@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from opd.errors import ConfigError
+from pipelines.propose.efforts import find_efforts
 from pipelines.propose.flags import Flags, assign_to_experts, complete_flags, make_expert_name, parse_experts
 
 
@@ -151,3 +152,31 @@ def test_what_is_missing_without_a_terminal_is_refused(flags: Flags, words: list
     with pytest.raises(ConfigError) as error:
         complete_flags(flags, None, lambda line: None)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(("said", "domains"), [("yes", {"math"}), ("no", set())])
+def test_experts_called_after_efforts_are_asked_about(said: str, domains: set[str], here: Path) -> None:
+    for name in ("math-low", "math-high"):
+        (here / name).mkdir()
+    flags = Flags(student=Path("base"), experts=("math-low", "math-high"))
+    told: list[str] = []
+    given = complete_flags(flags, answers("perhaps", said, *["math.csv"] * (2 - len(domains)), ""), told.append)
+    assert {effort.domain for effort in given.efforts.values()} == domains
+    assert [str(expert.prompts) for expert in given.experts.values()] == ["math.csv"] * 2
+    assert told == [told[0]] and "'perhaps'" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["math-low", "math-high", "law-high", "law-low"], {"math", "law"}),
+        (["math-low", "math-high", "law-low"], set()),
+        (["math-low", "math-high", "law"], set()),
+        (["math-low", "law-low"], set()),
+        (["math-a", "math-b"], set()),
+        (["low", "high"], set()),
+        ([], set()),
+    ],
+)
+def test_efforts_are_found_by_the_names_of_experts(names: list[str], found: set[str]) -> None:
+    assert {effort.domain for effort in find_efforts(names).values()} == found

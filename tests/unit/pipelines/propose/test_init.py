@@ -382,3 +382,48 @@ def test_general_prompts_are_kept(three: Path) -> None:
     inputs = read_inputs(config)
     assert len(inputs.prompts["kept"]) == 20 and inputs.scoring["kept"][0].teacher.name == "kept"
     assert opd(*THREE, *FILES, "--keep", "missing.csv", "--force").exit_code == 2
+
+
+# Efforts
+
+
+@pytest.fixture
+def two_efforts(world: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two experts of one domain, and its prompts."""
+    monkeypatch.setattr("pipelines.sizing.machine.read_machine", lambda: LAPTOP)
+    (world.root / "pipeline.yaml").unlink()
+    (world.root / "rev").rename(world.root / "word-high")
+    (world.root / "up").rename(world.root / "word-low")
+    words = [f"{a}{b}c" for a in "abcdefghij" for b in "abcdef"]
+    write(world.root / "word.csv", [{"prompt": f"rev {word}=", "answer": word[::-1]} for word in words])
+    return Path(world.root)
+
+
+EFFORTS = ["--student", "base", "--expert", "word-high", "--expert", "word-low"]
+
+
+def test_experts_that_differ_in_their_effort_share_a_domain(two_efforts: Path) -> None:
+    result = opd(*EFFORTS, "--prompts", "word.csv", "--efforts")
+    assert result.exit_code == 0, result.output
+    data = yaml.safe_load((two_efforts / "pipeline.yaml").read_text())
+    assert list(data["efforts"]) == ["low", "high"] and list(data["domains"]) == ["word"]
+    assert data["efforts"]["low"] == {"text": "Effort: low. "}, "the tiny model has no chat template"
+    assert data["experts"]["word-low"] == {
+        "model": "word-low", "domain": "word", "effort": "low", "prompt": {"effort": False},
+    }  # fmt: skip
+    config = load_pipeline(two_efforts / "pipeline.yaml")
+    assert set(config.domains) == {"word-low", "word-high"} and config.domains["word-low"].eval is not None
+    read_inputs(config)
+
+
+def test_without_a_word_each_effort_stays_a_domain_of_its_own(two_efforts: Path) -> None:
+    files = ["--prompts", "word-high=word.csv", "--prompts", "word-low=word.csv"]
+    result = opd(*EFFORTS, *files)
+    assert result.exit_code == 0, result.output
+    assert "note: word-high, word-low get domains of their own; with --efforts one prompt has them all" in result.stderr
+    assert "efforts" not in yaml.safe_load((two_efforts / "pipeline.yaml").read_text())
+
+
+def test_experts_whose_names_have_no_effort_have_none(three: Path) -> None:
+    result = opd(*THREE, *FILES, "--efforts")
+    assert result.exit_code == 2 and "experts called rev, up, low" in result.stderr

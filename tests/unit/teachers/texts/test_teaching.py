@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,53 +12,11 @@ import pytest
 from opd.errors import ConfigError, RunError
 from opd.prompts.encode import encode_text, load_tokenizer
 from opd.records.types import Prompt, RolloutBatch, Span
-from teachers import server_requests
-from teachers.texts.server import TextServerSpec
+from opd.servers.budget import CallBudget
+from opd.servers.text_server import TextServerSpec
 from teachers.texts.teaching import TextDomain, TextTeaching, TextTeachingSpec
-from tests.listener import answer_posts
 from tests.rows import make_rollout
-
-Reply = tuple[int, Any]
-
-
-class Writer:
-    """What the server does; a test spoils it."""
-
-    def __init__(self) -> None:
-        self.url = ""
-        self.requests: list[dict[str, Any]] = []
-        self.spoil: Callable[[str, dict[str, Any]], Reply | None] = lambda text, reply: None
-        self.delay_s = 0.0
-        self.lock = threading.Lock()
-
-    def answer(self, path: str, request: dict[str, Any]) -> Reply:
-        with self.lock:
-            self.requests.append(request)
-        time.sleep(self.delay_s)
-        chat = path == "/v1/chat/completions"
-        text = request["messages"][-1]["content"] if chat else request["prompt"]
-        words = text[::-1]
-        choice = {"message": {"role": "assistant", "content": words}} if chat else {"text": words}
-        reply = {
-            "model": request["model"],
-            "choices": [{"index": 0, "finish_reason": "stop", **choice}],
-            "usage": {"prompt_tokens": len(text), "completion_tokens": len(words)},
-        }
-        return self.spoil(text, reply) or (200, reply)
-
-
-@pytest.fixture
-def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]:
-    monkeypatch.setattr(server_requests, "BACKOFF_S", 0.01)
-    state = Writer()
-
-    def answer(path: str, headers: Mapping[str, str], request: Any) -> tuple[int, bytes]:
-        status, reply = state.answer(path, request)
-        return status, reply if isinstance(reply, bytes) else json.dumps(reply).encode()
-
-    with answer_posts(answer) as address:
-        state.url = f"{address}/v1"
-        yield state
+from tests.writer import Reply, Writer
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +34,10 @@ def teach(writer: Writer, tokenizer: Any, tmp_path: Path) -> Callable[..., TextT
         domain = {
             "steps": 2,
             "compares": False,
-            "max_calls": None,
-            "max_cost": None,
-            "input_price": 1.0,
-            "output_price": 2.0,
         }
-        own = TextDomain(expert="e", server=TextServerSpec(**server), **domain | more)
+        budget = {"max_calls": None, "max_cost": None, "input_price": 1.0, "output_price": 2.0}
+        budget |= {key: more.pop(key) for key in list(more) if key in budget}
+        own = TextDomain(expert="e", server=TextServerSpec(**server), budget=CallBudget(**budget), **domain | more)
         spec = TextTeachingSpec(
             domains={"a": own}, stop_token_ids=(tokenizer.eos_token_id,), max_new_tokens=max_new_tokens, max_model_len=32,
             max_quarantined=max_quarantined,
@@ -224,7 +177,8 @@ def test_a_bad_answer_is_refused_at_the_start_and_quarantined_later(
     with pytest.raises(ConfigError) as error:
         texts.prove({"a": prompts[1]}, Path("runs/a"))
     assert "experts.e.engine" in str(error.value) and reason in str(error.value)
-    texts.prove({"a": prompts[0]}, Path("runs/a"))
+    (first,) = texts.prove({"a": prompts[0]}, Path("runs/a"))
+    assert (first.answer.text, first.answer.model, first.prompt) == ("cba", "expert", prompts[0]) and first.seconds > 0
     taught = texts.teach(batch, prompts)
     assert [rollout.sample_id for rollout in taught.rollouts] == ["000001/a/abc", "000001/a/de"]
     (left_out,) = taught.quarantined

@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 from collections.abc import Callable
-from typing import Any
-
-import aiohttp
+from typing import TYPE_CHECKING, Any
 
 from opd.errors import RunError
 from opd.text import to_one_line
+
+if TYPE_CHECKING:  # its import takes too long for those who ask nobody
+    import aiohttp
 
 ATTEMPTS = 4
 """How often a request is sent before it has failed."""
@@ -38,10 +39,12 @@ def open_session(timeout_s: float, key_env: str | None, holder: str) -> aiohttp.
 
     Raises: RunError if the variable is not set; `holder` says in whose environment.
     """
+    import aiohttp
+
     headers = {}
     if key_env is not None:
         if not os.environ.get(key_env):
-            raise RunError(f"teachers.api_key_env: {key_env} is not set in {holder}")
+            raise RunError(f"api_key_env: {key_env} is not set in {holder}")
         headers["Authorization"] = f"Bearer {os.environ[key_env]}"
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
     return aiohttp.ClientSession(timeout=timeout, headers=headers)
@@ -63,6 +66,8 @@ async def post_request(
     Raises: RequestRefused for a refusal, and for an answer that is no JSON; RequestFailed when every attempt failed; RunError if the
     server would refuse any request. All begin with `speaker`.
     """
+    import aiohttp
+
     problem = ""
     for attempt in range(ATTEMPTS):
         if attempt:
@@ -73,7 +78,7 @@ async def post_request(
             async with session.post(url, json=request, allow_redirects=False) as response:
                 status, body = response.status, await response.read()
         except TimeoutError:
-            problem = "no answer in time (teachers.server_timeout_s)"
+            problem = "no answer in time (server_timeout_s)"
             continue
         except aiohttp.ClientError as error:
             problem = str(error) or type(error).__name__
@@ -95,8 +100,8 @@ async def post_request(
 
 def _format_refusal(status: int, model: str) -> str:
     reasons = {
-        401: "the key is missing or wrong (teachers.api_key_env)",
-        403: "the key is not allowed to (teachers.api_key_env)",
+        401: "the key is missing or wrong (api_key_env)",
+        403: "the key is not allowed to (api_key_env)",
         404: f"no model {model!r} or no such API at this base_url",
     }
     return f"{status}, {reasons[status]}"

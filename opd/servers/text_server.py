@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from opd.config.endpoint import TextServerConfig
 from opd.records.texts import TextAnswer
 from opd.records.types import Prompt
-from opd.text import to_one_line
-from teachers.server_requests import (
+from opd.servers.requests import (
     ATTEMPTS,
     IN_FLIGHT,
     MAX_SHOWN,
@@ -24,22 +24,23 @@ from teachers.server_requests import (
     open_session,
     post_request,
 )
+from opd.text import to_one_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextServerSpec:
-    """How an expert is asked."""
+    """How a model is asked."""
 
     base_url: str
     """Address with version."""
     model: str
-    """Name under which the server knows the expert."""
+    """Name under which the server knows the model."""
     api: Literal["chat", "completions"]
     """Which of the two APIs the server has."""
     max_tokens: int
     """Most tokens of an answer, in the server's own."""
     temperature: float | None = 0.0
-    """Temperature at which the expert answers; None: the server's."""
+    """Temperature of the answers; None: the server's."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of each request."""
     served_model: str | None = None
@@ -51,22 +52,43 @@ class TextServerSpec:
     needs_usage: bool = False
     """True if an answer that does not say how many tokens it took cannot be used."""
 
+    @classmethod
+    def from_config(
+        cls, config: TextServerConfig, api: Literal["chat", "completions"], max_tokens: int
+    ) -> TextServerSpec:
+        """Return the spec of a server as a pipeline describes it."""
+        return cls(
+            base_url=config.base_url,
+            model=config.model,
+            api=api,
+            max_tokens=max_tokens,
+            temperature=config.temperature,
+            request=config.request,
+            served_model=config.served_model,
+            api_key_env=config.api_key_env,
+            timeout_s=config.server_timeout_s,
+            needs_usage=config.has_price,
+        )
+
 
 class UnusableAnswer(ValueError):
     """The server answered, and nothing can be learned from it."""
 
 
 class TextServer:
-    """Asks one expert."""
+    """Asks one model."""
 
-    def __init__(self, expert: str, spec: TextServerSpec) -> None:
-        self._expert = expert
+    def __init__(self, name: str, spec: TextServerSpec, role: Literal["expert", "judge"] = "expert") -> None:
+        """`name` is that of the expert, or of the domain that the judge is for."""
+        self.name = name
+        self.role = role
         self._spec = spec
         path = "chat/completions" if spec.api == "chat" else "completions"
         self._url = f"{spec.base_url.rstrip('/')}/{path}"
+        self._speaker = f"{role} {name}: {self._url}"
 
     def ask(self, prompts: Sequence[Prompt], keep: Callable[[TextAnswer], None], count: Callable[[], None]) -> None:
-        """Ask the expert about all prompts, `IN_FLIGHT` at a time. `keep` gets each answer as it comes, `count` is called before
+        """Ask about all prompts, `IN_FLIGHT` at a time. `keep` gets each answer as it comes, `count` is called before
         every request. Raises: RunError if the server refuses every request; what `keep` and `count` raise."""
         asyncio.run(self._ask_all(prompts, keep, count))
 
@@ -89,25 +111,28 @@ class TextServer:
 
     async def _request_answer(self, session: Any, prompt: Prompt, count: Callable[[], None]) -> TextAnswer:
         """Return the answer, with its problem if it has one. Raises: RunError if the server refuses every request."""
-        speaker = f"expert {self._expert}: {self._url}"
         try:
-            response = await post_request(session, self._url, self.build_request(prompt), speaker, count)
+            response = await post_request(session, self._url, self.build_request(prompt), self._speaker, count)
         except RequestFailed as error:
             return self._make_answer(prompt, answered=False, attempts=ATTEMPTS, problem=str(error))
         except RequestRefused as error:
             return self._make_answer(prompt, problem=str(error))
         prompt_tokens, completion_tokens = _read_usage(response)
-        tokens = {"prompt_tokens": prompt_tokens or 0, "completion_tokens": completion_tokens or 0}
+        said = {
+            "model": _read_model(response),
+            "prompt_tokens": prompt_tokens or 0,
+            "completion_tokens": completion_tokens or 0,
+        }
         try:
             if self._spec.needs_usage and None in (prompt_tokens, completion_tokens):
                 raise UnusableAnswer("the answer does not say how many tokens it took, which has a price")
             text, finished = self._parse_text(response)
         except UnusableAnswer as error:
-            return self._make_answer(prompt, problem=f"{speaker}: {error}", **tokens)
-        return self._make_answer(prompt, text=text, finished=finished, **tokens)
+            return self._make_answer(prompt, problem=f"{self._speaker}: {error}", **said)
+        return self._make_answer(prompt, text=text, finished=finished, **said)
 
     def _make_answer(self, prompt: Prompt, **values: Any) -> TextAnswer:
-        return TextAnswer(expert=self._expert, prompt_id=prompt.id, **values)
+        return TextAnswer(expert=self.name, prompt_id=prompt.id, **values)
 
     def build_request(self, prompt: Prompt) -> dict[str, Any]:
         """Return the JSON of a question."""
@@ -149,6 +174,12 @@ class TextServer:
         if self._spec.served_model is not None:
             return bool(name == self._spec.served_model)
         return isinstance(name, str) and (name == self._spec.model or name.startswith(f"{self._spec.model}-"))
+
+
+def _read_model(response: Any) -> str:
+    """Return the model's name in an answer; empty if it has none."""
+    name = response.get("model") if isinstance(response, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _read_usage(response: Any) -> tuple[int | None, int | None]:
