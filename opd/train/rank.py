@@ -37,7 +37,7 @@ from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_
 from opd.train.policy import GradientComparison
 from opd.train.rank_channel import RankChannel
 from opd.train.sequence_parallel import SequenceGroup, Shard
-from opd.train.student import Student
+from opd.train.student import IndexerTermSpec, Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.zero import ModelOptions, ZeroEngine
@@ -107,6 +107,8 @@ class RankResult:
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     policy: RankPolicy | None = None
+    indexer_loss: float | None = None
+    """This rank's addend of the loss of the student's indexers, nats; None if they learn nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +132,8 @@ class RankOptions(ModelOptions):
     Needs `lora`."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
+    indexers: IndexerTermSpec | None = None
+    """Settings with which the student's sparse indexers learn; None: they do not."""
     end_token_ids: tuple[int, ...] = ()
     """Tokens whose losses are reported by themselves, too: with `efforts` those that end thoughts or turns."""
 
@@ -338,7 +342,13 @@ class TrainerRank(ZeroEngine):
             turns=totals.turns,
             token_losses=totals.token_losses,
             policy=totals.policy,
+            indexer_loss=self._take_indexer_loss(share),
         )
+
+    def _take_indexer_loss(self, share: float) -> float | None:
+        indexers = self._engine.module.indexers
+        # The weights in the loss are times the number of ranks, see `_make_inputs`.
+        return None if indexers is None else indexers.take_sum() / (self._options.world_size * share)
 
     def begin_save(self, path: Path) -> None:
         super().begin_save(path)
@@ -455,7 +465,7 @@ def _load_student(options: RankOptions) -> Student:
     loss_options["own_objectives"] = {domain: own.build() for domain, own in options.domain_objectives.items()}
     if loss.reward is not None:
         loss_options["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
-    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
+    return Student(lm, loss.build(), indexers=options.indexers, chunk=loss.chunk, compiled=loss.compile, **loss_options)
 
 
 class _StepInput:

@@ -25,6 +25,7 @@ from opd.errors import ConfigError, ModelError
 from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
 from opd.rollouts.served_families import DRAFTED, Refusal, find_indivisible_part, find_refusal
+from pipelines.inputs.indexers import refuse_unfit_indexers
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
 from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
@@ -37,6 +38,7 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     Raises: ModelError; ConfigError for the last reason.
     """
     _refuse_unstreamable(config, student)
+    refuse_unfit_indexers(config, student)
     naming = _read_naming(Path(student.path), student)
     refuse_shared_rows(config, naming.model)
     refuse_tiled_mlps(config, naming.model)
