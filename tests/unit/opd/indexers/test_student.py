@@ -40,7 +40,7 @@ def draw_ids(length: int, seed: int) -> list[int]:
     return torch.randint(4, 70, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_batch(layout: str = "packed", samples: str = "ab") -> MicroBatch:
+def make_batch(layout: str = "packed", samples: str = "ab", dtype: torch.dtype = torch.float64) -> MicroBatch:
     rows = []
     for seed, name in enumerate("ab"):
         prompt, response = LENGTHS[name]
@@ -48,10 +48,11 @@ def make_batch(layout: str = "packed", samples: str = "ab") -> MicroBatch:
         rows.append(
             make_row(
                 sample_id=name, step=1, domain="d", teacher="t", prompt_ids=draw_ids(prompt, seed),
-                response_ids=draw_ids(response, 9 + seed), head="h", hidden_size=2, hidden=hidden.tobytes(),
+                response_ids=draw_ids(response, 9 + seed), head="h", hidden_size=2,
+                hidden=torch.tensor(hidden, dtype=dtype).numpy().tobytes(),
             )
         )  # fmt: skip
-    return build_micro_batch([(row,) for row in rows if row.rollout.sample_id in samples], torch.float64, layout=layout)
+    return build_micro_batch([(row,) for row in rows if row.rollout.sample_id in samples], dtype, layout=layout)
 
 
 def make_student(spec: StudentIndexersSpec | None = SPEC) -> Student:
@@ -62,11 +63,17 @@ def make_student(spec: StudentIndexersSpec | None = SPEC) -> Student:
     return student
 
 
-def compute_loss(student: Student, batch: MicroBatch) -> Tensor:
+def make_inputs(batch: MicroBatch) -> tuple[dict[str, Head], Tensor]:
+    """The teacher's head, and the tokens' weights."""
     head = Head(torch.randn(70, 2, generator=torch.Generator().manual_seed(0)), IDENTITY)
     weights = [WEIGHTS["a" if length == 30 else "b"] for length in batch.lengths]
     weight_N = torch.tensor([w for w, n in zip(weights, batch.trained_lengths, strict=True) for _ in range(n)])
-    loss: Tensor = student(batch, {"h": head}, {"divergence": weight_N})[0]
+    return {"h": head}, weight_N
+
+
+def compute_loss(student: Student, batch: MicroBatch) -> Tensor:
+    heads, weight_N = make_inputs(batch)
+    loss: Tensor = student(batch, heads, {"divergence": weight_N})[0]
     return loss
 
 
