@@ -284,7 +284,7 @@ def merge_student(lm: Any, expert: Any, loss_weight: float, size: Size, seed: st
     """Distil an expert into a student by the trainer's own loss and optimiser. Returns the reverse KL of each step."""
     import torch
 
-    from opd.indexers.student import StudentIndexersSpec
+    from opd.indexers.student import LearningIndexersSpec
     from opd.losses.reverse_kl import ReverseKL
     from opd.models.heads import Head
     from opd.models.logit_rule import IDENTITY
@@ -294,7 +294,7 @@ def merge_student(lm: Any, expert: Any, loss_weight: float, size: Size, seed: st
     from opd.train.student import Student
     from opd.train.totals import token_weights, weigh_rows
 
-    spec = StudentIndexersSpec(loss_weight=loss_weight) if loss_weight else None
+    spec = LearningIndexersSpec(loss_weight=loss_weight) if loss_weight else None
     student = Student(lm.eval(), ReverseKL(), chunk=1024, vocab_size=VOCABULARY, indexers=spec)
     optimizer = build_adamw(student, AdamWOptions(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0), lr=0.0)
     rate = LearningRate(peak=MERGE_LR, steps=size.merged, warmup_steps=size.merged // 10, decay="cosine")

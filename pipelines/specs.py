@@ -258,9 +258,9 @@ def indexers_spec(config: PipelineConfig) -> IndexerTermSpec | None:
     indexers = config.student.indexers
     if indexers is None or not indexers.loss_weight:
         return None
-    from opd.indexers.student import StudentIndexersSpec  # imports torch
+    from opd.indexers.student import LearningIndexersSpec  # imports torch
 
-    return StudentIndexersSpec(loss_weight=indexers.loss_weight)
+    return LearningIndexersSpec(loss_weight=indexers.loss_weight)
 
 
 def eager_attention(config: PipelineConfig) -> bool:

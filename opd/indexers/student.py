@@ -30,18 +30,18 @@ CHUNK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StudentIndexersSpec:
+class LearningIndexersSpec:
     """Settings with which a student's indexers learn."""
 
     loss_weight: float
     """Factor of their term in the loss."""
 
-    def build(self, lm: Any) -> StudentIndexers:
+    def build(self, lm: Any) -> LearningIndexers:
         """Return the module for a loaded model, which computes with our attention from now on."""
-        return StudentIndexers(lm, self.loss_weight)
+        return LearningIndexers(lm, self.loss_weight)
 
 
-class StudentIndexers(nn.Module):
+class LearningIndexers(nn.Module):
     """All indexers of a student, and their term of its loss. Implements `opd.train.student.IndexerTerm`."""
 
     def __init__(self, lm: Any, loss_weight: float) -> None:

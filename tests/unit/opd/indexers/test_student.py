@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opd.indexers.distillation import distil_indexer, run_groups
 from opd.indexers.layers import LayerRunner, TextBatch, TextRow
-from opd.indexers.student import StudentIndexersSpec, spread_weights
+from opd.indexers.student import LearningIndexersSpec, spread_weights
 from opd.losses.reverse_kl import ReverseKL
 from opd.models.heads import Head
 from opd.models.logit_rule import IDENTITY
@@ -26,7 +26,7 @@ LENGTHS = {"a": (5, 25), "b": (3, 14)}
 """Tokens of each sample's prompt and response."""
 WEIGHTS = {"a": 0.02, "b": 0.035}
 SHARED = ["full", "shared", "full", "shared"]
-SPEC = StudentIndexersSpec(loss_weight=0.5)
+SPEC = LearningIndexersSpec(loss_weight=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,7 @@ def make_batch(layout: str = "packed", samples: str = "ab", dtype: torch.dtype =
     return build_micro_batch([(row,) for row in rows if row.rollout.sample_id in samples], dtype, layout=layout)
 
 
-def make_student(spec: StudentIndexersSpec | None = SPEC) -> Student:
+def make_student(spec: LearningIndexersSpec | None = SPEC) -> Student:
     # Experts' kernels do not know float64.
     lm = make_sparse_model(4, indexer_types=SHARED, mlp_layer_types=["dense"] * 4)
     student = Student(lm, ReverseKL(), chunk=8, vocab_size=70, indexers=spec)
