@@ -104,10 +104,10 @@ def _distil_chunk(
     """Return the weighted sum of the KLs of a chunk's queries, and the sums."""
     readable_B_C_S, weight_B_C = served.readable_B_T_S[:, chunk], served.weight_B_T[:, chunk]
     scores_B_C_S = served.indexer.compute_scores(keys_B_S_E, chunk).masked_fill(~readable_B_C_S, -torch.inf)
-    chosen_B_C_S = _mark_largest(scores_B_C_S.detach(), topk) & readable_B_C_S
+    chosen_B_C_S = mark_largest(scores_B_C_S.detach(), topk) & readable_B_C_S
     counted_B_C_S = readable_B_C_S if dense else chosen_B_C_S
     target_B_C_S = _mean_attention(served.attentions, chunk, counted_B_C_S)
-    kl_B_C = _compute_kl(target_B_C_S, scores_B_C_S.masked_fill(~counted_B_C_S, -torch.inf).log_softmax(-1))
+    kl_B_C = compute_kl(target_B_C_S, scores_B_C_S.masked_fill(~counted_B_C_S, -torch.inf).log_softmax(-1))
     is_query_B_C = weight_B_C > 0
     choosing_B_C = is_query_B_C & (readable_B_C_S.sum(-1) > topk)
     loss = (kl_B_C * weight_B_C.to(kl_B_C.dtype))[is_query_B_C].sum()
@@ -119,7 +119,7 @@ def _distil_chunk(
     )
 
 
-def _mark_largest(scores_B_C_S: Tensor, topk: int) -> Tensor:
+def mark_largest(scores_B_C_S: Tensor, topk: int) -> Tensor:
     """Return a mask, true at the `topk` largest of each row, or at all if there are no more."""
     places_B_C_K = scores_B_C_S.topk(min(topk, scores_B_C_S.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores_B_C_S, dtype=torch.bool).scatter(-1, places_B_C_K, True)
@@ -137,7 +137,7 @@ def _mean_attention(attentions: Sequence[AttentionInputs], chunk: slice, counted
     return total / len(attentions)
 
 
-def _compute_kl(target_B_C_S: Tensor, logq_B_C_S: Tensor) -> Tensor:
+def compute_kl(target_B_C_S: Tensor, logq_B_C_S: Tensor) -> Tensor:
     """Return KL(target || q) [B, C] in nats. Tokens that do not count have target 0 and q 0, and add nothing."""
     counted = target_B_C_S > 0
     ratio = target_B_C_S.clamp_min(torch.finfo(target_B_C_S.dtype).tiny).log() - logq_B_C_S.masked_fill(~counted, 0.0)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from opd.config import load_pipeline
+from opd.draft.companion import DraftSpec
 from opd.errors import ConfigError
 from opd.indexers.patterns import set_pattern
 from opd.run.paths import RunPaths
@@ -98,6 +99,18 @@ def test_baselines_refuse_it(sparse_world: Any) -> None:
     config = load_pipeline(sparse_world.write())
     with pytest.raises(ConfigError, match="which a baseline does not give the student"):
         check_methods(config, read_inputs(config), ["average"])
+
+
+def test_a_sparse_student_may_have_a_draft_that_nobody_serves(sparse_world: Any) -> None:
+    sparse_world.data["draft"] = {}
+    with pytest.raises(ConfigError, match="a student of the family glm_moe_dsa, kind eagle3") as refusal:
+        read_inputs(load_pipeline(sparse_world.write()))
+    assert "set draft.kind to shared_kv, or remove the section" in str(refusal.value)
+    sparse_world.data["draft"] = {"kind": "shared_kv"}
+    config = load_pipeline(sparse_world.write())
+    read_inputs(config)
+    (spec,) = rank_options(config, 76).companions
+    assert isinstance(spec, DraftSpec) and spec.shape.indexer is not None and spec.shape.indexer.topk == TOPK
 
 
 @pytest.mark.parametrize("inside", ["", "config.json"])
