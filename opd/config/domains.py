@@ -43,10 +43,10 @@ class StudentLora(Strict):
 
 class StudentIndexers(Strict):
     pattern: PathOrName | None = None
-    """An `index_topk_pattern` with a letter for each layer: `F` keeps its indexer, `S` takes the choice of the layer before. Or a file or
-    directory with such a config.json, as `opd indexers search` writes. Default: the student's own."""
+    """A letter for each layer: `F` keeps its indexer, `S` takes the choice of the layer before; or the directory of a search. Default: the
+    student's own."""
     loss_weight: float = Field(1.0, ge=0)
-    """Factor of the indexers' loss: KL to the mean attention of the layers that each serves. 0: they learn nothing."""
+    """Factor of the indexers' loss; 0: they learn nothing."""
 
 
 class StudentConfig(Strict):
@@ -55,7 +55,7 @@ class StudentConfig(Strict):
     lora: StudentLora | None = None
     """Train LoRA adapters; default: train all weights."""
     indexers: StudentIndexers | None = None
-    """Share sparse indexers between layers, and train them, see docs/indexers.md. Default: as they are, without training."""
+    """Share sparse indexers between layers, and train them, see docs/indexers.md."""
     template_date: date | None = None
     """The day, as 2026-11-20, for a chat template that asks for today's; default: the day on which the run begins."""
     chat_template_kwargs: ChatTemplateKwargs = {}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from experts.model_dir import ModelInfo
 from opd.config import PipelineConfig
+from opd.config.domains import StudentIndexers
 from opd.errors import ConfigError
 from opd.indexers.patterns import FAMILIES, find_pattern, read_pattern
 
@@ -41,30 +42,24 @@ def refuse_unfit_indexers(config: PipelineConfig, student: ModelInfo) -> None:
             wanted="false: what indexers learn from is read inside of the layers",
             fix=f"remove trainer.compile, or set {KEY}.loss_weight to 0",
         )
-    find_student_pattern(config)
+    find_student_pattern(config, indexers)
 
 
-def find_student_pattern(config: PipelineConfig) -> str | None:
-    """Return the pattern with which the student begins, one letter for each layer; None if it begins as its files are.
-
-    Raises: ConfigError for a pattern that does not fit it; ModelError.
-    """
-    if config.student.indexers is None:
-        return None
+def find_student_pattern(config: PipelineConfig, indexers: StudentIndexers) -> tuple[str, str]:
+    """Return the pattern with which the student begins, and that of its files. Raises: ConfigError if the first does not fit; ModelError."""
     from opd.models.weights import load_config
 
     stored = read_pattern(load_config(config.student.model))
-    pattern = find_pattern(config.student.indexers.pattern, stored, f"{KEY}.pattern")
-    return None if pattern == stored else pattern
+    return find_pattern(indexers.pattern, stored, f"{KEY}.pattern"), stored
 
 
 def spell_pattern(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with the letters of a pattern in place of the directory that had them: it may have others when a run goes on."""
-    pattern = find_student_pattern(config)
-    if pattern is None or config.student.indexers is None:
+    indexers = config.student.indexers
+    if indexers is None or indexers.pattern is None:
         return config
-    indexers = config.student.indexers.model_copy(update={"pattern": pattern})
-    return config.model_copy(update={"student": config.student.model_copy(update={"indexers": indexers})})
+    spelled = indexers.model_copy(update={"pattern": find_student_pattern(config, indexers)[0]})
+    return config.model_copy(update={"student": config.student.model_copy(update={"indexers": spelled})})
 
 
 def warn_of_short_context(config: PipelineConfig) -> list[str]:

@@ -19,8 +19,10 @@ from pipelines.shared_indexers import write_shared_model
 def share_student_indexers(config: PipelineConfig, inputs: Inputs, paths: RunPaths) -> tuple[PipelineConfig, Inputs]:
     """Return pipeline and inputs with the student that has the pattern of `student.indexers`; its files are written, unless an earlier
     session has done so. Raises: StorageError."""
-    pattern = find_student_pattern(config)
-    if pattern is None:
+    if config.student.indexers is None:
+        return config, inputs
+    pattern, stored = find_student_pattern(config, config.student.indexers)
+    if pattern == stored:
         return config, inputs
     if not paths.student.is_dir():
         with fill_output(paths.student) as temporary:

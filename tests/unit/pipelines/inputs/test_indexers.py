@@ -19,6 +19,8 @@ from opd.run.paths import RunPaths
 from pipelines.baselines.run import check_methods
 from pipelines.inputs.indexers import spell_pattern
 from pipelines.inputs.read import read_inputs
+from pipelines.merging.branch import _refuse_other_pattern
+from pipelines.merging.origin import Origin
 from pipelines.merging.run import read_facts
 from pipelines.merging.shared_student import share_student_indexers
 from pipelines.specs import rank_options
@@ -119,6 +121,16 @@ def test_a_search_gives_the_pattern_and_the_run_keeps_its_letters(sparse_world: 
     sparse_world.data["student"]["indexers"]["pattern"] = str(found)
     config, *_ = read_facts(load_pipeline(sparse_world.write()))
     assert config.student.indexers is not None and config.student.indexers.pattern == "FSSS"
+
+
+def test_a_branch_shares_what_its_origin_does(sparse_world: Any) -> None:
+    origin = load_pipeline(sparse_world.write())
+    sparse_world.data["student"]["indexers"] = {"loss_weight": 0.5}
+    branch = load_pipeline(sparse_world.write())
+    place = Origin(RunPaths(sparse_world.root / "run"), 3)
+    _refuse_other_pattern(origin, origin, place)
+    with pytest.raises(ConfigError, match="none\n  wanted: FSFS, as in"):
+        _refuse_other_pattern(branch, origin, place)
 
 
 def test_a_weight_of_0_is_the_pattern_alone(sparse_world: Any) -> None:
