@@ -346,9 +346,12 @@ class TrainerRank(ZeroEngine):
         )
 
     def _take_indexer_loss(self, share: float) -> float | None:
-        indexers = self._engine.module.indexers
+        """Return this rank's addend of the indexers' loss; None if they learn nothing."""
+        if self._options.indexers is None:
+            return None
         # The weights in the loss are times the number of ranks, see `_make_inputs`.
-        return None if indexers is None else indexers.take_sum() / (self._options.world_size * share)
+        total: float = self._engine.module.indexers.take_sum()
+        return total / (self._options.world_size * share)
 
     def begin_save(self, path: Path) -> None:
         super().begin_save(path)
