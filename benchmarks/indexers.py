@@ -2,13 +2,15 @@
 
     python -m benchmarks.indexers --quick
     python -m benchmarks.indexers --seeds 0 1 2 --json indexers.json
+    python -m benchmarks.indexers --merge --json merged.json
     python -m benchmarks.indexers --costs --json costs.json
 
 A tiny `glm_moe_dsa` learns two tasks in which a token has to be found: `copy` (write a random string again) and `needle` (four values of four
 kinds lie in noise; write the one of each kind). Sequences are eight times as long as an indexer's choice. The body learns
 with attention to all tokens, then each layer's indexer learns its own attention, then the body learns to live with the choice: that is
 the model with all indexers. Of it half and a quarter are kept, by a uniform and by a searched pattern, each without training and trained.
-`--costs` counts and times what the sizes of GLM-5.2 take, against the context.
+`--merge` distils the model with all indexers into itself with a quarter of them, by the trainer's loss on texts of the tasks, with
+`student.indexers.loss_weight` 0 and the default. `--costs` counts and times what the sizes of GLM-5.2 take, against the context.
 """
 
 from __future__ import annotations
@@ -62,10 +64,13 @@ class Size:
     batch: int
     calibration: int
     test: int
+    merged: int
+    """Steps of a merge."""
 
 
-FULL = Size(dense=400, warm_up=150, adapt=200, trained=150, sparse=50, batch=40, calibration=160, test=512)
-QUICK = Size(dense=3, warm_up=2, adapt=2, trained=2, sparse=1, batch=4, calibration=8, test=8)
+FULL = Size(dense=400, warm_up=150, adapt=200, trained=150, sparse=50, batch=40, calibration=160, test=512, merged=100)
+QUICK = Size(dense=3, warm_up=2, adapt=2, trained=2, sparse=1, batch=4, calibration=8, test=8, merged=2)
+MERGE_LR = 1e-3
 
 
 def draw_copy(rng: random.Random) -> list[int]:
@@ -200,29 +205,42 @@ def measure(runner: Any, pattern: str, tests: dict[str, list[Any]]) -> dict[str,
     return numbers
 
 
-def run_seed(seed: int, size: Size) -> dict[str, Any]:
-    """Train a model and return what every pattern makes of it."""
+def make_batches(rows: list[Any]) -> list[Any]:
+    """Put 64 rows side by side."""
+    return [make_batch(rows[i : i + 64]) for i in range(0, len(rows), 64)]
 
+
+def draw_tests(seed: int, size: Size) -> dict[str, list[Any]]:
+    """Return task -> batches on which models are measured."""
+    return {task: make_batches(draw_rows(task, size.test, f"test {seed}")) for task in TASKS}
+
+
+def train_full_model(seed: int, size: Size) -> tuple[Any, Any]:
+    """Return a model that has learned the tasks with an indexer in every layer, and its runner."""
     from opd.indexers.layers import LayerRunner
-    from opd.indexers.patterns import count_full, spread_pattern
-    from opd.indexers.search import SearchState, measure_overlaps, search_pattern
 
     lm = make_model(seed)
     runner, full = LayerRunner(lm), "F" * LAYERS
-
-    def batches(rows: list[Any]) -> list[Any]:
-        return [make_batch(rows[i : i + 64]) for i in range(0, len(rows), 64)]
-
-    tests = {task: batches(draw_rows(task, size.test, f"test {seed}")) for task in TASKS}
-    few, many = size.calibration // 8, size.calibration
-    # A copy has eight times as many counted tokens as a needle.
-    calibration = batches(draw_rows("copy", few, f"calibration {seed}")) + batches(
-        draw_rows("needle", many, f"calibration {seed}")
-    )
     train_body(runner, lm, size.dense, size, f"body {seed}", dense=True, lr=3e-3)
     train_indexers(runner, full, size.warm_up, size, f"indexers {seed}")
     train_body(runner, lm, size.adapt, size, f"adapt {seed}", dense=False, lr=1e-3)
     train_indexers(runner, full, size.warm_up, size, f"indexers again {seed}")
+    return lm, runner
+
+
+def run_seed(seed: int, size: Size) -> dict[str, Any]:
+    """Train a model and return what every pattern makes of it."""
+
+    from opd.indexers.patterns import count_full, spread_pattern
+    from opd.indexers.search import SearchState, measure_overlaps, search_pattern
+
+    tests, full = draw_tests(seed, size), "F" * LAYERS
+    few, many = size.calibration // 8, size.calibration
+    # A copy has eight times as many counted tokens as a needle.
+    calibration = make_batches(draw_rows("copy", few, f"calibration {seed}")) + make_batches(
+        draw_rows("needle", many, f"calibration {seed}")
+    )
+    lm, runner = train_full_model(seed, size)
     results: dict[str, Any] = {"all": {"pattern": full, **measure(runner, full, tests)}}
     weights = copy.deepcopy(lm.state_dict())
     state = SearchState(pattern=full)
@@ -236,6 +254,91 @@ def run_seed(seed: int, size: Size) -> dict[str, Any]:
             results[f"{name} {share:g}, trained"] = {"pattern": pattern, **measure(runner, pattern, tests)}
     lm.load_state_dict(weights)
     return {"seed": seed, "patterns": results, "overlaps": measure_overlaps(runner, calibration)}
+
+
+def run_merges(seed: int, size: Size) -> dict[str, Any]:
+    """Train a model, and return what merges make of it that keep a quarter of its indexers."""
+    from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
+
+    from opd.config.domains import StudentIndexers
+    from opd.indexers.layers import LayerRunner
+    from opd.indexers.patterns import count_full, set_pattern, spread_pattern
+
+    tests, full = draw_tests(seed, size), "F" * LAYERS
+    lm, runner = train_full_model(seed, size)
+    pattern = spread_pattern(LAYERS, count_full(min(SHARES), LAYERS))
+    results: dict[str, Any] = {
+        "all": {"pattern": full, **measure(runner, full, tests)},
+        "a quarter": {"pattern": pattern, **measure(runner, pattern, tests)},
+    }
+    for loss_weight in (0.0, StudentIndexers().loss_weight):
+        student = GlmMoeDsaForCausalLM(GlmMoeDsaConfig.from_dict(set_pattern(lm.config.to_dict(), pattern)))
+        student.load_state_dict(lm.state_dict(), strict=False)
+        losses = merge_student(student, lm, loss_weight, size, f"merge {seed}")
+        name = f"a quarter, merged, loss_weight {loss_weight:g}"
+        results[name] = {"pattern": pattern, **measure(LayerRunner(student), pattern, tests), "losses": losses}
+    return {"seed": seed, "patterns": results}
+
+
+def merge_student(lm: Any, expert: Any, loss_weight: float, size: Size, seed: str) -> list[float]:
+    """Distil an expert into a student by the trainer's own loss and optimiser. Returns the reverse KL of each step."""
+    import torch
+
+    from opd.indexers.student import LearningIndexersSpec
+    from opd.losses.reverse_kl import ReverseKL
+    from opd.models.heads import Head
+    from opd.models.logit_rule import IDENTITY
+    from opd.train.batch import build_micro_batch
+    from opd.train.optimizer import AdamWOptions, build_adamw
+    from opd.train.schedule import LearningRate
+    from opd.train.student import Student
+    from opd.train.totals import token_weights, weigh_rows
+
+    spec = LearningIndexersSpec(loss_weight=loss_weight) if loss_weight else None
+    student = Student(lm.eval(), ReverseKL(), chunk=1024, vocab_size=VOCABULARY, indexers=spec)
+    optimizer = build_adamw(student, AdamWOptions(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0), lr=0.0)
+    rate = LearningRate(peak=MERGE_LR, steps=size.merged, warmup_steps=size.merged // 10, decay="cosine")
+    head, losses = Head(expert.lm_head.weight.detach(), IDENTITY), []
+    for step in range(1, size.merged + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = rate.rate_at_step(step)
+        scored = score_texts(expert, draw_mixture(size.batch, f"{seed}/{step}"))
+        rollouts = [row.rollout for row in scored]
+        weights = weigh_rows(rollouts, "sequence_mean", {})  # a copy counts as much as a needle
+        batch = build_micro_batch([(row,) for row in scored], torch.float32)
+        weight_N = token_weights(batch, [weights[rollout.sample_id] for rollout in rollouts])
+        loss, stats = student(batch, {"expert": head}, {"divergence": weight_N})
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float((stats.kl_N * weight_N).sum()))
+        if step % max(1, size.merged // 5) == 0:
+            indexers = f" indexers {student.indexers.take_sum():.3f}" if spec else ""
+            print(f"  merge step {step}/{size.merged} loss {losses[-1]:.4f}{indexers}", flush=True)
+    return losses
+
+
+def score_texts(expert: Any, rows: Sequence[Any]) -> list[Any]:
+    """Return the expert's answers about the tokens of a task's texts that are counted."""
+    import torch
+
+    from opd.payloads.hidden_states import HiddenStates
+    from opd.records.types import Rollout, Span
+    from opd.stream.schema import TargetRow
+
+    batch = make_batch(rows)
+    with torch.no_grad():
+        hidden_B_T_D = expert.model(batch.ids_B_T).last_hidden_state
+    scored = []
+    for number, (row, counted_T) in enumerate(zip(rows, batch.counted_B_T.tolist(), strict=True)):
+        ids, start = row.token_ids, row.num_prompt
+        rollout = Rollout.from_tokens(f"text-{number}", ids[:start], ids[start:], "tasks")
+        spans = [Span(length=1, origin="policy" if c else "environment", policy_version=0) for c in counted_T[start:]]
+        states_N_D = hidden_B_T_D[number, :-1][torch.tensor(counted_T[1:])]
+        answer = HiddenStates(head="expert", hidden_size=states_N_D.shape[1], hidden=states_N_D.numpy().tobytes())
+        scored.append(TargetRow(rollout=replace(rollout, spans=tuple(spans)), teacher="expert", answer=answer))
+    return scored
 
 
 def format_interval(values: Sequence[float]) -> str:
@@ -350,6 +453,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Uniform, searched and trained patterns of shared indexers.")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument(
+        "--merge", action="store_true", help="merge models into themselves with a quarter of the indexers"
+    )
     parser.add_argument("--costs", action="store_true", help="count and time the sizes of GLM-5.2, and train nothing")
     parser.add_argument("--json", type=Path, help="write all figures here, after every seed")
     parser.add_argument("--quick", action="store_true", help="a few steps: does everything run?")
@@ -362,7 +468,7 @@ def main() -> None:
         data |= show_costs()
     for seed in [] if args.costs else args.seeds:
         begun = time.monotonic(), time.process_time()
-        run = run_seed(seed, QUICK if args.quick else FULL)
+        run = (run_merges if args.merge else run_seed)(seed, QUICK if args.quick else FULL)
         data["runs"].append(
             run
             | {"wall_s": time.monotonic() - begun[0], "cpu_s": time.process_time() - begun[1], "load": os.getloadavg()}

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import PipelineConfig
-from opd.config.draft import DraftConfig
-from opd.draft.shape import ARCHITECTURES, DraftShape
+from opd.config.draft import DraftConfig, DraftKind
+from opd.draft.shape import ARCHITECTURES, DraftShape, IndexerShape
 from opd.records.step import DRAFT
+from opd.rollouts.served_families import DRAFTED, SPARSE
 
 if TYPE_CHECKING:  # it imports torch and transformers, which a memory sum does without
     from opd.draft.companion import DraftSpec
@@ -38,6 +39,9 @@ def draft_shape(model: Path, draft: DraftConfig, vocab_size: int) -> DraftShape:
         kind=draft.kind,
         layers=draft.layers or tuple(sorted({0, last // 2, last})),
         vocab=_choose_tokens(draft.vocab_size, vocab_size, student),
+        indexer=IndexerShape(topk=student.index_topk, heads=student.index_n_heads, head_dim=student.index_head_dim)
+        if student.model_type in SPARSE
+        else None,
     )
 
 
@@ -51,6 +55,11 @@ def find_served_draft(model: Path) -> Path | None:
 def write_without_draft(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with engines that guess nothing: outside of a merge no push brings them a draft."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_speculative_tokens": 0})})
+
+
+def find_drafted_families(kind: DraftKind) -> tuple[str, ...]:
+    """Return the families whose models can have a draft of this kind."""
+    return DRAFTED if kind == "eagle3" else (*DRAFTED, *SPARSE)
 
 
 def draft_spec(config: PipelineConfig, draft: DraftConfig, vocab_size: int) -> DraftSpec:

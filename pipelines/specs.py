@@ -36,6 +36,7 @@ from opd.train.lora import LoraOptions
 from opd.train.optimizer import AdamWOptions
 from opd.train.rank import RankOptions
 from opd.train.schedule import LearningRate
+from opd.train.student import IndexerTermSpec
 from opd.train.turns import TurnWeights
 from opd.train.zero import ModelOptions
 from pipelines.cores import roles_at_once
@@ -230,6 +231,7 @@ def rank_options(config: PipelineConfig, vocab_size: int, scoring: Scoring = NO_
         mlp_tile_tokens=trainer.mlp_tile_tokens,
         compile=trainer.compile,
         companions=companion_specs(config, vocab_size),
+        indexers=indexers_spec(config),
         sequence_parallel_size=trainer.sequence_parallel_size,
         eager_attention=eager_attention(config),
         bucket=trainer.bucket,
@@ -250,6 +252,16 @@ def companion_specs(config: PipelineConfig, vocab_size: int) -> tuple[CompanionS
     from pipelines.draft import draft_spec  # imports code of transformers, which takes a second
 
     return (draft_spec(config, config.draft, vocab_size),)
+
+
+def indexers_spec(config: PipelineConfig) -> IndexerTermSpec | None:
+    """Return the spec with which the student's sparse indexers learn; None if they do not."""
+    indexers = config.student.indexers
+    if indexers is None or not indexers.loss_weight:
+        return None
+    from opd.indexers.student import LearningIndexersSpec  # imports torch
+
+    return LearningIndexersSpec(loss_weight=indexers.loss_weight)
 
 
 def eager_attention(config: PipelineConfig) -> bool:

@@ -14,34 +14,34 @@ def make_sparse_config(layers: int = 6, topk: int = TOPK, **settings: Any) -> An
     """Return the config of a tiny `glm_moe_dsa`; by default every layer has an indexer."""
     from transformers import GlmMoeDsaConfig
 
-    return GlmMoeDsaConfig(
-        vocab_size=len(build_tokenizer()),
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=8,
-        v_head_dim=16,
-        index_topk=topk,
-        index_head_dim=16,
+    sizes: dict[str, Any] = {
+        "vocab_size": len(build_tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "index_topk": topk,
+        "index_head_dim": 16,
         # With few heads many scores would be exactly 0, and which of equal ones is chosen depends on the width of the batch.
-        index_n_heads=16,
-        max_position_embeddings=512,
-        initializer_range=0.1,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-        **settings,
-    )
+        "index_n_heads": 16,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+    return GlmMoeDsaConfig(**sizes | settings)
 
 
 def make_sparse_model(layers: int = 6, topk: int = TOPK, seed: int = 0, **settings: Any) -> Any:

@@ -18,7 +18,7 @@ from opd.config.prompts import ChatTemplateKwargs, Prompts, ToolCallParser
 from opd.config.sub_agents import SubAgentConfig, ToolName
 from opd.config.teacher_prompts import TeacherPromptConfig
 from opd.config.verifiers import VerifierConfig
-from opd.settings.strict import Name, Strict, UserPath, flag_or_mapping, text_or_more
+from opd.settings.strict import Name, PathOrName, Strict, UserPath, flag_or_mapping, text_or_more
 
 DomainWeight = Annotated[
     Annotated[Literal["auto"], Tag("~text")] | Annotated[float, Field(gt=0), Tag("~more")],
@@ -41,11 +41,21 @@ class StudentLora(Strict):
     """`adapter`: the run also writes `adapter/`, in PEFT's files, beside the whole model."""
 
 
+class StudentIndexers(Strict):
+    pattern: PathOrName | None = None
+    """A letter for each layer: `F` keeps its indexer, `S` takes the choice of the layer before; or the directory of a search. Default: the
+    student's own."""
+    loss_weight: float = Field(1.0, ge=0)
+    """Factor of the indexers' loss; 0: they learn nothing."""
+
+
 class StudentConfig(Strict):
     model: UserPath
     """Hugging Face directory of the model that learns: config, tokenizer, safetensors."""
     lora: StudentLora | None = None
     """Train LoRA adapters; default: train all weights."""
+    indexers: StudentIndexers | None = None
+    """Share sparse indexers between layers, and train them, see docs/indexers.md."""
     template_date: date | None = None
     """The day, as 2026-11-20, for a chat template that asks for today's; default: the day on which the run begins."""
     chat_template_kwargs: ChatTemplateKwargs = {}

@@ -94,6 +94,8 @@ class GuessedWindows:
     """The student's probabilities of the draft's tokens."""
     logits_I_W_K_V: Tensor
     """The draft's logits."""
+    indexer_loss_I_W: Tensor | None
+    """Loss of the draft's indexer at each start, nats; None if it has none."""
     domains: tuple[str, ...]
     """Domain of each window."""
 
@@ -175,6 +177,9 @@ class DraftCompanion:
                 overlap_I_W_K = compute_overlaps(p_C_K_V, logits_C_K_V).view_as(column_I_W_K)
                 kept_I_W_K = estimate_kept(p_C_K_V, logits_C_K_V, column_C_K).view_as(column_I_W_K)
             self._sums.add(loss_I_W.detach(), weight_I_W, overlap_I_W_K, kept_I_W_K, valid_I_W_K, guessed.domains)
+            if guessed.indexer_loss_I_W is not None:
+                self._sums.add_indexer(guessed.indexer_loss_I_W.detach(), weight_I_W)
+                loss_I_W = loss_I_W + guessed.indexer_loss_I_W
             yield (loss_I_W * weight_I_W).sum()
 
     def guess_batch(self, batch: MicroBatch, hidden: Mapping[int, Tensor]) -> Iterator[GuessedWindows]:
@@ -191,13 +196,14 @@ class DraftCompanion:
             )
             features = torch.cat([hidden[layer][column_S_L].float() for layer in self._spec.shape.layers], -1)
             context = self._draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
-            states_I_W_K_D = self._draft.guess_tokens(context, windows, self._spec.steps)
+            guesses = self._draft.guess_tokens(context, windows, self._spec.steps)
             yield GuessedWindows(
                 row_I_W_K=row_I_W_K,
                 valid_I_W_K=valid_I_W_K,
                 column_I_W_K=token_N[row_I_W_K],
                 p_I_W_K_V=p_M_V[place_N[row_I_W_K]],
-                logits_I_W_K_V=self._draft.lm_head(states_I_W_K_D) / self._spec.temperature,
+                logits_I_W_K_V=self._draft.lm_head(guesses.states_I_W_K_D) / self._spec.temperature,
+                indexer_loss_I_W=guesses.indexer_loss_I_W,
                 domains=group.domains,
             )
 

@@ -26,6 +26,13 @@ def write_draft(shape: DraftShape, weights: DraftWeights, path: Path) -> None:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in shape.layers]},
         "tie_word_embeddings": False,
     }
+    if shape.indexer is not None:
+        config |= {
+            "index_topk": shape.indexer.topk,
+            "index_n_heads": shape.indexer.heads,
+            "index_head_dim": shape.indexer.head_dim,
+            "index_share_for_mtp_iteration": True,
+        }
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(weights, path / "model.safetensors", {"format": "pt"})
 

@@ -8,7 +8,8 @@ The first guess after position t reads the student's states at t and the embeddi
 guess k - 1 and the embedding of token t + k. In training the tokens are those that were written, so all starts are guessed at once.
 
 The two kinds differ in what later guesses attend to. `eagle3`: the keys of what the student wrote, and the draft's own keys of the
-guesses in between. `shared_kv`: what the student wrote alone, so the keys and values of the first guess serve all.
+guesses in between. `shared_kv`: what the student wrote alone, so the keys and values of the first guess serve all. If the student's layers
+have indexers, so has this layer, and the positions that the first guess chooses serve all, too (`opd.draft.indexer`).
 
 Shapes: S sequences, L positions of the longest, I windows, W starts of a window, K guesses, D the student's width, F = D times the number
 of depths, H heads, G heads of keys, E width of a head, V the draft's tokens.
@@ -31,7 +32,8 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 
-from opd.draft.shape import DraftShape
+from opd.draft.indexer import Choice, build_indexer, choose_positions
+from opd.draft.shape import DraftShape, IndexerShape
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,18 @@ class Context:
     key_S_G_L_E: Tensor
     """Keys of the first guess after each position, turned by the position."""
     value_S_G_L_E: Tensor
+    joined_S_L_J: Tensor
+    """What attention reads of the first guess after each position."""
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What the draft makes of windows."""
+
+    states_I_W_K_D: Tensor
+    """States before `lm_head` of the guesses after each start."""
+    indexer_loss_I_W: Tensor | None
+    """Loss of the layer's indexer, nats; None without one."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class Windows:
 class DraftLayer(nn.Module):
     """A Llama decoder layer whose attention reads an embedding beside the hidden states."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, indexer: IndexerShape | None) -> None:
         super().__init__()
         width, head = config.hidden_size, config.head_dim
         self.self_attn = nn.Module()
@@ -71,6 +85,7 @@ class DraftLayer(nn.Module):
         ):
             self.self_attn.add_module(name, nn.Linear(2 * width, heads * head, bias=False))
         self.self_attn.o_proj = nn.Linear(config.num_attention_heads * head, width, bias=False)
+        self.self_attn.add_module("indexer", build_indexer(indexer, 2 * width, head) if indexer else None)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(width, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(width, config.rms_norm_eps)
@@ -89,7 +104,7 @@ class DraftHead(nn.Module):
         self.config, self.kind = LlamaConfig(**shape.model), shape.kind
         config = self.config
         self.fc = nn.Linear(len(shape.layers) * config.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = DraftLayer(config)
+        self.midlayer = DraftLayer(config, shape.indexer)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(shape.vocab), bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -104,17 +119,24 @@ class DraftHead(nn.Module):
         position_S_L = torch.arange(joined.shape[1], device=joined.device).expand(joined.shape[:2])
         key = self._split_heads(attention.k_proj(joined))
         return Context(
-            states_S_L_D, embeds_S_L_D, self._rotate(key, position_S_L), self._split_heads(attention.v_proj(joined))
+            states_S_L_D,
+            embeds_S_L_D,
+            self._rotate(key, position_S_L),
+            self._split_heads(attention.v_proj(joined)),
+            joined,
         )
 
-    def guess_tokens(self, context: Context, windows: Windows, steps: int) -> Tensor:
-        """Return [I, W, K, D] the states before `lm_head` of the `steps` guesses after each start."""
+    def guess_tokens(self, context: Context, windows: Windows, steps: int) -> Guesses:
+        """Return the `steps` guesses after each start."""
         layer: Any = self.midlayer
         sequence_I_1, start_I_W = windows.sequence_I[:, None], windows.start_I_W
         key_I_G_L_E = context.key_S_G_L_E[windows.sequence_I]
         value_I_G_L_E = context.value_S_G_L_E[windows.sequence_I]
         # [I, 1, W, L]: a start attends to positions up to its own.
         seen = (torch.arange(key_I_G_L_E.shape[2], device=start_I_W.device) <= start_I_W[..., None])[:, None]
+        choice = self._choose_positions(context, windows, seen[:, 0])
+        read = seen if choice is None else choice.chosen_I_W_L[:, None]
+        attention_I_W_L = torch.zeros_like(seen[:, 0], dtype=key_I_G_L_E.dtype)
         hidden_I_W_D = context.states_S_L_D[sequence_I_1, start_I_W]
         own: list[tuple[Tensor, Tensor]] = []
         guesses = []
@@ -125,11 +147,30 @@ class DraftHead(nn.Module):
             if step and self.kind == "eagle3":
                 key = self._rotate(self._split_heads(layer.self_attn.k_proj(joined)), position_I_W)
                 own.append((key, self._split_heads(layer.self_attn.v_proj(joined))))
-            mixed = self._attend(query_I_H_W_E, key_I_G_L_E, value_I_G_L_E, seen, own)
+            mixed = self._attend(query_I_H_W_E, key_I_G_L_E, value_I_G_L_E, read, own)
+            if choice is not None:
+                attention_I_W_L += self._average_attention(query_I_H_W_E, key_I_G_L_E, seen) / steps
             residual = hidden_I_W_D + layer.self_attn.o_proj(mixed)
             hidden_I_W_D = residual + layer.mlp(layer.post_attention_layernorm(residual))
             guesses.append(self.norm(hidden_I_W_D))
-        return torch.stack(guesses, 2)
+        indexer_loss_I_W = None if choice is None else choice.compute_loss(attention_I_W_L)
+        return Guesses(torch.stack(guesses, 2), indexer_loss_I_W)
+
+    def _choose_positions(self, context: Context, windows: Windows, seen_I_W_L: Tensor) -> Choice | None:
+        """Return what the first guess after each start chooses to read; None if the layer has no indexer."""
+        indexer: Any = self.midlayer.self_attn.indexer
+        if indexer is None:
+            return None
+        joined = context.joined_S_L_J
+        position_S_L = torch.arange(joined.shape[1], device=joined.device).expand(joined.shape[:2])
+        return choose_positions(indexer, joined, self.rotary(joined, position_S_L), windows, seen_I_W_L)
+
+    @torch.no_grad()
+    def _average_attention(self, query_I_H_W_E: Tensor, key_I_G_L_E: Tensor, seen: Tensor) -> Tensor:
+        """Return [I, W, L] the mean of the heads' attention to all positions."""
+        key_I_H_L_E = repeat_kv(key_I_G_L_E, query_I_H_W_E.shape[1] // key_I_G_L_E.shape[1])
+        scores = (query_I_H_W_E @ key_I_H_L_E.mT).masked_fill(~seen, -math.inf) / math.sqrt(query_I_H_W_E.shape[-1])
+        return scores.softmax(-1).mean(1)
 
     def _attend(
         self, query_I_H_W_E: Tensor, key: Tensor, value: Tensor, seen: Tensor, own: list[tuple[Tensor, Tensor]]

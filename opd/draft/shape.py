@@ -22,6 +22,16 @@ GROUP_VALUES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerShape:
+    """Shape of the indexer of a draft's layer."""
+
+    topk: int
+    """Positions that it chooses."""
+    heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftShape:
     """Shape of a draft for one student."""
 
@@ -32,6 +42,8 @@ class DraftShape:
     """Indices, from 0, of the student's layers whose outputs the draft reads."""
     vocab: tuple[int, ...]
     """The draft's tokens: ids of the student in rising order."""
+    indexer: IndexerShape | None = None
+    """None: guesses read all positions before."""
 
     def fits(self, student: Mapping[str, Any]) -> bool:
         """Return True if the draft can guess for a model with this config, in the form of `PreTrainedConfig.to_dict`."""

@@ -7,7 +7,7 @@ K tokens that an indexer chooses, D hidden width, Q width of the compressed quer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ class AttentionInputs:
     query_B_H_T_E: Tensor
     key_B_H_S_E: Tensor
     scaling: float
+
+
+class InputsList(Protocol):
+    """Whatever takes the inputs of one layer after the other, such as a list."""
+
+    def append(self, inputs: AttentionInputs, /) -> object:
+        """Take the next layer's."""
+        ...
 
 
 def register_indexed_attention() -> str:
@@ -45,7 +53,7 @@ def _attend_to_chosen(
     indices: Tensor,
     scaling: float,
     dropout: float = 0.0,
-    inputs: list[AttentionInputs] | None = None,
+    inputs: InputsList | None = None,
     attend_to_all: bool = False,
     **_: Any,
 ) -> tuple[Tensor, None]:

@@ -31,15 +31,18 @@ class ServedLayers:
     """The layer that has the indexer."""
     indexer: IndexerInputs
     attentions: Sequence[AttentionInputs]
-    lengths_B: Tensor
+    readable_B_T_S: Tensor
+    """True where a token may be read."""
+    weight_B_T: Tensor
+    """Weight of each query's KL in the loss; a query with 0 is not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistillationSums:
-    """Measurements of an indexer on a batch, as sums over queries. The first token has nothing to choose, and is not counted."""
+    """Measurements of an indexer on a batch, as sums over queries."""
 
     loss: float
-    """Sum of the KLs, nats."""
+    """Weighted sum of the KLs, nats."""
     chosen_mass: float
     """Sum of the attention that the chosen tokens have, between 0 and 1 for each query with a choice."""
     num_queries: int
@@ -60,29 +63,37 @@ def run_groups(
     runner: LayerRunner, batch: TextBatch, pattern: str, *, dense: bool, indexers: Mapping[int, Any] | None = None
 ) -> Iterator[ServedLayers]:
     """Run the model under a pattern, and yield each indexer with the layers that it serves as soon as these are through. `indexers`:
-    layer -> the indexer that learns; by default the layers' own."""
+    layer -> the indexer that learns; by default the layers' own. The first token has nothing to choose, and is not counted."""
     state = runner.embed(batch.ids_B_T)
+    place_T = torch.arange(batch.ids_B_T.shape[1], device=batch.ids_B_T.device)
+    weight_B_T = ((place_T > 0) & (place_T < batch.lengths_B[:, None])).to(state.hidden_B_T_D.dtype)
     for group in list_groups(pattern):
         indexer = IndexerInputs.of_layer(runner, group[0], state, (indexers or {}).get(group[0]))
         attentions: list[AttentionInputs] = []
         for index in group:
             state = runner.run_layer(index, state, pattern[index], inputs=attentions, attend_to_all=dense)
-        yield ServedLayers(layer=group[0], indexer=indexer, attentions=attentions, lengths_B=batch.lengths_B)
+        yield ServedLayers(
+            layer=group[0],
+            indexer=indexer,
+            attentions=attentions,
+            readable_B_T_S=state.mask_B_1_T_T[:, 0],
+            weight_B_T=weight_B_T,
+        )
 
 
 def distil_indexer(
-    served: ServedLayers, topk: int, *, dense: bool, chunk: int, num_queries: int | None = None
+    served: ServedLayers, topk: int, *, dense: bool, chunk: int, divisor: float | None = None
 ) -> DistillationSums:
-    """Return the sums of a batch. With `num_queries` the gradients of the loss, divided by it, are added to the indexer's parameters."""
+    """Return the sums of a batch. With `divisor` the gradients of the loss, divided by it, are added to the indexer's parameters."""
     length = served.indexer.hidden_B_T_D.shape[1]
-    train, sums = num_queries is not None, DistillationSums(loss=0.0, chosen_mass=0.0, num_queries=0, num_choosing=0)
+    train, sums = divisor is not None, DistillationSums(loss=0.0, chosen_mass=0.0, num_queries=0, num_choosing=0)
     for start in range(0, length, chunk):
         with torch.set_grad_enabled(train):
             # The keys are computed anew for each chunk, because its backward pass frees what they were computed from.
             keys_B_S_E = served.indexer.compute_keys()
             loss, chunk_sums = _distil_chunk(served, keys_B_S_E, slice(start, min(start + chunk, length)), topk, dense)
-            if num_queries is not None:
-                (loss / num_queries).backward()
+            if divisor is not None:
+                (loss / divisor).backward()
         sums += chunk_sums
     return sums
 
@@ -90,18 +101,16 @@ def distil_indexer(
 def _distil_chunk(
     served: ServedLayers, keys_B_S_E: Tensor, chunk: slice, topk: int, dense: bool
 ) -> tuple[Tensor, DistillationSums]:
-    """Return the sum of the KLs of a chunk's queries, and the sums."""
-    num_tokens, device = keys_B_S_E.shape[1], keys_B_S_E.device
-    places_C = torch.arange(chunk.start, chunk.stop, device=device)
-    readable_C_S = torch.arange(num_tokens, device=device) <= places_C[:, None]
-    scores_B_C_S = served.indexer.compute_scores(keys_B_S_E, chunk).masked_fill(~readable_C_S, -torch.inf)
-    chosen_B_C_S = _mark_largest(scores_B_C_S.detach(), topk) & readable_C_S
-    counted_B_C_S = readable_C_S.expand_as(scores_B_C_S) if dense else chosen_B_C_S
+    """Return the weighted sum of the KLs of a chunk's queries, and the sums."""
+    readable_B_C_S, weight_B_C = served.readable_B_T_S[:, chunk], served.weight_B_T[:, chunk]
+    scores_B_C_S = served.indexer.compute_scores(keys_B_S_E, chunk).masked_fill(~readable_B_C_S, -torch.inf)
+    chosen_B_C_S = mark_largest(scores_B_C_S.detach(), topk) & readable_B_C_S
+    counted_B_C_S = readable_B_C_S if dense else chosen_B_C_S
     target_B_C_S = _mean_attention(served.attentions, chunk, counted_B_C_S)
-    kl_B_C = _compute_kl(target_B_C_S, scores_B_C_S.masked_fill(~counted_B_C_S, -torch.inf).log_softmax(-1))
-    is_query_B_C = (places_C > 0) & (places_C < served.lengths_B[:, None])
-    choosing_B_C = is_query_B_C & (places_C >= topk)
-    loss = kl_B_C[is_query_B_C].sum()
+    kl_B_C = compute_kl(target_B_C_S, scores_B_C_S.masked_fill(~counted_B_C_S, -torch.inf).log_softmax(-1))
+    is_query_B_C = weight_B_C > 0
+    choosing_B_C = is_query_B_C & (readable_B_C_S.sum(-1) > topk)
+    loss = (kl_B_C * weight_B_C.to(kl_B_C.dtype))[is_query_B_C].sum()
     return loss, DistillationSums(
         loss=float(loss.detach()),
         chosen_mass=float((target_B_C_S * chosen_B_C_S).sum(-1)[choosing_B_C].sum()),
@@ -110,7 +119,7 @@ def _distil_chunk(
     )
 
 
-def _mark_largest(scores_B_C_S: Tensor, topk: int) -> Tensor:
+def mark_largest(scores_B_C_S: Tensor, topk: int) -> Tensor:
     """Return a mask, true at the `topk` largest of each row, or at all if there are no more."""
     places_B_C_K = scores_B_C_S.topk(min(topk, scores_B_C_S.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores_B_C_S, dtype=torch.bool).scatter(-1, places_B_C_K, True)
@@ -128,7 +137,7 @@ def _mean_attention(attentions: Sequence[AttentionInputs], chunk: slice, counted
     return total / len(attentions)
 
 
-def _compute_kl(target_B_C_S: Tensor, logq_B_C_S: Tensor) -> Tensor:
+def compute_kl(target_B_C_S: Tensor, logq_B_C_S: Tensor) -> Tensor:
     """Return KL(target || q) [B, C] in nats. Tokens that do not count have target 0 and q 0, and add nothing."""
     counted = target_B_C_S > 0
     ratio = target_B_C_S.clamp_min(torch.finfo(target_B_C_S.dtype).tiny).log() - logq_B_C_S.masked_fill(~counted, 0.0)

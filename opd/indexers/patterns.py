@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from opd.errors import ConfigError
@@ -18,6 +19,7 @@ KINDS = {FULL: "full", SHARED: "shared"}
 """Letter of a pattern -> word in `indexer_types`."""
 FAMILIES = ("glm_moe_dsa",)
 """Each `model_type` whose layers can share an indexer in transformers and in vLLM."""
+CONFIG = "config.json"
 _SCHEDULE = ("index_topk_freq", "index_skip_topk_offset")
 
 
@@ -49,6 +51,35 @@ def list_groups(pattern: str) -> list[range]:
     """Return, for each full layer, the layers that it serves: itself, and the shared ones behind it."""
     starts = [i for i, letter in enumerate(pattern) if letter == FULL]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(pattern)], strict=True)]
+
+
+def find_pattern(choice: str | None, stored: str, key: str) -> str:
+    """Return the pattern that a user chose for a model whose own pattern is `stored`: letters, or the directory of a search, or its
+    config.json; None: the model's own. Raises: what `check_pattern` and `opd.models.weights.load_config` raise."""
+    if choice is None:
+        return stored
+    if set(choice) <= set(KINDS):
+        return check_pattern(choice, stored, key)
+    path = Path(choice)
+    directory = path.parent if path.name == CONFIG else path
+    if not (directory / CONFIG).is_file():
+        raise ConfigError.at(
+            key,
+            found=choice,
+            wanted="a pattern such as FSSF, or a directory with a config.json, such as `opd indexers search` writes",
+            fix=f"the model's own is {stored}",
+        )
+    from opd.models.weights import load_config
+
+    config = load_config(directory)
+    if config.model_type not in FAMILIES:
+        raise ConfigError.at(
+            key,
+            found=f"a config of the family {config.model_type} in {directory}",
+            wanted=f"one of the family {' or '.join(FAMILIES)}, which has a pattern",
+            fix="give the directory of a search",
+        )
+    return check_pattern(read_pattern(config), stored, f"{key} {choice}")
 
 
 def check_pattern(pattern: str, stored: str, key: str) -> str:

@@ -80,7 +80,7 @@ class IndexerTraining:
         copies = {int(layer): indexer for layer, indexer in self._copies.items()}
         return {
             served.layer: distil_indexer(
-                served, self._runner.topk, dense=dense, chunk=self._spec.chunk, num_queries=num_queries
+                served, self._runner.topk, dense=dense, chunk=self._spec.chunk, divisor=num_queries
             )
             for served in run_groups(self._runner, batch, self._pattern, dense=dense, indexers=copies)
         }

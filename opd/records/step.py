@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # the stream needs pyarrow, which a reader of records does no
 OPTIONAL_FIELDS = (
     "reward",
     "texts",
+    "indexer_loss",
     "draft",
     "looping_by_domain",
     "episodes",
@@ -184,6 +185,8 @@ class StepRecord:
     grad_norm: float = 0.0
     """Norm of the gradient before clipping."""
     lr: float = 0.0
+    indexer_loss: float | None = None
+    """Mean KL of the student's sparse indexers to the attention that they serve, nats a position; None if they learn nothing."""
     draft: Mapping[str, float] = field(default_factory=dict)
     """The draft's numbers: the trainer's, see `opd.draft.sums.DraftSums.summarise`, and those of engines that guess with it, see
     `opd.records.drafts.summarise_engine`; empty without a draft."""
@@ -309,6 +312,7 @@ def build_step_record(
         ),
         grad_norm=train_report.grad_norm,
         lr=train_report.lr,
+        indexer_loss=train_report.indexer_loss,
         draft={**train_report.companions.get(DRAFT, {}), **summarise_engine(batch.accepted, batch.speeds)},
         logprob_gap=train_report.logprob_gap,
         drift=train_report.drift,

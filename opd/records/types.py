@@ -439,6 +439,8 @@ class StepReport:
     """The policy gradient's numbers; None without a reward."""
     companions: dict[str, dict[str, float]] = field(default_factory=dict)
     """Name of a companion -> the numbers that its optimiser step returned."""
+    indexer_loss: float | None = None
+    """Mean KL of the student's sparse indexers, nats a position; None if they learn nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

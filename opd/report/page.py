@@ -19,6 +19,7 @@ from opd.report.agents import LEVELS, agent_plots, shown_episodes
 from opd.report.drawing import DASHES, SERIES, Plot, format_thousands
 from opd.report.efforts import end_loss_plots
 from opd.report.exams import agent_exams, latest_exam, moves_label
+from opd.report.indexers import indexer_plots
 from opd.report.rewards import reward_plots
 from opd.report.run import RunFiles
 from opd.report.stale import explain_stale_matrix
@@ -257,6 +258,7 @@ def _curve_plots(report: Mapping[str, Any]) -> list[Plot]:
         figures.draw_lines("truncated", "Responses cut at the token limit", curves, cut, percent=True),
         *reward_plots(curves, names),
         *end_loss_plots(curves, names),
+        *indexer_plots(curves),
         *_share_plots(curves, names),
         *_entropy_plot(curves),
     ]

@@ -21,6 +21,7 @@ from opd.report.drafts import draft_report
 from opd.report.efforts import effort_report, end_loss_curves
 from opd.report.exams import answer_stats, latest_exam, success_by_length
 from opd.report.guard import guard_report
+from opd.report.indexers import indexer_curves
 from opd.report.intervals import Estimate, headroom_interval, is_clear, mean_estimate, subtract_estimates
 from opd.report.rewards import reward_curves
 from opd.report.run import STORED, RunFiles
@@ -310,7 +311,7 @@ def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     By place in the response: positions (loss, mean per token).
     Over all domains: truncated (share of the responses), tokens_per_s.
     With rewards also the curves of `opd.report.rewards.reward_curves`, with agents those of `opd.report.agents.episode_curves`, with
-    efforts that of `opd.report.efforts.end_loss_curves`.
+    efforts that of `opd.report.efforts.end_loss_curves`, and that of `opd.report.indexers.indexer_curves`.
     """
     points = [list(part) for part in _group_steps(records, POINTS)]
     domains = sorted({name for record in records for name in record.domains})
@@ -329,7 +330,8 @@ def compute_curves(records: Sequence[StepRecord]) -> dict[str, Any]:
     curves["positions"] = _position_curves(points)
     curves["truncated"] = [_truncated_share(part) for part in points]
     curves["tokens_per_s"] = [_mean_rate(part) for part in points]
-    return curves | reward_curves(points, domains) | episode_curves(points) | end_loss_curves(points, domains)
+    curves |= reward_curves(points, domains) | episode_curves(points)
+    return curves | end_loss_curves(points, domains) | indexer_curves(points)
 
 
 def domain_shares(

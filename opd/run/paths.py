@@ -9,6 +9,7 @@
       evaluation/     NAME.json each            before, expert, after, step-NNNNNN; matrix, lm-eval
       monitors/       step-NNNNNN.json each     readings of a monitor that acted after this step, with samples
       traces/         step-NNNNNN.json each     some episodes of a few steps, turn by turn
+      student/                                  the student as the merge begins, if it is to share indexers
       model/          adapter/                  the merged model
       report.json     report.html               what the merge gained
       baselines/      NAME.json each            results of other ways to merge; their models/NAME/ and runs/NAME/ while needed
@@ -82,6 +83,8 @@ class RunPaths:
     scores = Entry("scores.jsonl")
     """The answers of judges that score responses in this run."""
     checkpoints = Entry("checkpoints")
+    student = Entry("student")
+    """The student with the pattern of `student.indexers`; only if its own files have another one."""
     model = Entry("model")
     adapter = Entry("adapter")
     """The adapter that LoRA trained, in PEFT's files; only if the pipeline asks for it beside the model."""

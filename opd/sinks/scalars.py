@@ -24,6 +24,8 @@ def flatten_record(record: StepRecord) -> dict[str, float]:
     """Return name -> number: `step/loss` and so on, `phase_s/PHASE`, `utilisation/ROLE`, `token_age/AGE`, `accuracy/DOMAIN`,
     and `KEY/DOMAIN` for a domain's numbers. With rewards, the names of `_flatten_reward` are added."""
     values_by_name = {f"step/{key}": float(getattr(record, key)) for key in STEP_KEYS}
+    if record.indexer_loss is not None:
+        values_by_name["step/indexer_loss"] = record.indexer_loss
     values_by_name["step/quarantined"] = float(sum(record.quarantined.values()))
     values_by_name |= {f"phase_s/{phase}": seconds for phase, seconds in record.phase_s.items()}
     values_by_name |= {f"utilisation/{role}": share for role, share in record.utilisation.items()}

@@ -50,6 +50,8 @@ class MicroBatch:
     """Log-prob of the token under the rollout engine that sampled it."""
     blocks: tuple[Block, ...]
     """The teachers' answers about the trained tokens, in their order. Products with the teachers' output heads are left to the loss."""
+    lengths: tuple[int, ...]
+    """Number of tokens of each sample."""
     trained_lengths: tuple[int, ...]
     """Number of trained tokens of each sample, 0 for a sample without one."""
     earlier_tokens: tuple[int, ...]
@@ -142,6 +144,7 @@ def build_micro_batch(
         sampled_N=torch.tensor([sampled for r in rollouts for sampled in r.sampled_mask], dtype=torch.bool),
         behaviour_N=torch.tensor([x for r in rollouts for x in _trained_logprobs(r)], dtype=torch.float32),
         blocks=tuple(_build_blocks(samples, dtype, baselines or {}, own_objectives)),
+        lengths=tuple(len(r.prompt_ids) + len(r.response_ids) for r in rollouts),
         trained_lengths=tuple(r.num_trained for r in rollouts),
         earlier_tokens=(0,) * len(rollouts)
         if shard is None

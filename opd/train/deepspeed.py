@@ -316,6 +316,7 @@ def _scored_share(rollouts: Sequence[Rollout], weights: Mapping[str, float], lef
 def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> StepReport:
     """Add up the results of all ranks. The gradient's norm is the same on every rank."""
     domains = sum_by_key(result.domains for result in results)
+    indexer_losses = [result.indexer_loss for result in results if result.indexer_loss is not None]
     return StepReport(
         step=step,
         loss=sum(r.loss for r in results),
@@ -328,6 +329,7 @@ def _make_step_report(step: int, lr: float, results: Sequence[RankResult]) -> St
         turns=dict(sorted(sum_by_key(result.turns for result in results).items())),
         token_losses=_join_token_losses(results),
         policy=_make_policy_report([r.policy for r in results if r.policy is not None]),
+        indexer_loss=sum(indexer_losses) if indexer_losses else None,
     )
 
 

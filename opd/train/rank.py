@@ -37,7 +37,7 @@ from opd.train.lora import LoraOptions, add_adapters, list_plain_weights, write_
 from opd.train.policy import GradientComparison
 from opd.train.rank_channel import RankChannel
 from opd.train.sequence_parallel import SequenceGroup, Shard
-from opd.train.student import Student
+from opd.train.student import IndexerTermSpec, Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
 from opd.train.weight_average import WeightAverage
@@ -108,6 +108,8 @@ class RankResult:
     turns: dict[tuple[str, int], TurnStats] = field(default_factory=dict)
     token_losses: dict[str, tuple[float, ...]] = field(default_factory=dict)
     policy: RankPolicy | None = None
+    indexer_loss: float | None = None
+    """This rank's addend of the loss of the student's indexers, nats; None if they learn nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +133,8 @@ class RankOptions(ModelOptions):
     Needs `lora`, except for moving averages of the student."""
     companions: tuple[CompanionSpec, ...] = ()
     """Models that learn beside the student."""
+    indexers: IndexerTermSpec | None = None
+    """Settings with which the student's sparse indexers learn; None: they do not."""
     end_token_ids: tuple[int, ...] = ()
     """Tokens whose losses are reported by themselves, too: with `efforts` those that end thoughts or turns."""
 
@@ -354,7 +358,16 @@ class TrainerRank(ZeroEngine):
             turns=totals.turns,
             token_losses=totals.token_losses,
             policy=totals.policy,
+            indexer_loss=self._take_indexer_loss(share),
         )
+
+    def _take_indexer_loss(self, share: float) -> float | None:
+        """Return this rank's addend of the indexers' loss; None if they learn nothing."""
+        if self._options.indexers is None:
+            return None
+        # The weights in the loss are times the number of ranks, see `_make_inputs`.
+        total: float = self._engine.module.indexers.take_sum()
+        return total / (self._options.world_size * share)
 
     def _more_shards(self) -> dict[str, dict[str, Tensor]]:
         return {f"average-{decay!r}": average.shards for decay, average in self._averages.items()}
@@ -478,7 +491,7 @@ def _load_student(options: RankOptions) -> Student:
     loss_options["own_objectives"] = {domain: own.build() for domain, own in options.domain_objectives.items()}
     if loss.reward is not None:
         loss_options["policy"] = PolicyGradient(low=loss.reward.ratio.low, high=loss.reward.ratio.high)
-    return Student(lm, loss.build(), chunk=loss.chunk, compiled=loss.compile, **loss_options)
+    return Student(lm, loss.build(), indexers=options.indexers, chunk=loss.chunk, compiled=loss.compile, **loss_options)
 
 
 class _StepInput:

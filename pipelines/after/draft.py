@@ -14,11 +14,10 @@ from opd.errors import ModelError
 from opd.files import fill_output, refuse_existing_output
 from opd.prompts import MixedPrompts, samples_by_weight
 from opd.records.types import Rollout
-from opd.rollouts.served_families import DRAFTED
 from opd.text import Tell
 from pipelines.after.models import LocalModel
 from pipelines.baselines.imitation import rollout_engine
-from pipelines.draft import draft_spec
+from pipelines.draft import draft_spec, find_drafted_families
 from pipelines.inputs.read import Inputs, read_inputs
 
 HELD_OUT = 0.1
@@ -45,17 +44,18 @@ def train_model_draft(
     Raises: OpdError, before any compute for what a merge refuses; RunError if an engine fails.
     """
     refuse_existing_output(output)
-    if model.info.model_type not in DRAFTED:
+    draft = config.draft or DraftConfig()
+    if model.info.model_type not in (families := find_drafted_families(draft.kind)):
         raise ModelError.at(
             str(model.path),
-            found=f"a model of the family {model.info.model_type}",
-            wanted=f"one of {', '.join(DRAFTED)}, whose inner states vLLM gives to a draft",
+            found=f"a model of the family {model.info.model_type}, draft.kind {draft.kind}",
+            wanted=f"one of {', '.join(families)}, whose inner states a draft of this kind reads",
             fix="serve it without a draft",
         )
     config = config.model_copy(
         update={
             "student": config.student.model_copy(update={"model": model.path, "lora": None}),
-            "draft": config.draft or DraftConfig(),
+            "draft": draft,
         }
     )
     inputs = read_inputs(config)

@@ -36,6 +36,7 @@ from pipelines.baselines.jobs import TRAINED_METHODS, BaselineJob
 from pipelines.baselines.mergekit import merge_weights, mergekit_environment
 from pipelines.baselines.validity import bind_to_inputs, delete_other_merge, explain_outdated, refuse_other_inputs
 from pipelines.baselines.weights import WEIGHT_METHODS, check_one_architecture, validation_exams
+from pipelines.inputs.indexers import refuse_shared_indexers
 from pipelines.inputs.own_tokens import find_own_tokens, find_text_experts
 from pipelines.inputs.read import Inputs, read_inputs, refuse_without_experts
 from pipelines.merging import run as merging
@@ -92,6 +93,7 @@ def check_methods(config: PipelineConfig, inputs: Inputs, methods: Sequence[str]
 
     Raises: OpdError.
     """
+    refuse_shared_indexers(config, "a baseline")
     if not inputs.exams:
         raise ConfigError.at(
             "domains",

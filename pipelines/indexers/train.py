@@ -7,32 +7,24 @@ MODEL, pattern ─→ dense stage ─→ sparse stage ─→ OUTPUT: the model's
 from __future__ import annotations
 
 import json
-import re
-import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experts.bound_files import TOKENIZER_FILES, matching_files
-from experts.licences import FILES as LICENCE_FILES
-from experts.safetensors_header import read_header
-from experts.weight_files import weight_shards
 from opd.errors import ConfigError, RunDirError
 from opd.files import atomic_file, atomic_write_text, fill_output, raise_storage_errors, refuse_existing_output
-from opd.indexers.patterns import FULL, SHARED, check_pattern, read_pattern, set_pattern
-from opd.models.files import ModelFiles
+from opd.indexers.patterns import find_pattern
 from pipelines.indexers.inputs import (
-    IndexedModel,
     Tell,
     count_indexers,
     inspect_indexed_model,
     make_batches,
     read_texts,
 )
+from pipelines.shared_indexers import write_shared_model
 
 if TYPE_CHECKING:
     from opd.indexers.distillation import DistillationSums
@@ -44,7 +36,6 @@ HELD_OUT = 10
 """One row in so many is held out, to measure before and after."""
 SAVE_EVERY = 50
 """Steps after which an interrupted training can go on."""
-_INDEXER = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.indexer\.(.+)$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +72,7 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
 
     refuse_existing_output(options.output)
     model = inspect_indexed_model(options.model, tell)
-    pattern = _find_pattern(options.pattern, model)
+    pattern = find_pattern(options.pattern, model.pattern, "--pattern")
     texts = read_texts(options.prompts, model, options.max_length, tell)
     held_out = texts.rows[::HELD_OUT]
     rows = [row for i, row in enumerate(texts.rows) if i % HELD_OUT]
@@ -120,7 +111,9 @@ def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell)
         "indexers_after": _measure_indexers(training, batches),
     }
     record = {"pattern": pattern, "model": str(model.path), "settings": asdict(spec), "result": result}
-    _write_model(model, options.output, pattern, training.weights(), record)
+    with fill_output(options.output) as temporary:
+        write_shared_model(model.path, temporary, pattern, training.weights())
+        atomic_write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
     state_file.unlink(missing_ok=True)
     return result
 
@@ -165,25 +158,6 @@ def _restore_training(training: IndexerTraining, saved: SavedTraining | None, te
     return dict(saved.result)
 
 
-def _find_pattern(choice: str | None, model: IndexedModel) -> str:
-    """Return the pattern to train for. Raises: ConfigError, ModelError."""
-    if choice is None:
-        return model.pattern
-    if set(choice) <= {FULL, SHARED}:
-        return check_pattern(choice, model.pattern, "--pattern")
-    directory = Path(choice)
-    if not (directory / "config.json").is_file():
-        raise ConfigError.at(
-            "--pattern",
-            found=choice,
-            wanted="a pattern such as FSSF, or a directory with a config.json, such as `opd indexers search` writes",
-            fix=f"the model's own is {model.pattern}",
-        )
-    from opd.models.weights import load_config
-
-    return check_pattern(read_pattern(load_config(directory)), model.pattern, f"--pattern {choice}")
-
-
 def _measure_indexers(training: IndexerTraining, batches: list[TextBatch]) -> dict[str, dict[str, float]]:
     """Return, as JSON has it, layer -> KL in nats a query, and the share of the attention that the chosen tokens have, both over all tokens."""
     by_batch: list[dict[int, DistillationSums]] = [training.measure(batch, dense=True) for batch in batches]
@@ -192,47 +166,3 @@ def _measure_indexers(training: IndexerTraining, batches: list[TextBatch]) -> di
         str(layer): {"kl": one.loss / one.num_queries, "chosen_mass": one.chosen_mass / max(1, one.num_choosing)}
         for layer, one in sums.items()
     }
-
-
-def _write_model(
-    model: IndexedModel,
-    output: Path,
-    pattern: str,
-    indexers: Mapping[int, Mapping[str, Any]],
-    record: Mapping[str, Any],
-) -> None:
-    """Write the model's files with new indexers. Layers behind the last of the pattern, which predict further tokens, keep theirs.
-
-    Raises: StorageError.
-    """
-    with fill_output(output) as temporary:
-        _write_weights(model.path, temporary, pattern, indexers)
-        config = set_pattern(json.loads((model.path / "config.json").read_text(encoding="utf-8")), pattern)
-        atomic_write_text(temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        atomic_write_text(temporary / RECORD, json.dumps(record, indent=2) + "\n")
-        for file in matching_files(model.path, (*TOKENIZER_FILES, *LICENCE_FILES)):
-            shutil.copy(file, temporary / file.name)
-
-
-def _write_weights(source: Path, target: Path, pattern: str, indexers: Mapping[int, Mapping[str, Any]]) -> None:
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        opened = {shard: stack.enter_context(safe_open(shard, framework="pt")) for shard in weight_shards(source)}
-        files = {
-            name: opened[shard] for shard in opened for name in read_header(shard) if not _is_shared(name, pattern)
-        }
-        # Meta tensors have a shape and a dtype but no data: the files are divided up before any weight is read.
-        shapes = {name: file.get_tensor(name).to("meta") for name, file in files.items()}
-        written = stack.enter_context(ModelFiles(target, shapes))
-        for name, file in files.items():
-            tensor, match = file.get_tensor(name), _INDEXER.search(name)
-            trained = indexers.get(int(match[1])) if match else None
-            written.write({name: tensor if trained is None or not match else trained[match[2]].to(tensor.dtype)})
-        written.finish()
-
-
-def _is_shared(name: str, pattern: str) -> bool:
-    """Return True for a tensor of the indexer of a layer that is shared now."""
-    match = _INDEXER.search(name)
-    return match is not None and int(match[1]) < len(pattern) and pattern[int(match[1])] == SHARED

@@ -24,7 +24,9 @@ from opd.config.teachers import TrainerTeachers, TransformersTeachers, VLLMTeach
 from opd.errors import ConfigError, ModelError
 from opd.rollouts.cpu_patches import RESTARTED
 from opd.rollouts.engine_args import find_refused_argument
-from opd.rollouts.served_families import DRAFTED, Refusal, find_indivisible_part, find_refusal
+from opd.rollouts.served_families import Refusal, find_indivisible_part, find_refusal
+from pipelines.draft import find_drafted_families
+from pipelines.inputs.indexers import refuse_unfit_indexers
 from pipelines.inputs.shared_rows import refuse_shared_rows
 from pipelines.inputs.tiled_mlps import refuse_tiled_mlps
 from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
@@ -37,6 +39,7 @@ def refuse_untrainable(config: PipelineConfig, student: ModelInfo) -> None:
     Raises: ModelError; ConfigError for the last reason.
     """
     _refuse_unstreamable(config, student)
+    refuse_unfit_indexers(config, student)
     naming = _read_naming(Path(student.path), student)
     refuse_shared_rows(config, naming.model)
     refuse_tiled_mlps(config, naming.model)
@@ -48,12 +51,15 @@ def _refuse_undraftable(config: PipelineConfig, student: ModelInfo) -> None:
     """Refuse a draft for a student that cannot have it. Raises: ConfigError."""
     if config.draft is None:
         return
-    if student.model_type not in DRAFTED:
+    families = find_drafted_families(config.draft.kind)
+    if student.model_type not in families:
         raise ConfigError.at(
             "draft",
-            found=f"a student of the family {student.model_type}",
-            wanted=f"one of {', '.join(DRAFTED)}, whose inner states vLLM gives to a draft",
-            fix="remove the section `draft`",
+            found=f"a student of the family {student.model_type}, kind {config.draft.kind}",
+            wanted=f"one of {', '.join(families)}, whose inner states a draft of this kind reads",
+            fix="set draft.kind to shared_kv, or remove the section `draft`"
+            if student.model_type in find_drafted_families("shared_kv")
+            else "remove the section `draft`",
         )
     from opd.models.weights import load_config
 

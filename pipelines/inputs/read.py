@@ -43,6 +43,7 @@ from pipelines.inputs.architectures import (
 from pipelines.inputs.base_experts import refuse_other_bases
 from pipelines.inputs.drift import check_drift
 from pipelines.inputs.environments import check_environments, refuse_other_tasks
+from pipelines.inputs.indexers import warn_of_short_context
 from pipelines.inputs.judges import refuse_many_judgements
 from pipelines.inputs.lora import size_of_lora
 from pipelines.inputs.own_tokens import build_encoders, reads_own_tokens, refuse_unfit_tokens
@@ -195,7 +196,7 @@ def read_inputs(config: PipelineConfig, exam: EvaluateConfig | None = None) -> I
     config = set_template_date(config, tokenizer, *teacher_tokenizers.values())
     sources = {d: find_prompts(d, c, _registered_prompts(by_name, routes, d)) for d, c in config.domains.items()}
     sources = with_teacher_columns(config, routes, sources)
-    notices = _warn_of_slow_types(config)
+    notices = [*_warn_of_slow_types(config), *warn_of_short_context(config)]
     every = load_training(config, sources, tokenizer, notices.append)
     refuse_equal_efforts(config, every)
     exams = load_exams(config, tokenizer, tell=notices.append, samples=exam.samples, sources=sources)

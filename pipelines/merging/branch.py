@@ -82,6 +82,7 @@ def begin_branch(config: PipelineConfig, origin: Origin, root: Path) -> MergeRun
     _refuse_other_shape(config, origin_config, origin)
     config, inputs, manifest, notices = read_facts(config)
     _refuse_other_student(recorded["student"], manifest["student"], origin)
+    _refuse_other_pattern(config, origin_config, origin)
     branch_config = validate_section(PipelineConfig, manifest["config"], origin.paths.manifest)
     changed = changed_keys(origin_config.model_dump(mode="json"), branch_config.model_dump(mode="json"))
     event = {
@@ -217,6 +218,18 @@ def _origin_requirements(config: PipelineConfig) -> dict[str, str]:
     if not isinstance(config.balance, SamplesBalance):
         needed["domains"] = f"balance {config.balance.kind} counts what each of them got in the steps before"
     return needed
+
+
+def _refuse_other_pattern(config: PipelineConfig, origin_config: PipelineConfig, origin: Origin) -> None:
+    """Refuse a branch whose student shares other indexers than its origin's. Raises: ConfigError."""
+    own, wanted = (one.student.indexers and one.student.indexers.pattern for one in (config, origin_config))
+    if own != wanted:
+        raise ConfigError.at(
+            "student.indexers.pattern",
+            found=own or "none",
+            wanted=f"{wanted or 'none'}, as in {origin.paths.root}: the checkpoint has the indexers that are kept",
+            fix="take the origin's, or start a new run whose student.model is a model that the origin left",
+        )
 
 
 def _refuse_other_student(origin_files: Mapping[str, str], student_files: Mapping[str, str], origin: Origin) -> None:

@@ -32,6 +32,7 @@ from opd.text import Tell
 from pipelines.build import prove_servers
 from pipelines.evaluation.lm_eval import lm_eval_text, lm_eval_weights, read_lm_eval
 from pipelines.evaluation.models import evaluate_models
+from pipelines.inputs.indexers import spell_pattern
 from pipelines.inputs.read import Inputs, read_inputs, read_rounds
 from pipelines.inputs.template_date import as_recorded, with_template_date
 from pipelines.interrupts import Interrupted
@@ -152,7 +153,7 @@ def _check_all(configs: Sequence[PipelineConfig]) -> tuple[list[PipelineConfig],
     inputs = read_rounds(configs)
     chosen = []
     for config, round_inputs in zip(configs, inputs, strict=True):
-        chosen.append(choose_numbers(config, round_inputs, local_machine(config)))
+        chosen.append(choose_numbers(spell_pattern(config), round_inputs, local_machine(config)))
         refuse_too_large(chosen[-1], round_inputs)
         refuse_crowded_gpus(chosen[-1], round_inputs)
     return chosen, inputs
@@ -349,8 +350,9 @@ def _finish_rounds(run: Rounds, plan: Sequence[RoundFacts]) -> dict[str, Any]:
     combine_evaluations(measured["expert"], EXPERT).save(paths.evaluation_file("expert"))
     # The first evaluation of each list is of the very first student, or of the last model. The later ones are of other models, and
     # only tell which further domains there are.
+    begun = rounds[0].student if rounds[0].student.is_dir() else configs[0].student.model
     for name, evaluations, in_rounds, model in (
-        ("before", measured["before"], configs, configs[0].student.model),
+        ("before", measured["before"], configs, begun),
         ("after", measured["after"][::-1], configs[::-1], paths.model),
     ):
         if not paths.evaluation_file(name).exists():  # it exists if a finished run is resumed

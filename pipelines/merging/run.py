@@ -36,6 +36,7 @@ from opd.sinks import open_sinks
 from opd.text import quote_for_shell
 from pipelines.build import build_merge, num_workers, prove_servers
 from pipelines.evaluation.lm_eval import lm_eval_merge
+from pipelines.inputs.indexers import spell_pattern
 from pipelines.inputs.judges import open_judges
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
@@ -76,6 +77,7 @@ from pipelines.merging.manifest import (
     write_inputs,
 )
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
+from pipelines.merging.shared_student import share_student_indexers
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import describe_divided_trainer, local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.auto import choose_numbers, local_machine
@@ -203,6 +205,7 @@ def read_facts(config: PipelineConfig) -> tuple[PipelineConfig, Inputs, dict[str
     Returns the pipeline with its open numbers chosen, the inputs, their manifest, and warnings. Raises: OpdError.
     """
     inputs = read_inputs(config)
+    config = spell_pattern(config)
     config = choose_numbers(config, inputs, local_machine(config))
     refuse_too_large(config, inputs)
     warnings = refuse_crowded_gpus(config, inputs)
@@ -308,7 +311,8 @@ def _run_session(
     Raises: WorkerDied, and what `_raise_if_unfinished` raises.
     """
     session_start = time.monotonic()
-    config, paths = run.config, run.paths
+    paths = run.paths
+    config, inputs = share_student_indexers(run.config, run.inputs, paths)
     start_step = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(start_step)
@@ -322,14 +326,16 @@ def _run_session(
         ExitStack() as session,
     ):
         _announce_start(run, notices, display)
+        own_exams = measure_own_exams(config, inputs, paths, display)
         open_judges(run.inputs.every_exam, paths.scores)
         own_exams = measure_own_exams(config, run.inputs, paths, display)
         session.enter_context(ray_session(config.cluster, num_workers(config)))
         _reserve_workers(config, display)
-        parts = build_merge(config, run.inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
+        parts = build_merge(config, inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])
         record_layouts(parts, paths, display.say)
         parts.sync.begin()  # compares engines and trainer
-        before, expert = _take_starting_exams(parts, run, display, own_exams)
+        begun = replace(run, config=config, inputs=inputs)
+        before, expert = _take_starting_exams(parts, begun, display, own_exams)
         parts.monitors.begin(records, expert)
         with signals.handle_first_signal(display.say):
             if checkpoint:

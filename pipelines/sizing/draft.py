@@ -20,7 +20,11 @@ def count_draft_parameters(shape: DraftShape) -> int:
     queries, keys = model["num_attention_heads"] * head, model["num_key_value_heads"] * head
     attention = 2 * width * (queries + 2 * keys) + queries * width
     mlp = 3 * width * model["intermediate_size"]
-    return len(shape.layers) * width * width + attention + mlp + len(shape.vocab) * width + 4 * width
+    whole = len(shape.layers) * width * width + attention + mlp + len(shape.vocab) * width + 4 * width
+    if shape.indexer is None:
+        return whole
+    heads, head = shape.indexer.heads, shape.indexer.head_dim
+    return whole + 2 * width * (heads * head + head + heads) + 2 * head
 
 
 def draft_rank_bytes(config: PipelineConfig, vocab_size: int) -> tuple[int, int]:

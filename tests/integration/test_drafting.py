@@ -301,6 +301,8 @@ def test_the_draft_reads_the_states_that_it_learned_from(tmp_path: Path, family:
         features = torch.cat([view.hidden[layer].unflatten(0, (1, -1)) for layer in shape.layers], -1)
         context = draft.read_context(features, view.hidden[EMBEDDING].unflatten(0, (1, -1)))
         start = torch.tensor([[len(prompt) - 1]])
-        expected = draft.lm_head(draft.guess_tokens(context, Windows(torch.tensor([0]), start), 1))[0, 0, 0].softmax(-1)
+        expected = draft.lm_head(draft.guess_tokens(context, Windows(torch.tensor([0]), start), 1).states_I_W_K_D)[
+            0, 0, 0
+        ].softmax(-1)
     assert probs_V.max() < 0.9
     torch.testing.assert_close(probs_V, expected, atol=1e-4, rtol=1e-3)

@@ -168,7 +168,9 @@ def test_what_it_reads_is_what_the_student_computed(tiny_model_dir: Path) -> Non
         context = companion._draft.read_context(
             torch.cat([torch.cat([first, last], -1), torch.zeros(1, 3, 128)], 1), torch.cat([embeds, pad], 1)
         )
-        states = companion._draft.guess_tokens(context, Windows(torch.tensor([0]), torch.arange(1, 12)[None]), 1)
+        states = companion._draft.guess_tokens(
+            context, Windows(torch.tensor([0]), torch.arange(1, 12)[None]), 1
+        ).states_I_W_K_D
         q = companion._draft.lm_head(states)[0, :, 0].softmax(-1)
         # Guess 1 after position t is about token t + 2: the student's logits at t + 1.
         kept = torch.minimum(seen.logits[0, 2:13].softmax(-1), q).sum(-1)

@@ -60,7 +60,7 @@ def test_all_starts_at_once_are_each_start_alone(kind: DraftKind) -> None:
     features, embeds = torch.randn(2, L, 3 * D).double(), torch.randn(2, L, D).double()
     context = head.read_context(features, embeds)
     windows = Windows(torch.tensor([0, 1, 1]), torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7], [1, 2, 3, 4]]))
-    guesses = head.guess_tokens(context, windows, K)
+    guesses = head.guess_tokens(context, windows, K).states_I_W_K_D
     assert guesses.shape == (3, 4, K, D)
     for window, (sequence, starts) in enumerate(zip(windows.sequence_I, windows.start_I_W, strict=True)):
         for place, start in enumerate(starts):
@@ -74,7 +74,7 @@ def test_a_guess_reads_nothing_behind_its_own_tokens() -> None:
     windows = Windows(torch.tensor([0]), torch.tensor([[4]]))
 
     def guess(context: Context) -> Tensor:
-        return head.guess_tokens(context, windows, K)[0, 0]
+        return head.guess_tokens(context, windows, K).states_I_W_K_D[0, 0]
 
     before = guess(head.read_context(features, embeds))
     features[:, 5:] += 1.0  # the student's states behind the start

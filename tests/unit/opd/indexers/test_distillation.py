@@ -36,9 +36,9 @@ def run_served(runner: LayerRunner, pattern: str = "FSSF", *, dense: bool) -> li
     return list(run_groups(runner, make_batch(LENGTHS), pattern, dense=dense))
 
 
-def gradients(served: ServedLayers, *, dense: bool, chunk: int = 100, num_queries: int = 1) -> dict[str, Tensor]:
+def gradients(served: ServedLayers, *, dense: bool, chunk: int = 100, divisor: int = 1) -> dict[str, Tensor]:
     served.indexer.indexer.zero_grad()
-    distil_indexer(served, TOPK, dense=dense, chunk=chunk, num_queries=num_queries)
+    distil_indexer(served, TOPK, dense=dense, chunk=chunk, divisor=divisor)
     return {name: param.grad.clone() for name, param in served.indexer.indexer.named_parameters()}
 
 
@@ -123,7 +123,7 @@ def test_training_an_indexer_brings_the_chosen_tokens_closer_to_the_attention() 
     optimizer: Any = torch.optim.Adam(served.indexer.indexer.parameters(), lr=3e-2)
     for _ in range(40):
         optimizer.zero_grad()
-        distil_indexer(served, TOPK, dense=True, chunk=8, num_queries=before.num_queries)
+        distil_indexer(served, TOPK, dense=True, chunk=8, divisor=before.num_queries)
         optimizer.step()
     after = distil_indexer(served, TOPK, dense=True, chunk=8)
     assert after.loss < 0.1 * before.loss

@@ -48,6 +48,11 @@ def test_how_busy_the_roles_were_and_how_old_the_tokens() -> None:
     }  # fmt: skip
 
 
+def test_indexers_that_learn_have_a_loss() -> None:
+    found, plain = flatten_record(record(3, 0.25, indexer_loss=0.5)), flatten_record(record(3, 0.25))
+    assert found == plain | {"step/indexer_loss": 0.5}
+
+
 def test_rewards_have_curves_of_their_own() -> None:
     a = {"episodes": 2, "reward": 0.5, "tokens": 8, "loss": 0.75, "masked": 0.25}
     b = {"episodes": 0, "reward": 0.0, "tokens": 0, "loss": 0.0, "masked": 0.0}
