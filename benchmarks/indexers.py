@@ -281,11 +281,11 @@ def run_merges(seed: int, size: Size) -> dict[str, Any]:
 
 
 def merge_student(lm: Any, expert: Any, loss_weight: float, size: Size, seed: str) -> list[float]:
-    """Distil an expert into a student by the trainer's own loss and optimiser. Returns the reverse KL of each step."""
+    """Distil an expert into a student by the trainer's default objective and optimiser. Returns the objective's mean in each step."""
     import torch
 
+    from opd.config.objectives import build_default_objective
     from opd.indexers.student import LearningIndexersSpec
-    from opd.losses.reverse_kl import ReverseKL
     from opd.models.heads import Head
     from opd.models.logit_rule import IDENTITY
     from opd.train.batch import build_micro_batch
@@ -295,7 +295,7 @@ def merge_student(lm: Any, expert: Any, loss_weight: float, size: Size, seed: st
     from opd.train.totals import token_weights, weigh_rows
 
     spec = LearningIndexersSpec(loss_weight=loss_weight) if loss_weight else None
-    student = Student(lm.eval(), ReverseKL(), chunk=1024, vocab_size=VOCABULARY, indexers=spec)
+    student = Student(lm.eval(), build_default_objective().build(), chunk=1024, vocab_size=VOCABULARY, indexers=spec)
     optimizer = build_adamw(student, AdamWOptions(betas=(0.9, 0.999), epsilon=1e-8, weight_decay=0.0), lr=0.0)
     rate = LearningRate(peak=MERGE_LR, steps=size.merged, warmup_steps=size.merged // 10, decay="cosine")
     head, losses = Head(expert.lm_head.weight.detach(), IDENTITY), []
