@@ -38,17 +38,17 @@ NEW_TOKENS = 32
 """Longest response of the experts' domains."""
 
 
-def find_paragraphs(count: int, words: int) -> list[str]:
-    """Return the beginnings, `words` long, of paragraphs of prose in the descriptions of installed packages."""
-    found: dict[str, None] = {}
+def find_general_prompts(count: int) -> list[str]:
+    """Return beginnings, of 6 to 60 words, of paragraphs in the descriptions of installed packages: three of each paragraph."""
+    rng, found = random.Random("keep"), set()
     for package in sorted(importlib.metadata.distributions(), key=lambda one: one.metadata["Name"]):
         # A package's description stands behind its headers, as the body of a message.
         _, _, text = (package.read_text("METADATA") or "").partition("\n\n")
         for paragraph in re.split(r"\n\s*\n", text):
-            line = " ".join(paragraph.split())
-            if len(line.split()) >= 2 * words and re.fullmatch(r"[A-Z][\w\s.,;:'()/-]+", line):
-                found[" ".join(line.split()[:words])] = None
-    return random.Random("keep").sample(sorted(found), min(count, len(found)))
+            words = paragraph.split()
+            if len(words) >= 20 and not re.search(r"https?:|[|<>{}]", paragraph):
+                found |= {" ".join(words[: rng.randint(6, min(60, len(words) - 6))]) for _ in range(3)}
+    return rng.sample(sorted(found), min(count, len(found)))
 
 
 def read_docstrings(folder: Path, files: Iterable[str]) -> list[str]:
@@ -141,7 +141,7 @@ def make_world(folder: Path, args: argparse.Namespace) -> Path:
 
 def write_pipeline(folder: Path, pipeline: dict[str, Any]) -> Path:
     """Write the pipeline and the general prompts beside it; returns the pipeline's file."""
-    rows = [{"prompt": text} for text in find_paragraphs(2000, 12)]
+    rows = [{"prompt": text} for text in find_general_prompts(2000)]
     (folder / "general.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     file = folder / "pipeline.yaml"
     file.write_text(yaml.safe_dump(pipeline, sort_keys=False), encoding="utf-8")
@@ -158,7 +158,7 @@ def choose_variants(folder: Path, args: argparse.Namespace) -> list[Variant]:
         f"evaluate.max_new_tokens={NEW_TOKENS}",
     )
     kept = [
-        Variant(f"keep {weight:g} of {args.new_tokens}", (f"keep={{prompts: {general}, weight: {weight:g}}}", *more))
+        Variant(f"keep {weight:g}", (f"keep={{prompts: {general}, weight: {weight:g}}}", *more))
         for weight in args.weights
     ]
     return [Variant("without", ()), *kept]

@@ -52,16 +52,15 @@ LAYER = (
 
 
 def read_shape(path: Path) -> DraftShape:
-    """Return the shape of a draft that `write_draft` wrote."""
+    """Return the shape of a draft of kind `eagle3` that `write_draft` wrote."""
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     layer = LlamaConfig.from_pretrained(path).to_dict()
     with safe_open(path / "model.safetensors", framework="pt") as file:
         limited = config["draft_vocab_size"] < layer["vocab_size"]  # a draft with all tokens has no map of them
         vocab = file.get_tensor("t2d").nonzero()[:, 0].tolist() if limited else range(layer["vocab_size"])
-    kinds = {architecture: kind for kind, architecture in ARCHITECTURES.items()}
     return DraftShape(
         model={name: layer[name] for name in LAYER},
-        kind=kinds[config["architectures"][0]],
+        kind="eagle3",
         layers=tuple(index - 1 for index in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
         vocab=tuple(vocab),
     )
