@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -70,22 +69,19 @@ class Judged:
     """What a draft is worth on held-out texts."""
 
     kept: dict[str, list[float]]
-    """Rule and number K of guesses, as in `rejection/3` -> probability that the first 1, 2, ... K are kept, at starts with K tokens
-    behind them."""
+    """Rule -> probability that the first 1, 2, ... K guesses are kept."""
     by_domain: dict[str, dict[str, float]]
-    """The same keys -> domain -> tokens of a pass."""
+    """Rule -> domain -> tokens of a pass."""
     slope: float
     """Change of the overlap of the first guess for a nat of the model's entropy."""
     slope_error: float
     """Its standard error."""
 
 
-def judge_draft(
-    model: FrozenModel, companion: DraftCompanion, batches: Sequence[KnownBatch], guesses: Sequence[int]
-) -> Judged:
-    """Judge a draft on every position of the batches. `guesses`: numbers of guesses."""
-    kept: dict[str, list[Tensor]] = {f"{rule}/{k}": [] for rule in ("rejection", "greedy") for k in guesses}
-    domains: dict[int, list[str]] = {k: [] for k in guesses}
+def judge_draft(model: FrozenModel, companion: DraftCompanion, batches: Sequence[KnownBatch], steps: int) -> Judged:
+    """Judge a draft on every position of the batches."""
+    kept: dict[str, list[Tensor]] = {"rejection": [], "greedy": []}
+    domains: list[str] = []
     entropies, overlaps = [], []
     for known in batches:
         model.show_logits(known, companion)
@@ -95,31 +91,28 @@ def judge_draft(
             written = (group.column_I_W_K >= 0) & group.valid_I_W_K
             ratio = (q.gather(-1, column) / p.gather(-1, column))[..., 0].clamp(max=1).where(written, 0.0)
             first = (q.argmax(-1) == group.column_I_W_K) & written
-            for k in guesses:
-                # Only starts with all k tokens behind them, so that all rows of a table are about the same positions.
-                whole = group.valid_I_W_K[..., :k].all(-1)
-                kept[f"rejection/{k}"].append(ratio[whole][:, :k].cumprod(-1))
-                kept[f"greedy/{k}"].append(first[whole][:, :k].float().cumprod(-1))
-                domains[k] += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
-            started = group.valid_I_W_K[..., 0]
-            first_p = p[:, :, 0][started]
+            # Only starts with all guesses behind them, so that all rows of the table are about the same positions.
+            whole = group.valid_I_W_K.all(-1)
+            kept["rejection"].append(ratio[whole].cumprod(-1))
+            kept["greedy"].append(first[whole].float().cumprod(-1))
+            domains += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
+            first_p = p[:, :, 0][whole]
             entropies.append(-torch.special.xlogy(first_p, first_p).sum(-1))
-            overlaps.append(compute_overlaps(p, group.logits_I_W_K_V)[:, :, 0][started])
-    values = {key: torch.cat(parts) for key, parts in kept.items()}
-
-    def by_domain(key: str) -> dict[str, float]:
-        names = domains[int(key.split("/")[1])]
-        masks = {name: torch.tensor([domain == name for domain in names]) for name in sorted(set(names))}
-        return {name: 1 + float(values[key][mask].sum(1).mean()) for name, mask in masks.items()}
-
+            overlaps.append(compute_overlaps(p, group.logits_I_W_K_V)[:, :, 0][whole])
+    rules = {rule: torch.cat(parts) for rule, parts in kept.items()}
+    names = sorted(set(domains))
+    masks = {name: torch.tensor([domain == name for domain in domains]) for name in names}
     entropy, overlap = torch.cat(entropies).double(), torch.cat(overlaps).double()
     centred = entropy - entropy.mean()
     slope = float((centred * overlap).sum() / (centred**2).sum())
     residual = overlap - overlap.mean() - slope * centred
     error = float((((centred * residual) ** 2).sum()).sqrt() / (centred**2).sum())
     return Judged(
-        {key: found.mean(0).tolist() for key, found in values.items()},
-        {key: by_domain(key) for key in values},
+        {rule: values[:, :steps].mean(0).tolist() for rule, values in rules.items()},
+        {
+            rule: {name: 1 + float(values[mask][:, :steps].sum(1).mean()) for name, mask in masks.items()}
+            for rule, values in rules.items()
+        },
         slope,
         error,
     )
@@ -166,9 +159,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                 began = time.perf_counter()
                 companion = train_draft(model, spec, batches, args.steps)
                 seconds = time.perf_counter() - began
-                # The same draft with windows at every position of the texts.
-                judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion._draft, 0, 1)
-                judged = judge_draft(model, judge, tests, args.guesses)
+                judged = judge_draft(model, companion, tests, guesses)
                 results["drafts"][name] = vars(judged) | {"seconds": seconds}
                 file.write_text(json.dumps(results["drafts"][name]))
                 if seed == args.seeds[0]:
@@ -177,8 +168,8 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                     write_draft(spec.shape, companion.serving_weights(), out)
                 print(
                     name,
-                    f"{1 + sum(judged.kept[f'rejection/{guesses}']):.3f}",
-                    f"{1 + sum(judged.kept[f'greedy/{guesses}']):.3f}",
+                    f"{1 + sum(judged.kept['rejection']):.3f}",
+                    f"{1 + sum(judged.kept['greedy']):.3f}",
                     f"{seconds:.0f} s",
                     flush=True,
                 )
@@ -196,10 +187,11 @@ def print_rows(drafts: dict[str, Any], seeds: Sequence[int], trained: int, guess
         found = [drafts[key] for seed in seeds if (key := f"{kind}/{loss}/{trained}/{seed}") in drafts]
         if not found:
             continue
-        kept = [draft["kept"][f"{rule}/{guesses}"] for draft in found]
-        lengths = [1 + sum(values) for values in kept]
+        lengths = [1 + sum(draft["kept"][rule][:guesses]) for draft in found]
         spread = f" ± {stdev(lengths):.3f}" if len(lengths) > 1 else ""
-        places = " ".join(f"{fmean(values):.3f}" for values in zip(*kept, strict=True))
+        places = " ".join(
+            f"{fmean(values):.3f}" for values in zip(*(draft["kept"][rule][:guesses] for draft in found), strict=True)
+        )
         slopes = [draft["slope"] for draft in found]
         print(
             f"| {label} | {fmean(lengths):.3f}{spread} | {places} | {fmean(slopes):.3f} ± {max(1.96 * d['slope_error'] for d in found):.3f} |"
