@@ -32,10 +32,10 @@ class TeacherGroup:
 def divide_by_engine(config: PipelineConfig, scoring: Mapping[str, tuple[WeightedTeacher, ...]]) -> list[TeacherGroup]:
     """Return the groups in the order of `PipelineConfig.engines`, without engines that score no domain.
 
-    A merge whose teachers are alike is one group, with the very pipeline. `scoring` is the result of `pipelines.routes.scoring_routes`.
+    A merge whose teachers all have the engine of the section `teachers` is one group, with the very pipeline. `scoring` is the result of `pipelines.routes.scoring_routes`.
     """
     sections = config.engines
-    if not scoring or (len(sections) == 1 and not config.own_objectives):
+    if not scoring or (sections == [config.teachers] and not config.own_objectives):
         return [TeacherGroup(config=config, scoring=scoring)]
     by_domain = {domain: engines_by_teacher(config, assigned) for domain, assigned in scoring.items()}
     groups: list[TeacherGroup] = []
@@ -71,7 +71,7 @@ def _view_engine(config: PipelineConfig, section: Teachers, domain: str) -> Pipe
         experts = experts.model_copy(update={"engines": {}})
     else:
         experts = {
-            name: expert.model_copy(update={"engine": None, "model": find_expert_dir(config, expert)})
+            name: expert.model_copy(update={"engine": None, "ema": None, "model": find_expert_dir(config, expert)})
             for name, expert in experts.items()
         }
     cluster, objective = engine_cluster(config, section), config.objective_of(domain)

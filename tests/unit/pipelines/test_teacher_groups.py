@@ -79,6 +79,22 @@ def test_a_merge_with_teachers_alike_is_one_group_with_the_very_pipeline(experts
     assert group == TeacherGroup(config=config, scoring=scoring)
 
 
+def test_one_engine_of_all_experts_is_theirs_and_not_that_of_the_section(experts: dict[str, RoutedExpert]) -> None:
+    own = {name: {"kind": "vllm"} for name in ("math", "code", "law")}
+    config = pipeline(own, domains={"code": {}})
+    (group,) = divide_by_engine(config, scoring_of(config, experts))
+    assert (config.teachers.engine, group.config.teachers.engine) == ("transformers", "vllm")
+
+
+def test_an_average_of_the_student_alone_needs_no_scoring_worker(experts: dict[str, RoutedExpert]) -> None:
+    config = pipeline({}, domains={"code": {}})
+    average = {name: e.model_copy(update={"model": "student", "ema": 0.9}) for name, e in config.inline_experts.items()}
+    config = config.model_copy(update={"experts": average})
+    groups = divide_by_engine(config, scoring_of(config, experts))
+    started = sum(group.config.teachers.scoring_workers for group in groups)
+    assert started == 0 and num_workers(config) == config.rollout.workers + config.trainer.ranks
+
+
 def test_each_group_has_its_engine_its_teachers_and_its_workers(experts: dict[str, RoutedExpert]) -> None:
     config = pipeline()
     groups = divide_by_engine(config, scoring_of(config, experts))
