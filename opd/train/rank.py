@@ -375,6 +375,8 @@ class TrainerRank(ZeroEngine):
     def _take_more_shards(self, more: Mapping[str, Mapping[str, Tensor]]) -> None:
         for decay, average in self._averages.items():
             average.load(more.get(f"average-{decay!r}"))
+        if self._base_scorer is not None:
+            self._base_scorer.heads.clear()  # the probes at the start were scored with the head of the first weights
 
     def begin_save(self, path: Path) -> None:
         super().begin_save(path)

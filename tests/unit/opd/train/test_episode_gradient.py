@@ -109,8 +109,8 @@ HEADS = {rollout.domain: head(rollout.domain) for rollout in STEP}
 class Kept(Student):
     """Keeps the hidden states of its last forward pass, from which the loss reads, with their gradient."""
 
-    def compute_hidden_states(self, packed: Packed) -> Tensor:
-        self.kept = super().compute_hidden_states(packed)
+    def compute_hidden_states(self, packed: Packed, log: Any = None) -> Tensor:
+        self.kept = super().compute_hidden_states(packed, log)
         self.kept.retain_grad()
         return self.kept
 

@@ -198,11 +198,13 @@ class Rank(rank.TrainerRank):
     """A rank without DeepSpeed."""
 
     def __init__(self, student: Student) -> None:
-        names = ["world_size", "vocab_size", "turn_weights", "domain_objectives", "end_token_ids"]
-        self._options: Any = dataclasses.make_dataclass("Options", names)(1, 76, {}, {}, ())
+        names = ["world_size", "vocab_size", "turn_weights", "domain_objectives", "end_token_ids", "indexers"]
+        self._options: Any = dataclasses.make_dataclass("Options", names)(1, 76, {}, {}, (), None)
         self._device = torch.device("cpu")
         self._layout = "packed"
         self._companions = {}
+        self._base_scorer = None
+        self._averages = {}
         self._sequence_group = None
         self._engine = Passes(student)
         self._student = student

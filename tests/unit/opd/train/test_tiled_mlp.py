@@ -87,10 +87,10 @@ def test_tiles_give_the_same_states_and_gradients(
         zero._disable_randomness(one, recompute)
     tile_mlps(made[1].lm, TILE)
     (states, gradients, *_), (tiled_states, tiled, *_) = (train(one, rows) for one in made)
-    assert (states - tiled_states).abs().max() <= 1e-6 * states.abs().max()
+    assert (states - tiled_states).abs().max() <= 5e-6 * states.abs().max()
     assert gradients.keys() == tiled.keys() and len(gradients) > 10
     for name, gradient in gradients.items():
-        assert (gradient - tiled[name]).abs().max() <= 1e-6 * gradient.abs().max(), name
+        assert (gradient - tiled[name]).abs().max() <= 5e-6 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from opd.train.rank import TrainerRank
 from opd.train.weight_average import WeightAverage
 
 
@@ -66,3 +68,11 @@ def test_the_student_has_its_own_weights_again_bit_for_bit_also_after_an_error(
     assert torch.equal(params["a"].ds_tensor, own)
     swap = ["checkpoint_event_prologue", "invalidate_secondary_tensor", "checkpoint_event_epilogue"]
     assert optimizer.calls == swap * 2
+
+
+def test_a_resume_forgets_the_head_of_the_weights_before() -> None:
+    """The probes at the start have gathered it; the rows of the first step are of the average that the checkpoint has."""
+    trainer: Any = object.__new__(TrainerRank)
+    trainer._averages, trainer._base_scorer = {}, SimpleNamespace(heads={"average-0.5": "of the start"})
+    trainer._take_more_shards({})
+    assert trainer._base_scorer.heads == {}
