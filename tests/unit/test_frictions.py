@@ -322,7 +322,7 @@ def test_a_refusal_imports_nothing_large(stage: Stage) -> None:
 
 
 def test_a_refusal_takes_less_than_two_seconds(stage: Stage) -> None:
-    """Seconds of processor time, the better of two: the machine may be busy."""
+    """Seconds of processor time, in one of six tries: the machine may be busy."""
     without("law.jsonl")(stage)
     stage.write()
 
