@@ -326,9 +326,8 @@ def _run_session(
         ExitStack() as session,
     ):
         _announce_start(run, notices, display)
+        open_judges(inputs.every_exam, paths.scores)
         own_exams = measure_own_exams(config, inputs, paths, display)
-        open_judges(run.inputs.every_exam, paths.scores)
-        own_exams = measure_own_exams(config, run.inputs, paths, display)
         session.enter_context(ray_session(config.cluster, num_workers(config)))
         _reserve_workers(config, display)
         parts = build_merge(config, inputs, paths, display, run.identity, [*sinks, *run.callbacks.sinks])

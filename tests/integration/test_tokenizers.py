@@ -58,6 +58,7 @@ def test_an_expert_with_another_tokenizer_in_a_merge_that_is_killed_and_resumed(
     merge = start("merge", file, "--run-dir", whole, cwd=tmp_path)
     out, _ = merge.communicate(timeout=400)
     assert merge.returncode == 0, out
+    assert out.count("right: mean accuracy") == 1, out  # its exam is taken once
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5]
     for record in records:
