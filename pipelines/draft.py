@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,14 @@ def find_served_draft(model: Path) -> Path | None:
     return config.parent if served else None
 
 
-def write_without_draft(config: PipelineConfig) -> PipelineConfig:
+def read_served_shape(model: Path, draft: Path, vocab_size: int) -> DraftShape:
+    """Return the shape of the draft in the directory `draft`, which `opd.draft.export` wrote for a model. `vocab_size` is the tokenizer's."""
+    config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+    layers = tuple(number - 1 for number in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
+    return draft_shape(model, DraftConfig(vocab_size=config["draft_vocab_size"], layers=layers), vocab_size)
+
+
+def turn_off_guesses(config: PipelineConfig) -> PipelineConfig:
     """Return the pipeline with engines that guess nothing: outside of a merge no push brings them a draft."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_speculative_tokens": 0})})
 

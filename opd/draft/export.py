@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from opd.draft.head import DraftHead, build_draft
@@ -35,40 +34,6 @@ def write_draft(shape: DraftShape, weights: DraftWeights, path: Path) -> None:
         }
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-
-
-LAYER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "max_position_embeddings",
-    "vocab_size",
-    "rope_parameters",
-)
-"""Values of a draft's config.json that `DraftShape.model` has."""
-
-
-def read_shape(path: Path) -> DraftShape:
-    """Return the shape of a draft of kind `eagle3` that `write_draft` wrote."""
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    layer = LlamaConfig.from_pretrained(path).to_dict()
-    with safe_open(path / "model.safetensors", framework="pt") as file:
-        limited = config["draft_vocab_size"] < layer["vocab_size"]  # a draft with all tokens has no map of them
-        vocab = file.get_tensor("t2d").nonzero()[:, 0].tolist() if limited else range(layer["vocab_size"])
-    return DraftShape(
-        model={name: layer[name] for name in LAYER},
-        kind="eagle3",
-        layers=tuple(index - 1 for index in config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]),
-        vocab=tuple(vocab),
-    )
-
-
-def read_weights(path: Path) -> DraftWeights:
-    """Return the weights of a draft that `write_draft` wrote, by their names in the file."""
-    return load_file(path / "model.safetensors")
 
 
 def name_weights(draft: DraftHead, shape: DraftShape) -> DraftWeights:

@@ -53,7 +53,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Guesses:
-    """What the draft makes of windows."""
+    """The draft's guesses in windows."""
 
     states_I_W_K_D: Tensor
     """States before `lm_head` of the guesses after each start."""

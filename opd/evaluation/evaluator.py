@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -98,10 +98,7 @@ class EngineEvaluator:
         return Evaluation(
             model=model,
             scores={
-                domain: replace(
-                    self._summarise_domain(exams[domain], judged),
-                    accepted_length=_measure_accepted_length(by_domain[domain]),
-                )
+                domain: self._summarise_domain(exams[domain], judged, _measure_accepted_length(by_domain[domain]))
                 for domain, judged in answers.items()
             },
             answers=tuple(answer for judged in answers.values() for answer in _choose_shown_answers(judged, n)),
@@ -137,8 +134,10 @@ class EngineEvaluator:
             invalid_calls=episode.invalid_calls if episode is not None else 0,
         )
 
-    def _summarise_domain(self, exam: DomainExam, answers: Sequence[ScoredAnswer]) -> DomainScore:
-        """Return the score of one domain from all answers to its exam."""
+    def _summarise_domain(
+        self, exam: DomainExam, answers: Sequence[ScoredAnswer], accepted_length: float | None
+    ) -> DomainScore:
+        """Return the score of one domain from all answers to its exam. `accepted_length`: tokens of a pass with a draft."""
         n = self._settings.n
         # The engine gives n answers to every prompt, also to one that does not fit, and those to a prompt lie side by side.
         scores = [[a.score for a in answers[i : i + n]] for i in range(0, len(answers), n)]
@@ -160,6 +159,7 @@ class EngineEvaluator:
             failed=sum(bool(a.error) for a in answers),
             turns=fmean(turns) if turns else None,
             invalid_calls=sum(a.invalid_calls for a in answers),
+            accepted_length=accepted_length,
             by_length=by_length(list(zip(moves_by_question, scores, strict=True))),
             by_question=tuple(map(fmean, scores)),
         )

@@ -93,7 +93,7 @@ class LearningIndexers(nn.Module):
 
 
 class AttentionLog:
-    """What the indexers and the attention of all layers read in one forward pass, detached."""
+    """Inputs of the indexers and the attention of all layers in one forward pass, detached."""
 
     def __init__(self) -> None:
         self.indexers: dict[int, tuple[Tensor, IndexerInputs]] = {}

@@ -35,9 +35,7 @@ from opd.reward.form import Controls, measure_features, remove_explained
 from opd.train.discriminator import DeepSpeedDiscriminator, DiscriminatorSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Doubles = NDArray[np.float64]
+    from opd.reward.form import Doubles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

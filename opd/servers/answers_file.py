@@ -29,17 +29,17 @@ class AnswersFile:
                 lines = path.read_bytes().splitlines()
             for line in lines:
                 try:
-                    self._add(make_record(TextAnswer, json.loads(line)))
+                    self._index_answer(make_record(TextAnswer, json.loads(line)))
                 except (ValueError, TypeError):
                     continue  # an empty line, or one that was cut off when its writer was killed
         for answer in self._lines:
             self.calls[answer.expert] += answer.attempts
 
-    def find(self, name: str, prompt_id: str) -> TextAnswer | None:
+    def find_answer(self, name: str, prompt_id: str) -> TextAnswer | None:
         """Return the model's answer; None if it was not asked, or if the requests for it failed."""
         return self._answers.get((name, prompt_id))
 
-    def append(self, answer: TextAnswer) -> None:
+    def append_answer(self, answer: TextAnswer) -> None:
         """Add an answer and sync it. Raises: StorageError."""
         if self._path is not None:
             with raise_storage_errors(self._path), self._path.open("ab") as file:
@@ -47,7 +47,7 @@ class AnswersFile:
                 file.write(b"\n" + json.dumps(asdict(answer)).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-        self._add(answer)
+        self._index_answer(answer)
 
     def list_answers(self, name: str) -> list[TextAnswer]:
         """Return the model's lines, those of failed requests among them, in order."""
@@ -58,7 +58,7 @@ class AnswersFile:
         failed = [line for line in self.list_answers(name) if line.prompt_id == prompt_id]
         return failed[-1].problem
 
-    def _add(self, answer: TextAnswer) -> None:
+    def _index_answer(self, answer: TextAnswer) -> None:
         self._lines.append(answer)
         if answer.answered:
             self._answers[answer.expert, answer.prompt_id] = answer

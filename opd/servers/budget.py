@@ -15,7 +15,7 @@ from opd.servers.text_server import TextServer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBudget:
-    """What the answers of one model may take, and what they cost."""
+    """Limits of what is spent on one model, and its prices."""
 
     max_calls: int | None
     """Most requests of the run; None: no limit."""
@@ -45,7 +45,7 @@ class BudgetedServer:
         self._budget = budget
         self._file = file
 
-    def ask(self, prompts: Sequence[Prompt]) -> None:
+    def ask_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Ask the model about these prompts. Raises: RunError where a budget ends, or if the server refuses every request; StorageError."""
         server, budget = self._server, self._budget
         cost = self.sum_spending().cost
@@ -54,14 +54,14 @@ class BudgetedServer:
                 f"{server.role} {server.name}: its answers cost {cost:g}, max_cost is {budget.max_cost:g}; raise it and resume"
             )
 
-        def count() -> None:
+        def count_call() -> None:
             if budget.max_calls is not None and self._file.calls[server.name] >= budget.max_calls:
                 raise RunError(
                     f"{server.role} {server.name}: all {budget.max_calls} requests of max_calls were made; raise it and resume"
                 )
             self._file.calls[server.name] += 1
 
-        server.ask(prompts, self._file.append, count)
+        server.ask_prompts(prompts, self._file.append_answer, count_call)
 
     def sum_spending(self) -> TextSpending:
         """Return what the model's answers have taken since the run began."""

@@ -87,7 +87,9 @@ class TextServer:
         self._url = f"{spec.base_url.rstrip('/')}/{path}"
         self._speaker = f"{role} {name}: {self._url}"
 
-    def ask(self, prompts: Sequence[Prompt], keep: Callable[[TextAnswer], None], count: Callable[[], None]) -> None:
+    def ask_prompts(
+        self, prompts: Sequence[Prompt], keep: Callable[[TextAnswer], None], count: Callable[[], None]
+    ) -> None:
         """Ask about all prompts, `IN_FLIGHT` at a time. `keep` gets each answer as it comes, `count` is called before
         every request. Raises: RunError if the server refuses every request; what `keep` and `count` raise."""
         asyncio.run(self._ask_all(prompts, keep, count))

@@ -34,7 +34,7 @@ from opd.stream.schema import TargetRow
 from opd.train.export import gather_parameters
 from opd.train.lora import without_adapters
 from opd.train.student import Student
-from opd.train.weight_average import WeightAverage
+from opd.train.weight_average import WeightAverage, name_average
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +135,7 @@ class BaseScorer:
         teacher = self._teachers[name]
         own_rollouts = [r for r in rollouts if r.domain in teacher.weights]
         scores_N = self._compute(teacher, self._answers.compute, own_rollouts, layout)
-        head = OWN_HEAD if teacher.decay is None or not self._trains_head else f"average-{teacher.decay!r}"
+        head = OWN_HEAD if teacher.decay is None or not self._trains_head else name_average(teacher.decay)
         if not bool(torch.isfinite(scores_N).all()):
             raise RunError(f"teacher {name}: what it says of {own_rollouts[0].sample_id} and others is not finite")
         parts = scores_N.split([r.num_trained for r in own_rollouts])
@@ -171,7 +171,7 @@ class BaseScorer:
             return
         with self._averages[teacher.decay].in_place_of_student():
             yield
-            key, weight = f"average-{teacher.decay!r}", self._student.loss_head.weight
+            key, weight = name_average(teacher.decay), self._student.loss_head.weight
             if self._answers.sends_head and self._trains_head and key not in self.heads:
                 with gather_parameters([weight]):
                     self.heads[key] = Head(weight.detach().clone(), logit_rule(self._student.lm.config))

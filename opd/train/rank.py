@@ -40,7 +40,7 @@ from opd.train.sequence_parallel import SequenceGroup, Shard
 from opd.train.student import IndexerTermSpec, Student
 from opd.train.totals import RankPolicy, Totals
 from opd.train.turns import TurnWeights, compute_turn_factors
-from opd.train.weight_average import WeightAverage
+from opd.train.weight_average import WeightAverage, name_average
 from opd.train.zero import ModelOptions, ZeroEngine
 from opd.transfer.routes import MeetingPoint, PushPlan
 
@@ -347,7 +347,7 @@ class TrainerRank(ZeroEngine):
         del self._step
         grad_norm = self.take_step(work.step, work.lr, share)
         for average in self._averages.values():
-            average.update()
+            average.add_student()
         if self._base_scorer is not None:
             self._base_scorer.heads.clear()
         return RankResult(
@@ -370,11 +370,11 @@ class TrainerRank(ZeroEngine):
         return total / (self._options.world_size * share)
 
     def _more_shards(self) -> dict[str, dict[str, Tensor]]:
-        return {f"average-{decay!r}": average.shards for decay, average in self._averages.items()}
+        return {name_average(decay): average.shards for decay, average in self._averages.items()}
 
     def _take_more_shards(self, more: Mapping[str, Mapping[str, Tensor]]) -> None:
         for decay, average in self._averages.items():
-            average.load(more.get(f"average-{decay!r}"))
+            average.load_shards(more.get(name_average(decay)))
         if self._base_scorer is not None:
             self._base_scorer.heads.clear()  # the probes at the start were scored with the head of the first weights
 

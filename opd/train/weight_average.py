@@ -13,6 +13,11 @@ from typing import Any
 from torch import Tensor
 
 
+def name_average(decay: float) -> str:
+    """Return the name of the average with this decay, in checkpoints and as an output head."""
+    return f"average-{decay!r}"
+
+
 class WeightAverage:
     """The average on one rank. Every method is called on all ranks at once."""
 
@@ -27,12 +32,12 @@ class WeightAverage:
         self.shards: dict[str, Tensor] = {name: self._read(param).clone() for name, param in parameters}
         """Parameter's name -> [numbers of the shard, with ZeRO-3's padding] of the average, float32."""
 
-    def update(self) -> None:
+    def add_student(self) -> None:
         """Add the student's weights, after its optimiser step."""
         for name, param in self._parameters:
             self.shards[name].mul_(self._decay).add_(self._read(param), alpha=1 - self._decay)
 
-    def load(self, shards: Mapping[str, Tensor] | None) -> None:
+    def load_shards(self, shards: Mapping[str, Tensor] | None) -> None:
         """Take these shards in place of the own ones; None: begin anew with the weights as they are."""
         for name, param in self._parameters:
             self.shards[name].copy_(self._read(param) if shards is None else shards[name])
@@ -41,13 +46,13 @@ class WeightAverage:
     def in_place_of_student(self) -> Iterator[None]:
         """Within, the student computes with the average; afterwards it has its own weights again, bit for bit."""
         own = {name: param.ds_tensor.data.clone() for name, param in self._parameters}
-        self._write(self.shards)
+        self._write_shards(self.shards)
         try:
             yield
         finally:
-            self._write(own)
+            self._write_shards(own)
 
-    def _write(self, shards: Mapping[str, Tensor]) -> None:
+    def _write_shards(self, shards: Mapping[str, Tensor]) -> None:
         # DeepSpeed keeps small parameters whole on every rank. The prologue cuts them, the epilogue gathers them again.
         self._optimizer.checkpoint_event_prologue()
         for name, param in self._parameters:

@@ -258,20 +258,17 @@ class ZeroEngine:
 
         if not self._adam_state():
             self._create_moments(0)  # no step has been taken yet: save the zeros with which AdamW would begin
-        tensors = {}
+        tensors, more = {}, self._more_shards()
         for name, param in self._trained_parameters():
             num_values = compute_part_sizes(param.ds_numel, self._options.world_size)[self._rank]
             local = {"param": safe_get_local_fp32_param(param)} | {
                 k: safe_get_local_optimizer_state(param, k) for k in MOMENTS
             }
+            local |= {kind: shards[name] for kind, shards in more.items()}
             # The shards of the last ranks end in padding, which a checkpoint does not have: `[:num_values]` cuts it off.
             tensors.update(
                 {f"{kind}/{name}": t[:num_values].to("cpu", torch.float32, copy=True) for kind, t in local.items()}
             )
-        for kind, shards in self._more_shards().items():
-            for name, param in self._trained_parameters():
-                num_values = compute_part_sizes(param.ds_numel, self._options.world_size)[self._rank]
-                tensors[f"{kind}/{name}"] = shards[name][:num_values].to("cpu", torch.float32, copy=True)
         self._saving = self._disk.submit(
             write_shard, path, self._rank, self._options.world_size, tensors, int(self._adam_state()["step"])
         )

@@ -44,7 +44,7 @@ _FRACTION = re.compile(r"(/|\bof|\bfrom|\bto)\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """What the judge says of one answer."""
+    """Score of one answer."""
 
     score: float | None
     """In 0..1; None if there is no number."""
@@ -121,18 +121,20 @@ class RubricJudge:
 
     def _ask(self, questions: Mapping[str, Prompt]) -> None:
         """Ask the questions that have no number yet, and once more those whose answer had none."""
-        unasked = [question for name, question in questions.items() if self._file.find(self.domain, name) is None]
+        unasked = [
+            question for name, question in questions.items() if self._file.find_answer(self.domain, name) is None
+        ]
         if unasked:
-            self._server.ask(unasked)
+            self._server.ask_prompts(unasked)
         again = [
             self._add_reminder(question, answer)
             for name, question in questions.items()
-            if (answer := self._file.find(self.domain, name)) is not None
+            if (answer := self._file.find_answer(self.domain, name)) is not None
             and self._read_judgement(name).score is None
             and self._count_answers(name) < TRIES
         ]
         if again:
-            self._server.ask(again)
+            self._server.ask_prompts(again)
 
     def _add_reminder(self, question: Prompt, answer: TextAnswer) -> Prompt:
         """Return the question with the answer that had no number, if it had text, and a reminder."""
@@ -148,7 +150,7 @@ class RubricJudge:
         return sum(line.prompt_id == name and line.answered for line in self._file.list_answers(self.domain))
 
     def _read_judgement(self, name: str) -> ScoredText:
-        answer = self._file.find(self.domain, name)
+        answer = self._file.find_answer(self.domain, name)
         if answer is None:
             return ScoredText(None, self._file.find_failure(self.domain, name))
         if answer.problem:

@@ -33,7 +33,7 @@ from opd.records.types import Prompt, Rollout, WeightedTeacher
 from opd.rollouts.vllm import VLLMRolloutEngine
 from pipelines.baselines.episodes import FileEpisode, read_file_episodes
 from pipelines.build import start_rollouts
-from pipelines.draft import write_without_draft
+from pipelines.draft import turn_off_guesses
 from pipelines.inputs.prompts import find_prompts
 from pipelines.inputs.read import Inputs, load_tokenizer
 from pipelines.placement import place_rollouts
@@ -94,7 +94,7 @@ def train_off_policy(
 def rollout_engine(config: PipelineConfig, inputs: Inputs) -> Iterator[VLLMRolloutEngine]:
     """An engine that holds the student; stopped on exit. Raises: RunError if it does not come up."""
     with ray_session(config.cluster, config.rollout.workers):
-        config = write_without_draft(config)
+        config = turn_off_guesses(config)
         place_rollouts(config)
         engine = start_rollouts(config, inputs)
         engine.wait_ready()

@@ -27,7 +27,7 @@ from opd.records.types import Teacher
 from opd.settings.suggestions import did_you_mean
 from opd.text import Tell
 from pipelines.build import rollout_engine
-from pipelines.draft import find_served_draft, write_without_draft
+from pipelines.draft import find_served_draft, read_served_shape, turn_off_guesses
 from pipelines.inputs.prompts import (
     load_exams,
     load_own_exams,
@@ -191,21 +191,21 @@ def _evaluate_alike(
     """Return name of a subject -> its evaluation. One engine serves all; it starts with the first model. `draft`: its files, if it is to
     guess."""
     evaluations = {}
-    config = write_without_draft(config) if draft is None else config
+    config = turn_off_guesses(config) if draft is None else config
     with ray_session(config.cluster, config.rollout.workers), model_directory(subjects[0].model) as start:
         first_subject = subjects[0]
         config = choose_cache(config, start)
         spec = rollout_spec(config, start, first_subject.reader.vocab_size, first_subject.reader.eos_token_ids)
         place_rollouts(config)
         if draft is not None:
-            # Imported here, because it imports code of transformers, which takes a second.
-            from opd.draft.export import read_shape, read_weights
-
-            spec = replace(spec, engine=replace(spec.engine, draft=read_shape(draft)))
+            shape = read_served_shape(start, draft, first_subject.reader.vocab_size)
+            spec = replace(spec, engine=replace(spec.engine, draft=shape))
         engine = rollout_engine(config)(spec, first_subject.tokenizer)
         engine.wait_ready()
         if draft is not None:
-            engine.load_draft(read_weights(draft))
+            from safetensors.torch import load_file  # imports torch
+
+            engine.load_draft(load_file(draft / "model.safetensors"))
         for subject in subjects:
             if subject is not first_subject:
                 with model_directory(subject.model) as directory:

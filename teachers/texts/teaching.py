@@ -165,15 +165,15 @@ class TextTeaching:
         """Ask the domain's expert about the prompts that it has not answered yet. Raises: RunError where a budget ends."""
         missing = [prompt for prompt in prompts if self._find(domain, prompt.id) is None]
         if missing:
-            self._servers[domain].ask(missing)
+            self._servers[domain].ask_prompts(missing)
 
     def _find(self, domain: str, prompt_id: str) -> TextAnswer | None:
-        return self._file.find(self._spec.domains[domain].expert, prompt_id)
+        return self._file.find_answer(self._spec.domains[domain].expert, prompt_id)
 
     def _find_problem(self, domain: str, prompt_id: str) -> str:
         """Return why the prompt has no answer that can be used; empty if it has one."""
         expert = self._spec.domains[domain].expert
-        answer = self._file.find(expert, prompt_id)
+        answer = self._file.find_answer(expert, prompt_id)
         if answer is None:
             return self._file.find_failure(expert, prompt_id)
         unknown = getattr(self._tokenizer, "unk_token_id", None)

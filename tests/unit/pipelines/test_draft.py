@@ -7,10 +7,10 @@ from pathlib import Path
 
 from opd.config import PipelineConfig
 from opd.config.draft import DraftConfig
-from opd.draft.export import read_shape, write_blank_draft
+from opd.draft.export import write_blank_draft
 from opd.draft.head import build_draft
 from opd.rollouts.worker import read_model_shape
-from pipelines.draft import draft_shape, find_served_draft
+from pipelines.draft import draft_shape, find_served_draft, read_served_shape
 from pipelines.sizing.draft import count_draft_parameters
 from pipelines.specs import rank_options, rollout_spec
 from tests.unit.opd.config.test_keep import DATA
@@ -32,8 +32,11 @@ def test_a_smaller_vocabulary_has_the_lowest_ids_and_the_ends(tiny_model_dir: Pa
 def test_files_of_a_draft_tell_its_shape(tiny_model_dir: Path, tmp_path: Path) -> None:
     for options in (DraftConfig(), DraftConfig(vocab_size=20, layers=(1,))):
         shape = draft_shape(tiny_model_dir, options, 70)
-        write_blank_draft(shape, tmp_path)
-        assert read_shape(tmp_path) == shape and find_served_draft(tmp_path.parent) is None
+        (tmp_path / "draft").mkdir(exist_ok=True)
+        write_blank_draft(shape, tmp_path / "draft")
+        draft = find_served_draft(tmp_path)
+        assert draft is not None and read_served_shape(tiny_model_dir, draft, 70) == shape
+        assert find_served_draft(tmp_path.parent) is None
 
 
 def test_the_memory_sum_counts_the_weights_that_a_draft_has(tiny_model_dir: Path) -> None:

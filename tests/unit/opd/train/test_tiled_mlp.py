@@ -84,13 +84,14 @@ def test_tiles_give_the_same_states_and_gradients(
     made = [model(family, **more) for _ in range(2)]
     assert describe_untiled_layer(made[1].lm) is None
     for one in made:
+        one.lm.double()  # sums of float32 in another order differ by the bound itself on some processors
         zero._disable_randomness(one, recompute)
     tile_mlps(made[1].lm, TILE)
     (states, gradients, *_), (tiled_states, tiled, *_) = (train(one, rows) for one in made)
-    assert (states - tiled_states).abs().max() <= 5e-6 * states.abs().max()
+    assert (states - tiled_states).abs().max() <= 1e-6 * states.abs().max()
     assert gradients.keys() == tiled.keys() and len(gradients) > 10
     for name, gradient in gradients.items():
-        assert (gradient - tiled[name]).abs().max() <= 5e-6 * gradient.abs().max(), name
+        assert (gradient - tiled[name]).abs().max() <= 1e-6 * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize("recompute", [False, True])

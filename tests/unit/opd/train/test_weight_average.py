@@ -42,14 +42,14 @@ def test_it_is_the_average_by_hand(parts: tuple[dict[str, Any], Optimizer]) -> N
     wanted = torch.tensor([1.0, -2.0], dtype=torch.float64)
     for step in range(3):
         params["a"].master += torch.tensor([0.25, 1.0]) * (step + 1)
-        average.update()
+        average.add_student()
         wanted = 0.75 * wanted + 0.25 * params["a"].master.double()
     torch.testing.assert_close(average.shards["a"].double(), wanted, rtol=0, atol=1e-7)
     assert average.shards["b"].tolist() == [0.5]
     kept = {name: shard.clone() for name, shard in average.shards.items()}
-    average.load(None)
+    average.load_shards(None)
     assert torch.equal(average.shards["a"], params["a"].master)
-    average.load(kept)
+    average.load_shards(kept)
     assert torch.equal(average.shards["a"], kept["a"])
 
 
@@ -61,7 +61,7 @@ def test_the_student_has_its_own_weights_again_bit_for_bit_also_after_an_error(
     params["a"].master.fill_(3.0)
     params["a"].ds_tensor.fill_(3.1)
     own = params["a"].ds_tensor.clone()
-    average.update()
+    average.add_student()
     with pytest.raises(InterruptedError), average.in_place_of_student():
         assert params["a"].ds_tensor.tolist() == [2.0, 0.5]
         raise InterruptedError
