@@ -47,6 +47,7 @@ from pipelines.inputs.read import Inputs, load_tokenizer, read_inputs, refuse_wi
 from pipelines.inputs.transformers_engine import TRANSFORMERS_ENGINE
 from pipelines.placement import place_rollouts
 from pipelines.routes import text_routes
+from pipelines.shared_student import open_shared_student
 from pipelines.sizing.auto import choose_numbers, describe_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.machine import machine_bytes
@@ -113,12 +114,15 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
     texts, judges = measure_texts(config, inputs, tell), tuple(measure_judges(inputs, tell))
     tell(f"{config.name}: starting a rollout engine and a worker that compares")
     student = inputs.student
-    with cluster.ray_session(config.cluster, config.rollout.workers + 1):
+    with (
+        open_shared_student(config, inputs) as (begun, begun_inputs),
+        cluster.ray_session(config.cluster, config.rollout.workers + 1),
+    ):
         place_rollouts(config, scorer=COMPARER)
-        engine = start_rollouts(config, inputs)
+        engine = start_rollouts(begun, begun_inputs)
         gpus = config.cluster.teacher_gpus
         env = cluster.worker_env(1) | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
-        arguments = (config.student.model.absolute(), scorer_options(config, student.vocab_size))
+        arguments = (begun.student.model.absolute(), scorer_options(config, student.vocab_size))
         comparer = cluster.spawn_worker(Comparer, *arguments, name=COMPARER, env=env, gpus=gpus)
 
         def compare(teacher: Teacher, responses: Sequence[Rollout], texts: Sequence[Rollout]) -> TeacherComparison:
@@ -135,7 +139,7 @@ def check_pipeline(config: PipelineConfig, samples: int, tell: Tell) -> CheckRep
         speed = tuple(measure_speed(config, inputs, engine))
         own_tokens = measure_own_tokens(inputs, engine, compare_tokens)
         evaluator = EngineEvaluator(engine, inputs.exams, exam, inputs.tokenizer, tell, inputs.expert_exams)
-        self_comparison, measured = measure_teachers(config, inputs, engine, evaluator, compare, tell)
+        self_comparison, measured = measure_teachers(begun, begun_inputs, engine, evaluator, compare, tell)
     needs = estimate_memory(config, inputs)
     findings = (
         *speed,

@@ -27,6 +27,7 @@ from pipelines.inputs.own_tokens import find_text_experts
 from pipelines.inputs.prompts import load_own_exams
 from pipelines.inputs.read import Inputs, as_teacher, read_rounds
 from pipelines.inputs.template_date import with_template_date
+from pipelines.shared_student import open_shared_student
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,10 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     names = exam_domains(with_all_domains(config), domains)
     rounds = read_rounds(split_rounds(config))
     domains_by_teacher = _domains_by_expert(rounds)
-    subjects = _matrix_subjects(config, rounds, list(domains_by_teacher), merged, names)
-    models = evaluate_subjects(config, subjects, tell)
+    with open_shared_student(split_rounds(config)[0], rounds[0]) as (_, first_inputs):
+        first_rounds = [first_inputs, *rounds[1:]]
+        subjects = _matrix_subjects(config, first_rounds, list(domains_by_teacher), merged, names)
+        models = evaluate_subjects(config, subjects, tell)
     every = tuple(dict.fromkeys(domain for round_inputs in rounds for domain in round_inputs.routes))
     own = {BEFORE: (), MERGED: every} | {
         teacher.name: taught_domains for teacher, taught_domains in domains_by_teacher.items()

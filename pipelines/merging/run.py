@@ -77,7 +77,7 @@ from pipelines.merging.manifest import (
     write_inputs,
 )
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
-from pipelines.merging.shared_student import share_student_indexers
+from pipelines.shared_student import share_student_indexers
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import describe_divided_trainer, local_worker_names, refuse_unplaceable, reserve_places
 from pipelines.sizing.auto import choose_numbers, local_machine
@@ -312,7 +312,7 @@ def _run_session(
     """
     session_start = time.monotonic()
     paths = run.paths
-    config, inputs = share_student_indexers(run.config, run.inputs, paths)
+    config, inputs = share_student_indexers(run.config, run.inputs, paths.student)
     start_step = checkpoint.step if checkpoint else 0
     metrics = MetricsFile(paths.metrics)
     metrics.rewind(start_step)

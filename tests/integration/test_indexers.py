@@ -96,11 +96,14 @@ def make_pipeline(root: Path) -> dict[str, Any]:
         if tensor.is_floating_point():
             weights[name] = tensor + 0.03 * torch.randn(tensor.shape, generator=generator)
     save_file(weights, student / "model.safetensors", {"format": "pt"})
+    prompts = write_prompts(root / "d.jsonl", "say")
+    rows = [json.loads(line) | {"answer": "a"} for line in prompts.read_text().splitlines()]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {
         "name": "shared",
         "student": {"model": str(student), "indexers": {"pattern": "FSFS"}},
         "experts": {"e": {"model": str(expert), "domain": "d"}},
-        "domains": {"d": {"prompts": str(write_prompts(root / "d.jsonl", "say"))}},
+        "domains": {"d": {"prompts": str(prompts), "eval": {"holdout": 0.2, "verifier": "exact"}}},
         "rollout": {"engine": "transformers", "max_new_tokens": 12, "max_model_len": 64},
         "trainer": {"ranks": 2, "steps": 6, "samples_per_step": 16, "lr": 4.0e-3, "micro_batch_tokens": 256},
         "checkpoint": {"every": 2},
@@ -148,6 +151,33 @@ def test_a_merge_in_which_sharing_begins(tmp_path: Path) -> None:
     assert resumed.returncode == 0 and "resumed from step 2" in resumed.stderr, resumed.stderr
     assert_the_same_merge(whole, broken)
     assert [r["indexer_loss"] for r in records(broken)] == [r["indexer_loss"] for r in steps]
+
+    done = opd("evaluate", "--matrix", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    matrix = json.loads((whole / "evaluation" / "matrix.json").read_text())["models"]
+    for name, taken in (("before", "student before"), ("after", "merged")):
+        exam = json.loads((whole / "evaluation" / f"{name}.json").read_text())
+        assert matrix[taken]["weights"] == exam["weights"], "the same student takes the exam"
+    assert matrix["student before"]["weights"] != matrix["e"]["weights"] != matrix["merged"]["weights"]
+
+
+@pytest.mark.slow
+def test_a_second_round_goes_on_with_the_pattern(tmp_path: Path) -> None:
+    pipeline = make_pipeline(tmp_path)
+    pipeline["trainer"] |= {"ranks": 1, "steps": 2}
+    file, run = write(tmp_path, pipeline | {"rounds": 2}), tmp_path / "run"
+    checked = opd("check", file, cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+    done = opd("merge", file, "--run-dir", run, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, second = (run / f"round-{number}" for number in (1, 2))
+    assert (first / "student").is_dir() and not (second / "student").exists()
+    assert all(record["indexer_loss"] > 0 for folder in (first, second) for record in records(folder))
+    config = json.loads((run / "model" / "config.json").read_text())
+    assert config["index_topk_pattern"] == "FSFS"
+    weights = [load_file(folder / "model" / "model.safetensors") for folder in (first, second)]
+    indexers = [name for name in weights[0] if ".indexer." in name]
+    assert len(indexers) == 2 * 5 and not any(weights[0][name].equal(weights[1][name]) for name in indexers)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pipelines.inputs.read import read_inputs
 from pipelines.merging.branch import _refuse_other_pattern
 from pipelines.merging.origin import Origin
 from pipelines.merging.run import read_facts
-from pipelines.merging.shared_student import share_student_indexers
+from pipelines.shared_student import open_shared_student, share_student_indexers
 from pipelines.specs import rank_options
 from tests.sparse_models import TOPK, build_sparse_model_dir
 
@@ -157,7 +157,7 @@ def test_a_merge_begins_with_the_pattern(sparse_world: Any) -> None:
     config = load_pipeline(sparse_world.write())
     inputs = read_inputs(config)
     paths = RunPaths(sparse_world.root / "run")
-    shared, begun = share_student_indexers(config, inputs, paths)
+    shared, begun = share_student_indexers(config, inputs, paths.student)
     assert shared.student.model == paths.student.absolute() and Path(begun.student.path) == paths.student
     assert load_config(paths.student).indexer_types == ["full", "shared", "full", "shared"]
     lm = load_causal_lm(paths.student, torch.float32)
@@ -165,10 +165,12 @@ def test_a_merge_begins_with_the_pattern(sparse_world: Any) -> None:
     assert all(tensor.equal(own[name]) for name, tensor in lm.state_dict().items())
     assert begun.student.parameters < inputs.student.parameters == inputs.experts["rev"].info.parameters
     written = (paths.student / "config.json").stat().st_mtime_ns
-    assert share_student_indexers(config, inputs, paths)[0] == shared
+    assert share_student_indexers(config, inputs, paths.student)[0] == shared
     assert (paths.student / "config.json").stat().st_mtime_ns == written, "a resume finds it"
-    assert share_student_indexers(shared, begun, RunPaths(sparse_world.root / "next"))[0] == shared, (
-        "it has the pattern"
-    )
+    assert share_student_indexers(shared, begun, sparse_world.root / "next")[0] == shared, "it has the pattern"
     assert not (sparse_world.root / "next").exists()
+    with open_shared_student(config, inputs) as (_, lent):
+        assert lent.student.path != begun.student.path
+        assert lent.student.weight_files == begun.student.weight_files != inputs.student.weight_files
+    assert not Path(lent.student.path).exists()
     assert spell_pattern(shared) == shared
