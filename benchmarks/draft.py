@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -69,19 +70,23 @@ class Judged:
     """What a draft is worth on held-out texts."""
 
     kept: dict[str, list[float]]
-    """Rule -> probability that the first 1, 2, ... K guesses are kept."""
+    """Rule and number K of guesses, as in `rejection/3` -> probability that the first 1, 2, ... K are kept, at starts with K tokens
+    behind them."""
     by_domain: dict[str, dict[str, float]]
-    """Rule -> domain -> tokens of a pass."""
+    """The same keys -> domain -> tokens of a pass."""
     slope: float
     """Change of the overlap of the first guess for a nat of the model's entropy."""
     slope_error: float
     """Its standard error."""
 
 
-def judge_draft(model: FrozenModel, companion: DraftCompanion, batches: Sequence[KnownBatch], steps: int) -> Judged:
-    """Judge a draft on every position of the batches."""
-    kept: dict[str, list[Tensor]] = {"rejection": [], "greedy": []}
-    domains: list[str] = []
+@torch.no_grad()
+def judge_draft(
+    model: FrozenModel, companion: DraftCompanion, batches: Sequence[KnownBatch], guesses: Sequence[int]
+) -> Judged:
+    """Judge a draft on every position of the batches. `guesses`: numbers of guesses."""
+    kept: dict[str, list[Tensor]] = {f"{rule}/{k}": [] for rule in ("rejection", "greedy") for k in guesses}
+    domains: dict[int, list[str]] = {k: [] for k in guesses}
     entropies, overlaps = [], []
     for known in batches:
         model.show_logits(known, companion)
@@ -91,28 +96,31 @@ def judge_draft(model: FrozenModel, companion: DraftCompanion, batches: Sequence
             written = (group.column_I_W_K >= 0) & group.valid_I_W_K
             ratio = (q.gather(-1, column) / p.gather(-1, column))[..., 0].clamp(max=1).where(written, 0.0)
             first = (q.argmax(-1) == group.column_I_W_K) & written
-            # Only starts with all guesses behind them, so that all rows of the table are about the same positions.
-            whole = group.valid_I_W_K.all(-1)
-            kept["rejection"].append(ratio[whole].cumprod(-1))
-            kept["greedy"].append(first[whole].float().cumprod(-1))
-            domains += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
-            first_p = p[:, :, 0][whole]
+            for k in guesses:
+                # Only starts with all k tokens behind them, so that all rows of a table are about the same positions.
+                whole = group.valid_I_W_K[..., :k].all(-1)
+                kept[f"rejection/{k}"].append(ratio[whole][:, :k].cumprod(-1))
+                kept[f"greedy/{k}"].append(first[whole][:, :k].float().cumprod(-1))
+                domains[k] += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
+            started = group.valid_I_W_K[..., 0]
+            first_p = p[:, :, 0][started]
             entropies.append(-torch.special.xlogy(first_p, first_p).sum(-1))
-            overlaps.append(compute_overlaps(p, group.logits_I_W_K_V)[:, :, 0][whole])
-    rules = {rule: torch.cat(parts) for rule, parts in kept.items()}
-    names = sorted(set(domains))
-    masks = {name: torch.tensor([domain == name for domain in domains]) for name in names}
+            overlaps.append(compute_overlaps(p, group.logits_I_W_K_V)[:, :, 0][started])
+    values = {key: torch.cat(parts) for key, parts in kept.items()}
+
+    def by_domain(key: str) -> dict[str, float]:
+        names = domains[int(key.split("/")[1])]
+        masks = {name: torch.tensor([domain == name for domain in names]) for name in sorted(set(names))}
+        return {name: 1 + float(values[key][mask].sum(1).mean()) for name, mask in masks.items()}
+
     entropy, overlap = torch.cat(entropies).double(), torch.cat(overlaps).double()
     centred = entropy - entropy.mean()
     slope = float((centred * overlap).sum() / (centred**2).sum())
     residual = overlap - overlap.mean() - slope * centred
     error = float((((centred * residual) ** 2).sum()).sqrt() / (centred**2).sum())
     return Judged(
-        {rule: values[:, :steps].mean(0).tolist() for rule, values in rules.items()},
-        {
-            rule: {name: 1 + float(values[mask][:, :steps].sum(1).mean()) for name, mask in masks.items()}
-            for rule, values in rules.items()
-        },
+        {key: found.mean(0).tolist() for key, found in values.items()},
+        {key: by_domain(key) for key in values},
         slope,
         error,
     )
@@ -159,7 +167,9 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                 began = time.perf_counter()
                 companion = train_draft(model, spec, batches, args.steps)
                 seconds = time.perf_counter() - began
-                judged = judge_draft(model, companion, tests, guesses)
+                # The same draft with windows at every position of the texts.
+                judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion._draft, 0, 1)
+                judged = judge_draft(model, judge, tests, args.guesses)
                 results["drafts"][name] = vars(judged) | {"seconds": seconds}
                 file.write_text(json.dumps(results["drafts"][name]))
                 if seed == args.seeds[0]:
@@ -168,8 +178,8 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
                     write_draft(spec.shape, companion.serving_weights(), out)
                 print(
                     name,
-                    f"{1 + sum(judged.kept['rejection']):.3f}",
-                    f"{1 + sum(judged.kept['greedy']):.3f}",
+                    f"{1 + sum(judged.kept[f'rejection/{guesses}']):.3f}",
+                    f"{1 + sum(judged.kept[f'greedy/{guesses}']):.3f}",
                     f"{seconds:.0f} s",
                     flush=True,
                 )
@@ -187,11 +197,10 @@ def print_rows(drafts: dict[str, Any], seeds: Sequence[int], trained: int, guess
         found = [drafts[key] for seed in seeds if (key := f"{kind}/{loss}/{trained}/{seed}") in drafts]
         if not found:
             continue
-        lengths = [1 + sum(draft["kept"][rule][:guesses]) for draft in found]
+        kept = [draft["kept"][f"{rule}/{guesses}"] for draft in found]
+        lengths = [1 + sum(values) for values in kept]
         spread = f" ± {stdev(lengths):.3f}" if len(lengths) > 1 else ""
-        places = " ".join(
-            f"{fmean(values):.3f}" for values in zip(*(draft["kept"][rule][:guesses] for draft in found), strict=True)
-        )
+        places = " ".join(f"{fmean(values):.3f}" for values in zip(*kept, strict=True))
         slopes = [draft["slope"] for draft in found]
         print(
             f"| {label} | {fmean(lengths):.3f}{spread} | {places} | {fmean(slopes):.3f} ± {max(1.96 * d['slope_error'] for d in found):.3f} |"
