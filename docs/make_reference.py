@@ -16,7 +16,7 @@ import json
 import re
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +30,7 @@ from experts.rl.spec import ReinforceSpec
 from experts.spec import ExpertsSpec
 from experts.suites import DOMAINS
 from opd.config import PipelineConfig, load_pipeline
+from opd.config.monitors import SignalLimits
 from opd.settings.yaml_files import iterate_keys, load_yaml
 from pipelines.catalog import find_pipeline, shipped_pipelines
 from pipelines.commands.completion import KEYS
@@ -43,24 +44,35 @@ MARKED = re.compile(r"(<!-- begin: (\S+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL
 TYPE_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "true/false"}
 LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
+SHARED: dict[str, tuple[str, type[BaseModel]]] = {"monitors": ("SIGNAL", SignalLimits)}
+"""Section whose keys are mappings of one base -> the name that stands for each of them, and the base, whose table they share."""
+
 Schema = Mapping[str, Any]
+Row = tuple[str, ...]
 
 
 class Tables:
     """One table for each mapping of a model's JSON schema; a mapping met twice is written once, at its shortest.
 
     Several kinds at one place share a table, in which a key that only some of them have names them. `owner` ends the headings where
-    a page has tables of several models; `elsewhere` are mappings that another part of the page has, with their headings.
+    a page has tables of several models; `elsewhere` are mappings that another part of the page has, with their headings, and `known` rows of
+    its top level, which are left out here. So are rows of a mapping that the model's own top level has.
     """
 
     def __init__(
-        self, model: type[BaseModel], heading: str, owner: str = "", elsewhere: Mapping[str, str] | None = None
+        self,
+        model: type[BaseModel],
+        heading: str,
+        owner: str = "",
+        elsewhere: Mapping[str, str] | None = None,
+        known: Collection[Row] = (),
     ) -> None:
         self._schema = model.model_json_schema()
         self._heading = heading
         self._owner = owner and f" of a {owner}"
         self._waiting: deque[tuple[str, list[Schema]]] = deque([("", [self._schema])])
         self.headings: dict[str, str] = dict(elsewhere or {})
+        self.top: list[Row] = list(known)
 
     def __str__(self) -> str:
         return "\n".join(
@@ -73,7 +85,11 @@ class Tables:
         sections: list[tuple[str, list[tuple[str, ...]]]] = []
         while self._waiting:
             prefix, kinds = self._waiting.popleft()
-            sections.append((prefix, list(self._rows(prefix, kinds))))
+            rows = [
+                row for row in self._rows(prefix, kinds) if (row[0].replace(prefix, "", 1), *row[1:]) not in self.top
+            ]
+            self.top += [] if prefix else rows
+            sections.append((prefix, rows))
         order = ["", *self._schema["properties"]]
         return sorted(sections, key=lambda section: order.index(section[0].split(".")[0]))
 
@@ -109,6 +125,8 @@ class Tables:
 
     def _row(self, prefix: str, key: str, prop: Schema, section: Schema) -> tuple[str, ...]:
         kind, default = self._types(prefix + key, _options(prop)), _default(key, prop, section)
+        if prefix.rstrip(".") in SHARED:
+            default = _flow(prop["default"])
         return f"`{prefix}{key}`", f"{kind} ({default})" if default else kind, _meaning(prop)
 
     def _types(self, path: str, options: Sequence[Schema]) -> str:
@@ -133,6 +151,9 @@ class Tables:
 
     def _table(self, path: str, refs: Sequence[Any]) -> str:
         """The link to the table of a mapping, or of several kinds of it."""
+        section = path.rpartition(".")[0]
+        if section in SHARED:
+            path, refs = f"{section}.{SHARED[section][0]}", [_without_defaults(SHARED[section][1])]
         name = refs[0] if isinstance(refs[0], str) else refs[0]["title"]
         if name not in self.headings:
             self.headings[name] = self._title(path)
@@ -176,6 +197,20 @@ def _default(key: str, prop: Schema, section: Schema) -> str:
     return "" if value in (None, "") or isinstance(value, (dict, list)) else f"`{json.dumps(value).strip(chr(34))}`"
 
 
+def _flow(mapping: Mapping[str, Any]) -> str:
+    """A mapping as a pipeline gives it on one line, without the keys that are null."""
+    return "`{" + ", ".join(f"{key}: {value:g}" for key, value in mapping.items() if value is not None) + "}`"
+
+
+def _without_defaults(model: type[BaseModel]) -> Schema:
+    schema = model.model_json_schema()
+    keys = {
+        key: {name: text for name, text in prop.items() if name != "default"}
+        for key, prop in schema["properties"].items()
+    }
+    return {**schema, "properties": keys}
+
+
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
@@ -187,10 +222,11 @@ def pipeline_page() -> tuple[str, ...]:
     """The key tables of docs/pipelines.md; a mapping of several models has its table in the first of them."""
     texts: list[str] = []
     headings: dict[str, str] = {}
+    known: list[Row] = []
     for model, owner in ((PipelineConfig, ""), (ExpertsSpec, "training spec"), (ReinforceSpec, "reinforcement spec")):
-        tables = Tables(model, "###", owner, headings)
+        tables = Tables(model, "###", owner, headings, known)
         texts.append(str(tables))
-        headings = tables.headings
+        headings, known = tables.headings, tables.top
     return tuple(texts)
 
 

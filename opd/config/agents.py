@@ -48,7 +48,7 @@ class AgentConfig(Strict):
     max_tokens: int | None = Field(None, ge=1)
     """Tokens that the student may write in an episode; default: no limit."""
     max_broken: float = Field(0.1, ge=0, le=1)
-    """The run stops if a larger share of a step's episodes of this domain breaks; a single broken episode never stops it."""
+    """The run stops if more of a step's episodes of this domain break; one always may."""
 
     @field_validator("verifier")
     @classmethod

@@ -31,13 +31,11 @@ class TokensBalance(Strict):
 
 class GapBalance(Strict):
     kind: Literal["gap"]
-    """A domain's share is `weight` times what it has left to learn, which its loss, the slope of the loss and its responses that were cut
-    at their limit tell."""
+    """A domain's share is `weight` times what it has left to learn."""
     of: Literal["samples", "tokens"] = "samples"
     """What is shared out: a step's samples, or its trained tokens."""
     per: Literal["token", "response"] = "token"
-    """The loss that counts. `token`: nats a token, divided by those of the domain's first steps. `response`: x / (1 + x), where x is the
-    nats of a whole response."""
+    """Count the loss a `token`, over that of the domain's first steps, or of a whole `response`."""
     floor: float = Field(0.5, gt=0, le=1)
     """Smallest share of a domain, as a multiple of its share by `weight` alone."""
     cap: float = Field(3.0, ge=1)

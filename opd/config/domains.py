@@ -94,15 +94,14 @@ class ExpertConfig(Strict):
     domain: Name
     """The domain whose responses this expert scores."""
     ema: float | None = Field(None, gt=0, lt=1)
-    """With `model: student`: the teacher is the moving average of the student, which keeps this share of itself in each step; default:
-    the student as the merge (or the round) begins."""
+    """With `model: student`: the teacher is a moving average of the student, which keeps this share of itself in each step."""
     effort: Name | None = None
     """The effort of the domain, one of `efforts`, that this expert is for; default: all of them."""
     prompt: TeacherPromptConfig | None = None
     """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
     engine: dict[str, Any] | None = None
     """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
-    Experts with equal engines share workers. Default: `teachers`."""
+    Default: `teachers`."""
 
     @property
     def own_dir(self) -> Path | None:
@@ -117,9 +116,9 @@ class RegisteredExperts(Strict):
     ]
     """Names from the registry (`opd experts list`), or `all`."""
     prompts: dict[Name, TeacherPromptConfig] = {}
-    """Expert's name -> what it reads before a response, as `prompt` of an expert that the pipeline itself describes."""
+    """Expert's name -> its `prompt`, as of an expert that the pipeline itself describes."""
     engines: dict[Name, dict[str, Any]] = {}
-    """Expert's name -> its own engine, as `engine` of an expert that the pipeline itself describes."""
+    """Expert's name -> its `engine`, in the same way."""
 
 
 def _choose_experts_kind(value: Any) -> str:
@@ -184,8 +183,7 @@ class EnvironmentConfig(Strict):
     turn_weights: TurnWeightsConfig | None = None
     """Let late turns, or turns after a drift, weigh less in the loss."""
     replay: bool = False
-    """Training prompts are prefixes of an expert's episodes: the student writes one turn after each. The environment is
-    for exams only."""
+    """Training prompts are prefixes of episodes, and the student writes one turn after each, see docs/drift.md."""
     sub_agents: dict[ToolName, SubAgentConfig] = {}
     """Name of a tool -> the sub-agent that it starts, see docs/agents.md#sub-agents."""
     max_sub_agents: int = Field(8, ge=1)

@@ -20,7 +20,7 @@ class ServerConfig(Strict):
     base_url: str
     """Address with version, as http://127.0.0.1:8000/v1; plain http to this machine only."""
     model: str = Field(..., min_length=1)
-    """Name under which the server knows the model."""
+    """The model's name at the server."""
 
     @model_validator(mode="after")
     def _check_base_url(self) -> ServerConfig:
@@ -50,7 +50,7 @@ def _find_url_problem(url: str) -> str | None:
 
 class ServerAccess(Strict):
     api_key_env: str | None = None
-    """Environment variable with the key, where requests are made: of `openai` in scoring workers, else where `opd` runs."""
+    """Environment variable with the server's key; `openai` reads it in scoring workers."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request; a failed one is sent up to four times."""
 
@@ -86,7 +86,7 @@ class TextServerConfig(ServerAccess, ServerConfig):
     temperature: float | None = Field(0.0, ge=0, allow_inf_nan=False)
     """Null: not sent, for models that take none."""
     max_calls: int | None = Field(None, ge=1)
-    """Most requests of a run, failed ones among them; default: no limit."""
+    """Most requests of a run, failed ones too; default: no limit."""
     max_cost: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The run stops once so much was spent; default: no limit."""
     price: PriceConfig = PriceConfig()

@@ -47,6 +47,7 @@ class EndpointJudge(Strict):
     """A server that speaks OpenAI's chat completions."""
 
     kind: Literal["endpoint"]
+    """A server with OpenAI's chat completions."""
     base_url: Annotated[str, AfterValidator(_check_url)]
     """Address of the API, such as `http://127.0.0.1:8000/v1`."""
     model: str = Field(min_length=1)
@@ -61,6 +62,7 @@ class LocalJudge(Strict):
     """A model in the rollout worker, asked for the log-probs of the two verdicts."""
 
     kind: Literal["local"]
+    """A model or a function in the rollout worker."""
     model: UserPath | None = None
     """Hugging Face directory of a model, run on the worker's CPU."""
     scorer: Annotated[str, AfterValidator(_check_import_name)] | None = None

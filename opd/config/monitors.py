@@ -23,11 +23,11 @@ class SignalLimits(Strict):
     over: int = Field(10, ge=1)
     """Steps that a reading is taken over."""
     warn: float | None = Field(None, gt=0)
-    """From here on: a line on the display, and the samples in `monitors/`."""
+    """From here on: a line on the display, and samples in `monitors/`."""
     pause: float | None = Field(None, gt=0)
-    """Also ends the merge with exit code 4, after a checkpoint; a resume goes on."""
+    """Also ends the merge with a checkpoint and exit code 4; a resume goes on."""
     stop: float | None = Field(None, gt=0)
-    """Also a checkpoint, and the merge ends with exit code 1; a resume goes on with another limit."""
+    """Also ends the merge with a checkpoint and exit code 1; a resume needs another limit."""
 
     @model_validator(mode="after")
     def _check_limit_order(self) -> SignalLimits:
@@ -64,7 +64,7 @@ class RepetitionLimits(SignalLimits):
     warn: float | None = Field(0.35, gt=0)
     """Share of looping responses."""
     stop: float | None = Field(0.75, gt=0)
-    """Also a checkpoint, and exit code 1. On the way to long answers a student may loop for a while."""
+    """Also ends the merge with a checkpoint and exit code 1. On the way to long answers a student may loop for a while."""
 
 
 class TruncationLimits(SignalLimits):
@@ -127,16 +127,16 @@ class MonitorsConfig(Strict):
     truncation: TruncationLimits = TruncationLimits()
     """Share of the responses that end at their limit."""
     length: LengthLimits = LengthLimits()
-    """Mean length over the expert's mean answer, or the start student's if longer; needs an exam."""
+    """Mean length of the responses over that of the expert's answers."""
     entropy: EntropyLimits = EntropyLimits()
-    """Nats by which the student's entropy lies below its teacher's; needs a payload that tells the latter."""
+    """Nats by which the student's entropy lies below its teacher's."""
     disagreement: DisagreementLimits = DisagreementLimits()
-    """Share of the student's tokens that are not its teacher's first choice; needs a payload that tells it."""
+    """Share of the student's tokens that are not its teacher's first choice."""
     draft: DraftLimits = DraftLimits()
     """Tokens of a pass by the trainer's estimate over the engines'; needs rollout.num_speculative_tokens."""
     draft_cost: DraftCostLimits = DraftCostLimits()
     """Tokens a second of the engines without the draft over those with it; needs rollout.num_speculative_tokens."""
     gap: GapLimits = GapLimits()
-    """Mean difference of log-probs between engine and trainer, over `sync.tolerance`."""
+    """Mean difference of log-probs between engine and trainer, over `sync.tolerance`; at 1 the run ends anyway."""
     grad_norm: GradNormLimits = GradNormLimits()
-    """Norm of the gradient over the median of the steps before."""
+    """Norm of the gradient over the median of the `over` steps before."""

@@ -116,6 +116,7 @@ class PipelineConfig(Strict):
     schedule: ScheduleConfig = ScheduleConfig()
     sync: SyncConfig = SyncConfig()
     monitors: MonitorsConfig = MonitorsConfig()
+    """Limits that warn, pause or stop a merge, see docs/monitors.md."""
     guard: GuardConfig | None = None
     """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -18,8 +18,7 @@ class NoBaselineConfig(Strict):
 
 class LeaveOneOutBaseline(Strict):
     kind: Literal["leave_one_out"]
-    """Minus the mean reward of the prompt's other responses; with `rollout.n` 1 of the domain's other episodes in the
-    step."""
+    """Minus the mean reward of the prompt's other responses (RLOO)."""
 
 
 class GroupBaseline(Strict):
@@ -47,8 +46,7 @@ class WarmUpConfig(Strict):
 
 class CriticBaseline(Strict):
     kind: Literal["critic"]
-    """A second model learns what each state is worth (PPO), for one response a prompt; costs about another training of
-    the student."""
+    """A second model learns what each state is worth (PPO); costs about another training of the student."""
     lr_ratio: float = Field(2.0, gt=0, allow_inf_nan=False)
     """The critic's learning rate over the trainer's; 1.5 to 5 works."""
     updates: int = Field(2, ge=1)
@@ -120,8 +118,7 @@ class PreferenceConfig(Strict):
     controls: Literal["none", "length", "form"] = "form"
     """What no answer is preferred for: its `length`, or its `form`: length, lines and share of punctuation."""
     length_ratio: float = Field(2.0, ge=1, allow_inf_nan=False)
-    """A response that is more than so many times as long, or as short, as the expert's answer earns 0, and so does one that was cut
-    where the answer was not."""
+    """A response more than so many times as long or as short as the expert's answer earns 0; so does one cut where that was not."""
     lr_ratio: float = Field(0.25, gt=0, allow_inf_nan=False)
     """The discriminator's learning rate over the trainer's."""
     updates: int = Field(1, ge=1)
@@ -136,7 +133,7 @@ class RewardConfig(Strict):
     schedule: WeightSchedule | None = None
     """Changes `weight` from step to step; default: it stays."""
     baseline: BaselineConfig = LeaveOneOutBaseline(kind="leave_one_out")
-    """What is subtracted from a reward to make an advantage; a kind alone will do."""
+    """What is subtracted from a reward to make an advantage, see docs/credit.md; a kind alone will do."""
     preference: PreferenceConfig | None = None
     """Reward the domains of text-only experts by a discriminator, see docs/text_only.md; default: as other domains."""
     ratio: RatioConfig = RatioConfig()

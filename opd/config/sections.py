@@ -16,8 +16,8 @@ from opd.settings.strict import DType, Strict
 
 class RolloutConfig(Strict):
     engine: str = Field("vllm", pattern=r"^(vllm|transformers|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
-    """`vllm`; `transformers`, far slower, for families that vLLM does not serve here; or a class of yours as `module:Class` with the
-    methods of `opd.interfaces.RolloutEngine` and `wait_ready()`."""
+    """`vllm`; `transformers`, far slower, for families that vLLM does not serve here; or a class of yours as `module:Class`, see
+    docs/python.md."""
     workers: int = Field(1, ge=1)
     """Rollout engines; prompts are dealt out among them."""
     dtype: DType = "float32"
@@ -91,7 +91,7 @@ class TrainerConfig(Strict):
     lr: float = Field(1e-6, ge=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(0, ge=0)
-    """Steps of linear warm-up from 0 to `lr`."""
+    """First steps, of `steps`, in which the rate rises from 0 to `lr`."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
@@ -241,8 +241,8 @@ class ClusterConfig(Strict):
     address: str = "local"
     """`local`: start Ray on this machine; else a Ray cluster's address."""
     rollout_gpus: float = Field(0, ge=0)
-    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`. Below 1: a share of GPUs on which other roles are too;
-    rank i, engine i and scorer i are on GPU i."""
+    """GPUs for each rollout worker, times `rollout.tensor_parallel_size`. Below 1: a share, beside other roles,
+    see docs/gpu.md#which-role-gets-which-gpu."""
     teacher_gpus: float = Field(0, ge=0)
     """GPUs for each scoring worker, times `teachers.tensor_parallel_size`; with `teachers.device_map` several. Below 1: a share."""
     trainer_gpus: float = Field(0, ge=0)

@@ -213,10 +213,9 @@ class FlightTeachers(Teachers):
 
 class TrainerTeachers(Teachers):
     engine: Literal["trainer"]
-    """The trainer's ranks, for a LoRA student and LoRA experts of its base: the base is in memory once, see [gpu.md](gpu.md)."""
+    """The trainer's ranks, for a LoRA student and LoRA experts of its base, see [gpu.md](gpu.md)."""
     payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
-    """What a teacher says of each trained token: the last hidden state, the sampled token's log-prob, or those of the `objective.k`
-    likeliest tokens."""
+    """What a teacher says of each trained token, as with `transformers`."""
     dtype: DType = "float32"
     """Type in which the ranks keep hidden states; they compute in `trainer.dtype`."""
 

@@ -32,8 +32,8 @@ def check(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Check against the machines of a cluster spec, or of a shipped one (`opd plan --cluster list`), instead of this machine: "
-            "inputs, placement and memory. Nothing is computed, and models may be their config.json alone.",
+            help="Check against the machines of a cluster spec, or of a shipped one (`opd plan --cluster list`), instead of this one. "
+            "Nothing is computed; models may be their config.json alone.",
             autocompletion=completion.complete_clusters,
         ),
     ] = None,

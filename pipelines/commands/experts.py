@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Register, inspect and train experts.")
 
 RegistryOption = Annotated[
-    Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry")
+    Path | None, typer.Option("--registry", envvar="OPD_REGISTRY", help="Registry root. Default: ./registry.")
 ]
 ExpertArgument = Annotated[
     str, typer.Argument(help="Name of a registered expert.", autocompletion=completion.complete_experts)

@@ -77,9 +77,9 @@ from pipelines.merging.manifest import (
     write_inputs,
 )
 from pipelines.merging.results import add_model_digest, read_progress, withdraw_results
-from pipelines.shared_student import share_student_indexers
 from pipelines.merging.side_files import read_accompanying_files
 from pipelines.placement import describe_divided_trainer, local_worker_names, refuse_unplaceable, reserve_places
+from pipelines.shared_student import share_student_indexers
 from pipelines.sizing.auto import choose_numbers, local_machine
 from pipelines.sizing.gpu_memory import refuse_crowded_gpus
 from pipelines.sizing.memory import refuse_too_large
