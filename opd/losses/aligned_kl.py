@@ -89,4 +89,5 @@ class AlignedKLConfig(ObjectiveConfig):
     normalize: Literal["token_mean"] = "token_mean"
     """Mean over the step's trained tokens, with lengths of the domain's other responses."""
     advantage_clip: float | None = Field(2.0, gt=0)
-    """Bound of a sampled token's log-ratio, nats; null: none."""
+    """Bound of a sampled token's log-ratio, nats; null: none. Where the expert would never write the token the ratio is tens of nats, and
+    one token would outweigh a step's others."""
