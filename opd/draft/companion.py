@@ -69,14 +69,18 @@ class DraftSpec:
         return (*self.shape.layers, EMBEDDING)
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> DraftCompanion:
-        """Start the draft on a rank. Its output head begins as the student's, and its input as the states of the last depth."""
+        """Start the draft on a rank. Its last norm and output head begin as the student's, and its input as the states of the last
+        depth."""
         from deepspeed import zero
 
         head = build_draft(self.shape, self.seed)
         weight_V_D: Tensor = student.lm.get_output_embeddings().weight
-        # All ranks take part, because each holds a share of the student's head.
-        with zero.GatheredParameters([weight_V_D]), torch.no_grad():
+        norm_D: Tensor = student.lm.base_model.norm.weight
+        # All ranks take part, because each holds a share of the student's weights.
+        with zero.GatheredParameters([weight_V_D, norm_D]), torch.no_grad():
             head.lm_head.weight.copy_(weight_V_D.detach()[torch.tensor(self.shape.vocab)].float())
+            # The rows of the head belong to states of this scale: without it a draft of SmolLM2 takes twice as long.
+            head.norm.weight.copy_(norm_D.detach().float())
         return DraftCompanion(self, head.to(device), rank, options.world_size)
 
 

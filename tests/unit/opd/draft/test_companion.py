@@ -89,6 +89,14 @@ def start(student: Any, **changes: Any) -> DraftCompanion:
     return dataclasses.replace(SPEC, **changes).start(options, 0, student, torch.device("cpu"))
 
 
+def test_it_begins_with_the_last_norm_and_the_head_of_the_student(tiny_model_dir: Path) -> None:
+    student = load_student(tiny_model_dir)
+    student.lm.base_model.norm.weight.data.normal_()
+    draft = start(student, shape=HALF)._draft
+    assert draft.norm.weight.equal(student.lm.base_model.norm.weight)
+    assert draft.lm_head.weight.equal(student.lm.get_output_embeddings().weight[list(HALF.vocab)])
+
+
 def test_windows_cover_all_tokens_or_as_many_as_are_asked_for() -> None:
     batch = build_unscored_batch(make_rollouts(), "packed")
     every = choose_windows(batch, 3, 4, 64, 0)
