@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +42,13 @@ class TextSpending:
     completion_tokens: int = 0
     cost: float = 0.0
     """Money, by the price that the user stated."""
+
+
+def add_spending(parts: Iterable[Mapping[str, TextSpending]]) -> dict[str, TextSpending]:
+    """Return expert, or domain of a judge -> the sum of what its answers have taken in each part."""
+    sums: dict[str, TextSpending] = {}
+    for part in parts:
+        for name, spent in part.items():
+            before = asdict(sums.get(name, TextSpending()))
+            sums[name] = TextSpending(**{key: before[key] + value for key, value in asdict(spent).items()})
+    return sums

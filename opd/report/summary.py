@@ -14,7 +14,7 @@ from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
 from opd.records.sums import mean_or_none
-from opd.records.texts import TextSpending
+from opd.records.texts import TextSpending, add_spending
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.drafts import draft_report
@@ -62,11 +62,12 @@ def build_report(
     wall_s: float,
     versions: Mapping[str, str],
     clear: Collection[str] | None = None,
+    judges: Mapping[str, TextSpending] | None = None,
 ) -> dict[str, Any]:
     """Return the report of a merge from the records of `metrics.jsonl` and its accuracies (0..1) by domain.
 
     `exams`: the accuracies by domain of `before`, `expert` and `after`. `clear`: the result of `clear_domains`; None if it is
-    not known.
+    not known. `judges`: domain -> what its judge has taken, exams included; None: take that of the last step.
     """
     tokens = sum(record.response_tokens for record in records)
     phase_s: dict[str, float] = {}
@@ -83,6 +84,7 @@ def build_report(
         "response_tokens": tokens,
         "response_tokens_per_s": round(tokens / busy_s, 1) if busy_s else 0.0,
         "versions": dict(versions),
+        **({"judges": _list_spending(judges)} if judges else {}),
     }
 
 
@@ -117,10 +119,10 @@ def full_report(run: RunFiles) -> dict[str, Any]:
     """Return the report from all files of a run directory; for a merge that is not finished, the report so far.
 
     It has the keys of `build_report`. If the evaluation files exist it has the intervals of `_add_intervals`, and if there
-    are records `curves` and what is measured from records. `texts` and `judges` (calls and money), `efforts`, `draft`, `episodes` (of agents), `by_length`, `guard`,
-    `evaluations`,
-    `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there if the files have something for them. `stale`
-    lists results that are out of date, and `unfinished` says how far an unfinished merge has come.
+    are records `curves` and what is measured from records. `texts` and `judges` (calls and money), `efforts`, `draft`, `episodes` (of
+    agents), `by_length`, `guard`, `evaluations`, `objectives`, `rounds`, `models`, `baselines`, `command`, `lineage` and `alarms` are there
+    if the files have something for them. `stale` lists results that are out of date, and `unfinished` says how far an unfinished merge has
+    come.
     """
     report = _stored_report(run) if run.finished else _partial_report(run)
     for values in report["domains"].values():
@@ -136,9 +138,11 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["utilisation"] = measure_utilisation(run.records)
         report["token_ages"] = token_ages(run.records)
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
-        last = run.records[-1]
-        report |= {"texts": result} if (result := _list_spending(last.texts)) else {}
-        report |= {"judges": result} if (result := _list_spending(last.reward.judges if last.reward else {})) else {}
+        # What was spent is counted from the start of each round.
+        last = [part[-1] for part in [r.records for r in run.rounds] or [run.records] if part]
+        report |= {"texts": result} if (result := _list_spending(add_spending(r.texts for r in last))) else {}
+        asked = add_spending(r.reward.judges for r in last if r.reward)
+        report |= {"judges": _list_spending(asked)} if asked and "judges" not in report else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
         report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
         groups = list(_group_steps(run.records, POINTS))
@@ -167,7 +171,7 @@ def full_report(run: RunFiles) -> dict[str, Any]:
 
 
 def _list_spending(spending: Mapping[str, TextSpending]) -> dict[str, Any]:
-    """Return expert, or domain of a judge -> what its answers have taken until this step."""
+    """Return expert, or domain of a judge -> what its answers have taken."""
     return {name: asdict(spent) for name, spent in spending.items()}
 
 
@@ -234,6 +238,7 @@ def _stored_report(run: RunFiles) -> dict[str, Any]:
         "steps": stored.pop("steps"),
         **_summarise_gains(*_read_accuracies(run), find_clear_domains(run.before, run.expert)),
         **stored,
+        **{key: run.stored[key] for key in ("judges",) if key in run.stored},
     }
 
 

@@ -23,6 +23,7 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
 from opd.files import atomic_write_text, replace_dir, sweep_temporary_files
 from opd.records.scores import Evaluation, combine_evaluations
+from opd.records.texts import TextSpending, add_spending
 from opd.report import build_report, read_run, write_report
 from opd.run import checkpoints
 from opd.run.metrics import count_steps_and_tokens
@@ -363,7 +364,11 @@ def _finish_rounds(run: Rounds, plan: Sequence[RoundFacts]) -> dict[str, Any]:
     # Read from the files: `read_run` gives no final exam, because a run without a report counts as unfinished.
     exams = {name: Evaluation.load(paths.evaluation_file(name)).accuracy for name in MERGE_EVALUATIONS}
     wall_s = sum(merge_round.stored["wall_s"] for merge_round in files.rounds if merge_round.stored)
-    report = build_report(configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"])
+    asked = [merge_round.stored.get("judges", {}) for merge_round in files.rounds if merge_round.stored]
+    judges = add_spending({name: TextSpending(**spent) for name, spent in part.items()} for part in asked)
+    report = build_report(
+        configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"], judges=judges
+    )
     atomic_write_text(paths.report, json.dumps(report, indent=2))
     return write_report(run.root)
 

@@ -37,7 +37,7 @@ from opd.text import quote_for_shell
 from pipelines.build import build_merge, num_workers, prove_servers
 from pipelines.evaluation.lm_eval import lm_eval_merge
 from pipelines.inputs.indexers import spell_pattern
-from pipelines.inputs.judges import open_judges
+from pipelines.inputs.judges import find_judges, open_judges
 from pipelines.inputs.probes import measure_missing_probes
 from pipelines.inputs.read import Inputs, read_inputs
 from pipelines.inputs.template_date import as_recorded
@@ -468,7 +468,8 @@ def _write_report(run: MergeRun, exams: Mapping[str, Mapping[str, float]], wall_
     """Write report.json and report.html, and the model's card with the results. Returns the report."""
     paths = run.paths
     records = MetricsFile(paths.metrics).read()
-    report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=library_versions())
+    judges = {domain: judge.sum_spending() for domain, judge in find_judges(run.inputs.exams).items()}
+    report = build_report(run.config.name, exams, records, wall_s=wall_s, versions=library_versions(), judges=judges)
     with raise_storage_errors(paths.report):
         atomic_write_text(paths.report, json.dumps(report, indent=2))
         full = write_report(paths.root)

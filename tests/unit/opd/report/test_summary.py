@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.records.step import StepRecord
+from opd.records.texts import TextSpending, add_spending
 from opd.report import Gate, build_report, domain_rows, full_report, read_run, recovered_share
 from opd.report.exams import latest_exam
 from opd.report.page import render_page
@@ -81,6 +83,23 @@ def test_the_numbers() -> None:
     assert found["worst_headroom"] == pytest.approx(0.5)
     assert found["phase_s"] == {"rollout": 2.0, "train": 2.0, "checkpoint": 1.0}
     assert (found["response_tokens"], found["response_tokens_per_s"]) == (150, 30.0)
+
+
+def test_what_judges_took_is_that_of_the_run_with_its_exams(run_dir: Path) -> None:
+    """The last step's record knows nothing of the last exam, and nothing at all where a judge only marks exams."""
+    whole = TextSpending(calls=9, failed=1, prompt_tokens=900, completion_tokens=90, cost=1.5)
+    assert "judges" not in report(judges={}) and report(judges={"a": whole})["judges"] == {"a": asdict(whole)}
+    stored = json.loads((run_dir / "report.json").read_text())
+    (run_dir / "report.json").write_text(json.dumps(stored | {"judges": {"letters": asdict(whole)}}))
+    assert full_report(read_run(run_dir))["judges"] == {"letters": asdict(whole)}
+
+
+def test_spending_of_rounds_is_added_up() -> None:
+    one, other = TextSpending(calls=2, cost=0.5), TextSpending(calls=3, failed=1, cost=0.25)
+    assert add_spending([{"a": one, "b": one}, {"a": other}, {}]) == {
+        "a": TextSpending(calls=5, failed=1, cost=0.75),
+        "b": one,
+    }
 
 
 def test_nothing_to_recover_is_null() -> None:
