@@ -79,8 +79,8 @@ class DraftSpec:
         # All ranks take part, because each holds a share of the student's weights.
         with zero.GatheredParameters([weight_V_D, norm_D]), torch.no_grad():
             head.lm_head.weight.copy_(weight_V_D.detach()[torch.tensor(self.shape.vocab)].float())
-            # The rows of the head belong to states of this scale. After 150 steps by log overlap a draft of SmolLM2 has 0.23 of its first
-            # guesses kept, and 0.10 with a norm of ones.
+            # The rows of the head belong to states of this scale: with a norm of ones log overlap fails at the default rate
+            # (docs/results/drafts.md).
             head.norm.weight.copy_(norm_D.detach().float())
         return DraftCompanion(self, head.to(device), rank, options.world_size)
 
