@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -321,30 +320,22 @@ def test_a_refusal_imports_nothing_large(stage: Stage) -> None:
         assert (code, large) == (2, set()), f"{name}: {large}\n{done.stderr}"
 
 
-def test_a_refusal_takes_less_than_two_seconds(stage: Stage) -> None:
-    """Seconds of a core that imports some packages in 0.6 s, the better of two: the machine may be slow, or busy."""
+def test_a_refusal_starts_quickly(stage: Stage) -> None:
+    """Nearly all of its time is imports, so they are counted: seconds depend on the machine and on what else it does."""
     without("law.jsonl")(stage)
     stage.write()
-
-    def spent(*words: str, code: int) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, *words],
-            cwd=stage.root,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode == code, done.stderr
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    def spent_on_quiet_core() -> float:
-        packages = "import pydantic, typer.rich_utils, numpy, yaml, jinja2, asyncio, pyarrow"
-        return 0.6 * spent("-m", "cli", *MERGE, code=2) / spent("-c", packages, code=0)
-
-    assert min(spent_on_quiet_core() for _ in range(2)) < 2.0
+    count = "import atexit, runpy, sys; atexit.register(lambda: print(len(sys.modules))); runpy.run_module('cli', run_name='__main__')"
+    done = subprocess.run(
+        [sys.executable, "-c", count, *MERGE],
+        cwd=stage.root,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert int(done.stdout.splitlines()[-1]) < 1000
 
 
 @pytest.mark.parametrize(
