@@ -103,7 +103,7 @@ def make_pipeline(root: Path) -> dict[str, Any]:
         "name": "shared",
         "student": {"model": str(student), "indexers": {"pattern": "FSFS"}},
         "experts": {"e": {"model": str(expert), "domain": "d"}},
-        "domains": {"d": {"prompts": str(prompts), "eval": {"holdout": 0.2, "verifier": "exact"}}},
+        "domains": {"d": {"prompts": str(prompts), "eval": {"holdout": 0.2, "verifier": "exact_match"}}},
         "rollout": {"engine": "transformers", "max_new_tokens": 12, "max_model_len": 64},
         "trainer": {"ranks": 2, "steps": 6, "samples_per_step": 16, "lr": 4.0e-3, "micro_batch_tokens": 256},
         "checkpoint": {"every": 2},
