@@ -146,43 +146,42 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
     model, batches, tests = None, None, None
     for seed in args.seeds:
         for kind, loss in TRAINED:
-            for guesses in (max(args.guesses),):
-                name = f"{kind}/{loss}/{guesses}/{seed}"
-                file = args.folder / f"{name.replace('/', '-')}{'-validation' if args.validation else ''}.json"
-                if args.only and f"{kind}/{loss}" not in args.only:
-                    continue
-                if file.exists():
-                    results["drafts"][name] = json.loads(file.read_text())
-                    continue
-                draft = DraftConfig(
-                    kind=kind, loss=loss, lr=args.lr, num_speculative_tokens=guesses, tokens=args.tokens,
-                    vocab_size=args.vocab_size,
-                    warmup_steps=args.steps // 2 if loss == "end_to_end_tv" else 0,
-                )  # fmt: skip
-                spec = draft_spec(config.model_copy(update={"seed": seed}), draft, inputs.student.vocab_size)
-                if model is None:
-                    model = FrozenModel(load_causal_lm(args.model, torch.float32), spec.read_layers)
-                    batches = model.read_batches(learned, BATCH)
-                    tests = model.read_batches(others, BATCH)
-                began = time.perf_counter()
-                companion = train_draft(model, spec, batches, args.steps)
-                seconds = time.perf_counter() - began
-                # The same draft with windows at every position of the texts.
-                judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion._draft, 0, 1)
-                judged = judge_draft(model, judge, tests, args.guesses)
-                results["drafts"][name] = vars(judged) | {"seconds": seconds}
-                file.write_text(json.dumps(results["drafts"][name]))
-                if seed == args.seeds[0]:
-                    out = args.folder / f"draft-{kind}-{loss}-{guesses}"
-                    out.mkdir(exist_ok=True)
-                    write_draft(spec.shape, companion.serving_weights(), out)
-                print(
-                    name,
-                    f"{1 + sum(judged.kept[f'rejection/{guesses}']):.3f}",
-                    f"{1 + sum(judged.kept[f'greedy/{guesses}']):.3f}",
-                    f"{seconds:.0f} s",
-                    flush=True,
-                )
+            name = f"{kind}/{loss}/{steps}/{seed}"
+            file = args.folder / f"{name.replace('/', '-')}{'-validation' if args.validation else ''}.json"
+            if args.only and f"{kind}/{loss}" not in args.only:
+                continue
+            if file.exists():
+                results["drafts"][name] = json.loads(file.read_text())
+                continue
+            draft = DraftConfig(
+                kind=kind, loss=loss, lr=args.lr, num_speculative_tokens=steps, tokens=args.tokens,
+                vocab_size=args.vocab_size,
+                warmup_steps=args.steps // 2 if loss == "end_to_end_tv" else 0,
+            )  # fmt: skip
+            spec = draft_spec(config.model_copy(update={"seed": seed}), draft, inputs.student.vocab_size)
+            if model is None:
+                model = FrozenModel(load_causal_lm(args.model, torch.float32), spec.read_layers)
+                batches = model.read_batches(learned, BATCH)
+                tests = model.read_batches(others, BATCH)
+            began = time.perf_counter()
+            companion = train_draft(model, spec, batches, args.steps)
+            seconds = time.perf_counter() - began
+            # The same draft with windows at every position of the texts.
+            judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion._draft, 0, 1)
+            judged = judge_draft(model, judge, tests, args.guesses)
+            results["drafts"][name] = vars(judged) | {"seconds": seconds}
+            file.write_text(json.dumps(results["drafts"][name]))
+            if seed == args.seeds[0]:
+                out = args.folder / f"draft-{kind}-{loss}-{steps}"
+                out.mkdir(exist_ok=True)
+                write_draft(spec.shape, companion.serving_weights(), out)
+            print(
+                name,
+                f"{1 + sum(judged.kept[f'rejection/{steps}']):.3f}",
+                f"{1 + sum(judged.kept[f'greedy/{steps}']):.3f}",
+                f"{seconds:.0f} s",
+                flush=True,
+            )
     for guesses in args.guesses:
         print_rows(results["drafts"], args.seeds, steps, guesses)
     return results | {"steps": steps}

@@ -50,7 +50,7 @@ def _find_url_problem(url: str) -> str | None:
 
 class ServerAccess(Strict):
     api_key_env: str | None = None
-    """Environment variable with the server's key; `openai` reads it in scoring workers."""
+    """Environment variable with the key: of `openai` in scoring workers, else where `opd` runs."""
     server_timeout_s: float = Field(120, gt=0, allow_inf_nan=False)
     """Deadline of one request; a failed one is sent up to four times."""
 

@@ -127,7 +127,7 @@ class MonitorsConfig(Strict):
     truncation: TruncationLimits = TruncationLimits()
     """Share of the responses that end at their limit."""
     length: LengthLimits = LengthLimits()
-    """Mean length of the responses over that of the expert's answers."""
+    """Mean length over the expert's mean answer, or the start student's if longer."""
     entropy: EntropyLimits = EntropyLimits()
     """Nats by which the student's entropy lies below its teacher's."""
     disagreement: DisagreementLimits = DisagreementLimits()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from opd.records.sums import Sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class TextAnswer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSpending:
+class TextSpending(Sums):
     """Calls, tokens and money that an expert's answers have taken since the run began."""
 
     calls: int = 0
@@ -42,13 +43,3 @@ class TextSpending:
     completion_tokens: int = 0
     cost: float = 0.0
     """Money, by the price that the user stated."""
-
-
-def add_spending(parts: Iterable[Mapping[str, TextSpending]]) -> dict[str, TextSpending]:
-    """Return expert, or domain of a judge -> the sum of what its answers have taken in each part."""
-    sums: dict[str, TextSpending] = {}
-    for part in parts:
-        for name, spent in part.items():
-            before = asdict(sums.get(name, TextSpending()))
-            sums[name] = TextSpending(**{key: before[key] + value for key, value in asdict(spent).items()})
-    return sums

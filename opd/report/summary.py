@@ -13,8 +13,8 @@ from opd.config.objectives import DEFAULT_KIND
 from opd.evaluation.baselines import BaselineResult
 from opd.records.scores import DomainScore, Evaluation
 from opd.records.step import StepRecord, compute_mean_length, compute_token_mean, select_domain
-from opd.records.sums import mean_or_none
-from opd.records.texts import TextSpending, add_spending
+from opd.records.sums import mean_or_none, sum_by_key
+from opd.records.texts import TextSpending
 from opd.report.agents import episode_curves, episode_rows
 from opd.report.alarms import alarm_rows
 from opd.report.drafts import draft_report
@@ -140,12 +140,12 @@ def full_report(run: RunFiles) -> dict[str, Any]:
         report["quarantined"] = sum(sum(record.quarantined.values()) for record in run.records)
         # What was spent is counted from the start of each round.
         last = [part[-1] for part in [r.records for r in run.rounds] or [run.records] if part]
-        report |= {"texts": result} if (result := _list_spending(add_spending(r.texts for r in last))) else {}
-        asked = add_spending(r.reward.judges for r in last if r.reward)
+        report |= {"texts": result} if (result := _list_spending(sum_by_key(r.texts for r in last))) else {}
+        asked = sum_by_key(r.reward.judges for r in last if r.reward)
         report |= {"judges": _list_spending(asked)} if asked and "judges" not in report else {}
         report |= {"episodes": result} if (result := episode_rows(run.records)) else {}
-        report |= {"guard": guard} if (guard := guard_report(list(_group_steps(run.records, POINTS)))) else {}
         groups = list(_group_steps(run.records, POINTS))
+        report |= {"guard": guard} if (guard := guard_report(groups)) else {}
         last_steps = groups[-1]
         report |= {"draft": draft} if (draft := draft_report(groups[0], last_steps)) else {}
         report |= {"efforts": efforts} if (efforts := effort_report(run, last_steps)) else {}
@@ -238,7 +238,7 @@ def _stored_report(run: RunFiles) -> dict[str, Any]:
         "steps": stored.pop("steps"),
         **_summarise_gains(*_read_accuracies(run), find_clear_domains(run.before, run.expert)),
         **stored,
-        **{key: run.stored[key] for key in ("judges",) if key in run.stored},
+        **({"judges": run.stored["judges"]} if "judges" in run.stored else {}),
     }
 
 

@@ -53,11 +53,11 @@ def evaluate_matrix(config: PipelineConfig, merged: Path | None, domains: Sequen
     Raises: OpdError before the engine starts; RunError if it fails.
     """
     names = exam_domains(with_all_domains(config), domains)
-    rounds = read_rounds(split_rounds(config))
+    configs = split_rounds(config)
+    rounds = read_rounds(configs)
     domains_by_teacher = _domains_by_expert(rounds)
-    with open_shared_student(split_rounds(config)[0], rounds[0]) as (_, first_inputs):
-        first_rounds = [first_inputs, *rounds[1:]]
-        subjects = _matrix_subjects(config, first_rounds, list(domains_by_teacher), merged, names)
+    with open_shared_student(configs[0], rounds[0]) as (_, first_inputs):
+        subjects = _matrix_subjects(config, [first_inputs, *rounds[1:]], list(domains_by_teacher), merged, names)
         models = evaluate_subjects(config, subjects, tell)
     every = tuple(dict.fromkeys(domain for round_inputs in rounds for domain in round_inputs.routes))
     own = {BEFORE: (), MERGED: every} | {

@@ -23,7 +23,8 @@ from opd.errors import RunDirError
 from opd.evaluation.evaluator import BEFORE, EXPERT, MERGED
 from opd.files import atomic_write_text, replace_dir, sweep_temporary_files
 from opd.records.scores import Evaluation, combine_evaluations
-from opd.records.texts import TextSpending, add_spending
+from opd.records.sums import sum_by_key
+from opd.records.texts import TextSpending
 from opd.report import build_report, read_run, write_report
 from opd.run import checkpoints
 from opd.run.metrics import count_steps_and_tokens
@@ -365,7 +366,7 @@ def _finish_rounds(run: Rounds, plan: Sequence[RoundFacts]) -> dict[str, Any]:
     exams = {name: Evaluation.load(paths.evaluation_file(name)).accuracy for name in MERGE_EVALUATIONS}
     wall_s = sum(merge_round.stored["wall_s"] for merge_round in files.rounds if merge_round.stored)
     asked = [merge_round.stored.get("judges", {}) for merge_round in files.rounds if merge_round.stored]
-    judges = add_spending({name: TextSpending(**spent) for name, spent in part.items()} for part in asked)
+    judges = sum_by_key({name: TextSpending(**spent) for name, spent in part.items()} for part in asked)
     report = build_report(
         configs[0].name, exams, files.records, wall_s=wall_s, versions=plan[-1]["versions"], judges=judges
     )

@@ -47,7 +47,7 @@ NO_KERNEL = {
 """Operations that look at memory or take it, and compute nothing; the last makes a number a scalar on the CPU."""
 OBJECTIVES = [ReverseKL(), ForwardKL(), AdaptiveKL(), JSD(), Skew(), SampledKL(), TopK(k=4), NoDivergence()]
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
-MIXTURES = (2, 8)
+MIXTURES = (2, 3, 4, 8)
 SETS = [(o, 1) for o in OBJECTIVES] + [(o, k) for o in (ReverseKL(), AdaptiveKL()) for k in MIXTURES]
 every_set = pytest.mark.parametrize(("objective", "teachers"), SETS, ids=str)
 """An objective, and the number of its teachers."""

@@ -13,7 +13,8 @@ import pytest
 
 from opd.errors import RunDirError
 from opd.records.step import StepRecord
-from opd.records.texts import TextSpending, add_spending
+from opd.records.sums import sum_by_key
+from opd.records.texts import TextSpending
 from opd.report import Gate, build_report, domain_rows, full_report, read_run, recovered_share
 from opd.report.exams import latest_exam
 from opd.report.page import render_page
@@ -96,7 +97,7 @@ def test_what_judges_took_is_that_of_the_run_with_its_exams(run_dir: Path) -> No
 
 def test_spending_of_rounds_is_added_up() -> None:
     one, other = TextSpending(calls=2, cost=0.5), TextSpending(calls=3, failed=1, cost=0.25)
-    assert add_spending([{"a": one, "b": one}, {"a": other}, {}]) == {
+    assert sum_by_key([{"a": one, "b": one}, {"a": other}, {}]) == {
         "a": TextSpending(calls=5, failed=1, cost=0.75),
         "b": one,
     }
