@@ -35,7 +35,6 @@ from opd.config.draft import DraftConfig
 from opd.draft.alone import FrozenModel, KnownBatch, train_draft
 from opd.draft.companion import DraftCompanion
 from opd.draft.export import write_draft
-from opd.losses.draft import compute_overlaps
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout
 from pipelines.after.draft import split_texts, write_texts
@@ -51,6 +50,7 @@ TRAINED = (
     ("shared_kv", "end_to_end_tv"),
 )
 """Kind and loss of the drafts that are trained."""
+RULES = ("rejection", "greedy")
 ROWS = (
     ("own states, cross-entropy, greedy", "eagle3", "cross_entropy", "greedy"),
     ("+ shared keys and values", "shared_kv", "cross_entropy", "greedy"),
@@ -60,7 +60,10 @@ ROWS = (
     ("own states, log overlap, rejection", "eagle3", "log_overlap", "rejection"),
     ("own states, end-to-end TV, rejection", "eagle3", "end_to_end_tv", "rejection"),
 )
-"""The published order, and then the kind that vLLM serves."""
+"""The published order, and then the kind that vLLM serves. Slopes are compared with those of cross-entropy, of the same kind and by
+rejection."""
+STARTS = ("first", "entropy", "text")
+"""Fields of `Judged` with a value for every start: only the files of the folder have them."""
 BATCH = 16
 """Texts of a training step."""
 
@@ -74,10 +77,12 @@ class Judged:
     behind them."""
     by_domain: dict[str, dict[str, float]]
     """The same keys -> domain -> tokens of a pass."""
-    slope: float
-    """Change of the overlap of the first guess for a nat of the model's entropy."""
-    slope_error: float
-    """Its standard error."""
+    first: dict[str, list[float]]
+    """Rule -> probability over all samples of the model that the first guess is kept, at every start."""
+    entropy: list[float]
+    """The model's entropy at every start, nats."""
+    text: list[int]
+    """Index of the text of every start."""
 
 
 @torch.no_grad()
@@ -85,11 +90,17 @@ def judge_draft(
     model: FrozenModel, companion: DraftCompanion, batches: Sequence[KnownBatch], guesses: Sequence[int]
 ) -> Judged:
     """Judge a draft on every position of the batches. `guesses`: numbers of guesses."""
-    kept: dict[str, list[Tensor]] = {f"{rule}/{k}": [] for rule in ("rejection", "greedy") for k in guesses}
+    kept: dict[str, list[Tensor]] = {f"{rule}/{k}": [] for rule in RULES for k in guesses}
     domains: dict[int, list[str]] = {k: [] for k in guesses}
-    entropies, overlaps = [], []
+    firsts: dict[str, list[float]] = {rule: [] for rule in RULES}
+    entropies: list[float] = []
+    texts: list[int] = []
+    read = 0
     for known in batches:
         model.show_logits(known, companion)
+        lengths = torch.tensor(known.batch.trained_lengths)
+        text_N = read + torch.arange(len(lengths)).repeat_interleave(lengths)
+        read += len(lengths)
         for group in companion.guess_batch(known.batch, known.hidden):
             p, q = group.p_I_W_K_V, group.logits_I_W_K_V.softmax(-1)
             column = group.column_I_W_K.clamp(min=0)[..., None]
@@ -103,9 +114,11 @@ def judge_draft(
                 kept[f"greedy/{k}"].append(first[whole][:, :k].float().cumprod(-1))
                 domains[k] += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
             started = group.valid_I_W_K[..., 0]
-            first_p = p[:, :, 0][started]
-            entropies.append(-torch.special.xlogy(first_p, first_p).sum(-1))
-            overlaps.append(compute_overlaps(p, group.logits_I_W_K_V)[:, :, 0][started])
+            first_p, first_q = p[:, :, 0][started], q[:, :, 0][started]
+            firsts["rejection"] += torch.minimum(first_p, first_q).sum(-1).tolist()
+            firsts["greedy"] += first_p.gather(-1, first_q.argmax(-1, keepdim=True))[:, 0].tolist()
+            entropies += (-torch.special.xlogy(first_p, first_p).sum(-1)).tolist()
+            texts += text_N[group.row_I_W_K[..., 0][started]].tolist()
     values = {key: torch.cat(parts) for key, parts in kept.items()}
 
     def by_domain(key: str) -> dict[str, float]:
@@ -113,17 +126,25 @@ def judge_draft(
         masks = {name: torch.tensor([domain == name for domain in names]) for name in sorted(set(names))}
         return {name: 1 + float(values[key][mask].sum(1).mean()) for name, mask in masks.items()}
 
-    entropy, overlap = torch.cat(entropies).double(), torch.cat(overlaps).double()
-    centred = entropy - entropy.mean()
-    slope = float((centred * overlap).sum() / (centred**2).sum())
-    residual = overlap - overlap.mean() - slope * centred
-    error = float((((centred * residual) ** 2).sum()).sqrt() / (centred**2).sum())
     return Judged(
         {key: found.mean(0).tolist() for key, found in values.items()},
         {key: by_domain(key) for key in values},
-        slope,
-        error,
+        firsts,
+        entropies,
+        texts,
     )
+
+
+def fit_slope(entropy: Tensor, value: Tensor, text: Tensor) -> tuple[float, float]:
+    """Return the change of a value for a nat of entropy by least squares, and half of its 95 % interval.
+
+    Starts of one text are not independent: the interval adds up residuals by text. Arguments: [number of starts].
+    """
+    centred = entropy - entropy.mean()
+    slope = (centred * value).sum() / (centred**2).sum()
+    residual = value - value.mean() - slope * centred
+    by_text = torch.zeros(int(text.max()) + 1, dtype=value.dtype).index_add(0, text, centred * residual)
+    return float(slope), 1.96 * float((by_text**2).sum().sqrt() / (centred**2).sum())
 
 
 def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
@@ -167,7 +188,7 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
             companion = train_draft(model, spec, batches, args.steps)
             seconds = time.perf_counter() - began
             # The same draft with windows at every position of the texts.
-            judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion._draft, 0, 1)
+            judge = DraftCompanion(replace(spec, tokens=sys.maxsize), companion.draft, 0, 1)
             judged = judge_draft(model, judge, tests, args.guesses)
             results["drafts"][name] = vars(judged) | {"seconds": seconds}
             file.write_text(json.dumps(results["drafts"][name]))
@@ -184,13 +205,28 @@ def run_ablation(args: argparse.Namespace) -> dict[str, Any]:
             )
     for guesses in args.guesses:
         print_rows(results["drafts"], args.seeds, steps, guesses)
+    for draft in results["drafts"].values():
+        for key in STARTS:
+            del draft[key]
     return results | {"steps": steps}
 
 
 def print_rows(drafts: dict[str, Any], seeds: Sequence[int], trained: int, guesses: int) -> None:
     """Print the table of one number of guesses."""
+
+    def show_slope(found: Sequence[Any], rule: str, other: Sequence[Any] = ()) -> str:
+        """Return the slope and its interval of the probability that the first guess is kept, less that of `other` by rejection. The
+        values of a start are its means over the seeds."""
+        rows = [draft["first"][rule] for draft in found]
+        value = torch.tensor(rows, dtype=torch.double).mean(0)
+        if other:
+            value -= torch.tensor([draft["first"]["rejection"] for draft in other], dtype=torch.double).mean(0)
+        slope, half = fit_slope(torch.tensor(found[0]["entropy"]).double(), value, torch.tensor(found[0]["text"]))
+        return f"{slope:.3f} ± {half:.3f}"
+
     print(
-        f"\n| {guesses} guesses | tokens a pass | kept at 1 to {guesses} | slope against entropy |\n| --- | --- | --- | --- |"
+        f"\n| {guesses} guesses | tokens a pass | kept at 1 to {guesses} | slope against entropy | less cross-entropy's |\n"
+        "| --- | --- | --- | --- | --- |"
     )
     for label, kind, loss, rule in ROWS:
         found = [drafts[key] for seed in seeds if (key := f"{kind}/{loss}/{trained}/{seed}") in drafts]
@@ -200,10 +236,10 @@ def print_rows(drafts: dict[str, Any], seeds: Sequence[int], trained: int, guess
         lengths = [1 + sum(values) for values in kept]
         spread = f" ± {stdev(lengths):.3f}" if len(lengths) > 1 else ""
         places = " ".join(f"{fmean(values):.3f}" for values in zip(*kept, strict=True))
-        slopes = [draft["slope"] for draft in found]
-        print(
-            f"| {label} | {fmean(lengths):.3f}{spread} | {places} | {fmean(slopes):.3f} ± {max(1.96 * d['slope_error'] for d in found):.3f} |"
-        )
+        plain = [drafts[key] for seed in seeds if (key := f"{kind}/cross_entropy/{trained}/{seed}") in drafts]
+        is_plain = (loss, rule) == ("cross_entropy", "rejection")
+        beside = show_slope(found, rule, plain) if plain and not is_plain else ""
+        print(f"| {label} | {fmean(lengths):.3f}{spread} | {places} | {show_slope(found, rule)} | {beside} |")
 
 
 def run_speed(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from tests.conftest import build_tokenizer
 TOPK = 6
 
 
-def make_sparse_config(layers: int = 6, topk: int = TOPK, **settings: Any) -> Any:
-    """Return the config of a tiny `glm_moe_dsa`; by default every layer has an indexer."""
-    from transformers import GlmMoeDsaConfig
+def make_sparse_config(layers: int = 6, topk: int = TOPK, family: str = "glm_moe_dsa", **settings: Any) -> Any:
+    """Return the config of a tiny model of a family with indexers; by default every layer has one."""
+    from transformers import AutoConfig
 
     sizes: dict[str, Any] = {
         "vocab_size": len(build_tokenizer()),
@@ -23,6 +23,8 @@ def make_sparse_config(layers: int = 6, topk: int = TOPK, **settings: Any) -> An
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,
         "q_lora_rank": 16,
@@ -41,17 +43,17 @@ def make_sparse_config(layers: int = 6, topk: int = TOPK, **settings: Any) -> An
         "eos_token_id": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     }
-    return GlmMoeDsaConfig(**sizes | settings)
+    return AutoConfig.for_model(family, **sizes | settings)
 
 
 def make_sparse_model(layers: int = 6, topk: int = TOPK, seed: int = 0, **settings: Any) -> Any:
     """Return a tiny model with random float32 weights."""
     import torch
-    from transformers import GlmMoeDsaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        lm = GlmMoeDsaForCausalLM(make_sparse_config(layers, topk, **settings)).eval()
+        lm = AutoModelForCausalLM.from_config(make_sparse_config(layers, topk, **settings)).eval()
         # The padding token's embedding is zero, and so are all scores of its row: which tokens are chosen there is chance.
         lm.model.embed_tokens.weight.data[0].normal_(std=0.1)
     return lm

@@ -110,7 +110,7 @@ class DraftCompanion:
 
     def __init__(self, spec: DraftSpec, draft: DraftHead, rank: int, ranks: int) -> None:
         self.layers = spec.read_layers
-        self._spec, self._draft, self._rank, self._ranks = spec, draft, rank, ranks
+        self._spec, self.draft, self._rank, self._ranks = spec, draft, rank, ranks
         self._device = draft.fc.weight.device
         self._vocab_V = torch.tensor(spec.shape.vocab, device=self._device)
         self._optimizer = torch.optim.AdamW(draft.parameters(), lr=spec.lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -200,14 +200,14 @@ class DraftCompanion:
                 (group.windows, group.row_I_W_K, group.valid_I_W_K, group.column_S_L), self._device
             )
             features = torch.cat([hidden[layer][column_S_L].float() for layer in self._spec.shape.layers], -1)
-            context = self._draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
-            guesses = self._draft.guess_tokens(context, windows, self._spec.steps)
+            context = self.draft.read_context(features, hidden[EMBEDDING][column_S_L].float())
+            guesses = self.draft.guess_tokens(context, windows, self._spec.steps)
             yield GuessedWindows(
                 row_I_W_K=row_I_W_K,
                 valid_I_W_K=valid_I_W_K,
                 column_I_W_K=token_N[row_I_W_K],
                 p_I_W_K_V=p_M_V[place_N[row_I_W_K]],
-                logits_I_W_K_V=self._draft.lm_head(guesses.states_I_W_K_D) / self._spec.temperature,
+                logits_I_W_K_V=self.draft.lm_head(guesses.states_I_W_K_D) / self._spec.temperature,
                 indexer_loss_I_W=guesses.indexer_loss_I_W,
                 domains=group.domains,
             )
@@ -223,7 +223,7 @@ class DraftCompanion:
         size = max(
             1,
             GROUP_VALUES
-            // (spec.width * max(spec.steps * len(spec.shape.vocab), self._draft.config.num_attention_heads * length)),
+            // (spec.width * max(spec.steps * len(spec.shape.vocab), self.draft.config.num_attention_heads * length)),
         )
         for first in range(0, len(chosen.domains), size):
             part = slice(first, first + size)
@@ -239,7 +239,7 @@ class DraftCompanion:
 
     def take_step(self, step: int, share: float) -> dict[str, float]:
         """Step the optimiser with the mean over all ranks' starts. `share` is not needed: only scored tokens were seen."""
-        params = list(self._draft.parameters())
+        params = list(self.draft.parameters())
         sums, self._sums = self._sums, DraftSums(self._spec.domains, self._spec.steps)
         if self._ranks > 1:
             sums.add_ranks(self._device)
@@ -259,8 +259,8 @@ class DraftCompanion:
     def begin_save(self, path: Path) -> None:
         if self._rank == 0:
             file = path / f"{self._spec.name}.safetensors"
-            state = {f"weight/{name}": tensor for name, tensor in self._draft.state_dict().items()}
-            for name, param in self._draft.named_parameters():
+            state = {f"weight/{name}": tensor for name, tensor in self.draft.state_dict().items()}
+            for name, param in self.draft.named_parameters():
                 for key, value in self._optimizer.state[param].items():
                     state[f"{key}/{name}"] = value
             save_file(
@@ -279,16 +279,16 @@ class DraftCompanion:
         with safe_open(file, "pt") as opened:
             self._steps_taken = int(opened.metadata()["steps"])
         state = load_file(file, device=str(self._device))
-        self._draft.load_state_dict({k[7:]: v for k, v in state.items() if k.startswith("weight/")})
-        for name, param in self._draft.named_parameters():
+        self.draft.load_state_dict({k[7:]: v for k, v in state.items() if k.startswith("weight/")})
+        for name, param in self.draft.named_parameters():
             self._optimizer.state[param] = {
                 key: state[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in state
             }
 
     def export(self, path: Path) -> None:
         if self._rank == 0:
-            write_draft(self._spec.shape, name_weights(self._draft, self._spec.shape), path)
+            write_draft(self._spec.shape, name_weights(self.draft, self._spec.shape), path)
 
     def serving_weights(self) -> DraftWeights:
         """Return a copy of the weights in the names of the draft's file."""
-        return {name: tensor.cpu().clone() for name, tensor in name_weights(self._draft, self._spec.shape).items()}
+        return {name: tensor.cpu().clone() for name, tensor in name_weights(self.draft, self._spec.shape).items()}

@@ -92,7 +92,7 @@ def start(student: Any, **changes: Any) -> DraftCompanion:
 def test_it_begins_with_the_last_norm_and_the_head_of_the_student(tiny_model_dir: Path) -> None:
     student = load_student(tiny_model_dir)
     student.lm.base_model.norm.weight.data.normal_()
-    draft = start(student, shape=HALF)._draft
+    draft = start(student, shape=HALF).draft
     assert draft.norm.weight.equal(student.lm.base_model.norm.weight)
     assert draft.lm_head.weight.equal(student.lm.get_output_embeddings().weight[list(HALF.vocab)])
 
@@ -133,7 +133,7 @@ def test_layouts_do_not_matter(layout: str, tiny_model_dir: Path) -> None:
     for name in ("packed", layout):
         companion = start(student)
         show(companion, student, name, rollouts)
-        gradients.append([param.grad for param in companion._draft.parameters()])
+        gradients.append([param.grad for param in companion.draft.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -144,7 +144,7 @@ def test_groups_of_windows_add_up(tiny_model_dir: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("opd.draft.companion.GROUP_VALUES", size)
         companion = start(student)
         show(companion, student, "packed", make_rollouts())
-        gradients.append(([p.grad for p in companion._draft.parameters()], companion._sums.summarise()))
+        gradients.append(([p.grad for p in companion.draft.parameters()], companion._sums.summarise()))
     (whole, numbers), (parts, others) = gradients
     assert numbers == pytest.approx(others, rel=1e-5) and set(numbers) >= {
         "loss",
@@ -173,13 +173,13 @@ def test_what_it_reads_is_what_the_student_computed(tiny_model_dir: Path) -> Non
         from opd.draft.head import Windows
 
         pad = torch.zeros(1, 3, 64)
-        context = companion._draft.read_context(
+        context = companion.draft.read_context(
             torch.cat([torch.cat([first, last], -1), torch.zeros(1, 3, 128)], 1), torch.cat([embeds, pad], 1)
         )
-        states = companion._draft.guess_tokens(
+        states = companion.draft.guess_tokens(
             context, Windows(torch.tensor([0]), torch.arange(1, 12)[None]), 1
         ).states_I_W_K_D
-        q = companion._draft.lm_head(states)[0, :, 0].softmax(-1)
+        q = companion.draft.lm_head(states)[0, :, 0].softmax(-1)
         # Guess 1 after position t is about token t + 2: the student's logits at t + 1.
         kept = torch.minimum(seen.logits[0, 2:13].softmax(-1), q).sum(-1)
     # The first trained token is predicted at position 2, so its guess starts at 1.
@@ -214,7 +214,7 @@ def test_a_gradient_that_is_no_number_changes_nothing(tiny_model_dir: Path) -> N
     companion = start(student)
     show(companion, student, "packed", make_rollouts())
     before = companion.serving_weights()
-    next(companion._draft.parameters()).grad[0] = float("nan")  # type: ignore[index]
+    next(companion.draft.parameters()).grad[0] = float("nan")  # type: ignore[index]
     companion.take_step(1, 1.0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in companion.serving_weights().items())
 

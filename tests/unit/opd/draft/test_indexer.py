@@ -114,8 +114,9 @@ def test_the_indexer_alone_gets_gradients_of_its_loss_and_they_are_right() -> No
         assert float(param.grad.view(-1)[index]) == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-4), name
 
 
-def test_a_sparse_students_draft_learns_and_says_so_in_its_files(tmp_path: Path) -> None:
-    path = build_sparse_model_dir(tmp_path / "student", layers=3)
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
+def test_a_sparse_students_draft_learns_and_says_so_in_its_files(tmp_path: Path, family: str) -> None:
+    path = build_sparse_model_dir(tmp_path / "student", layers=3, family=family)
     lm = load_causal_lm(path, torch.float32)
     shape = draft_shape(path, DraftConfig(kind="shared_kv"), lm.config.vocab_size)
     assert shape.indexer == IndexerShape(topk=TOPK, heads=16, head_dim=16)
@@ -133,7 +134,7 @@ def test_a_sparse_students_draft_learns_and_says_so_in_its_files(tmp_path: Path)
     companion = train_draft(model, spec, batches, 60)
     weights = companion.serving_weights()
     trained = measure_draft(model, companion, batches)["indexer_loss"]
-    indexer: Any = companion._draft.midlayer.self_attn.indexer
+    indexer: Any = companion.draft.midlayer.self_attn.indexer
     indexer.load_state_dict(build_draft(shape, spec.seed).midlayer.self_attn.indexer.state_dict())
     assert 0 < trained < 0.7 * measure_draft(model, companion, batches)["indexer_loss"], "as it was at the start"
     assert sum(tensor.numel() for tensor in weights.values()) == count_draft_parameters(shape)
