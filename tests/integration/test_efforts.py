@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from opd.prompts import load_tokenizer
@@ -90,6 +91,12 @@ def test_two_efforts_in_a_merge_that_is_killed_and_resumed(tmp_path: Path, pipel
     prompts = {answer["domain"]: answer["prompt"] for answer in expert["answers"]}
     assert prompts["left-domain-low"].startswith("lef ") and prompts["right-domain-low"].startswith("go rig ")
 
+
+@pytest.mark.slow
+def test_a_chat_and_a_server_pass_the_tag_on(tmp_path: Path, pipeline: dict[str, Any]) -> None:
+    file, run = write_pipeline(tmp_path, with_efforts(pipeline)), tmp_path / "run"
+    merged = opd("merge", file, "--run-dir", run, "--set", "trainer.steps=2", cwd=tmp_path, timeout_s=400)
+    assert merged.returncode == 0, merged.stderr
     talk = opd("chat", run, "--effort", "max", "--plain", "--max-new-tokens", "2", cwd=tmp_path, timeout_s=200)
     assert talk.returncode == 0, talk.stderr
 
