@@ -35,6 +35,7 @@ from opd.config.draft import DraftConfig
 from opd.draft.alone import FrozenModel, KnownBatch, train_draft
 from opd.draft.companion import DraftCompanion
 from opd.draft.export import write_draft
+from opd.losses.draft import compute_overlaps
 from opd.models.weights import load_causal_lm
 from opd.records.types import Rollout
 from pipelines.after.draft import split_texts, write_texts
@@ -114,9 +115,9 @@ def judge_draft(
                 kept[f"greedy/{k}"].append(first[whole][:, :k].float().cumprod(-1))
                 domains[k] += [d for d, n in zip(group.domains, whole.sum(1).tolist(), strict=True) for _ in range(n)]
             started = group.valid_I_W_K[..., 0]
-            first_p, first_q = p[:, :, 0][started], q[:, :, 0][started]
-            firsts["rejection"] += torch.minimum(first_p, first_q).sum(-1).tolist()
-            firsts["greedy"] += first_p.gather(-1, first_q.argmax(-1, keepdim=True))[:, 0].tolist()
+            first_p, first_logits = (tensor[:, :, 0][started] for tensor in (p, group.logits_I_W_K_V))
+            firsts["rejection"] += compute_overlaps(first_p, first_logits).tolist()
+            firsts["greedy"] += first_p.gather(-1, first_logits.argmax(-1, keepdim=True))[:, 0].tolist()
             entropies += (-torch.special.xlogy(first_p, first_p).sum(-1)).tolist()
             texts += text_N[group.row_I_W_K[..., 0][started]].tolist()
     values = {key: torch.cat(parts) for key, parts in kept.items()}
