@@ -40,7 +40,7 @@ class Budget:
 
     @contextmanager
     def listening(self) -> Iterator[Interrupts]:
-        """What the merge asks whether to leave; Ctrl-C finishes a step too."""
+        """Yield what the merge asks whether to leave; Ctrl-C finishes a step too."""
         with interrupts() as self._interrupts:
             yield self._interrupts
 

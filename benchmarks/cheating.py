@@ -1,4 +1,4 @@
-"""What the guard is worth where a reward teaches: the same tiny policy learns the same coding task with and without it.
+"""Measure what the guard is worth where a reward teaches: the same tiny policy learns the same coding task with and without it.
 
     python -m benchmarks.cheating --json cheating.json
     python -m benchmarks.cheating --quick
@@ -142,7 +142,7 @@ def _task(rng: random.Random) -> dict[str, Any]:
 
 
 def spec_of(root: Path, args: argparse.Namespace, seed: int) -> dict[str, Any]:
-    """What `opd experts train` gets."""
+    """Return the spec that `opd experts train` gets."""
     size = {"hidden_size": 128, "layers": 4, "heads": 4, "intermediate_size": 344, "max_position_embeddings": 256}
     guards = {
         "free": False,
@@ -212,7 +212,7 @@ def part_length(steps: int) -> int:
 
 
 def figures(root: Path, arm: str) -> dict[str, Any]:
-    """What one arm came to: for each step, and of exams by the steps before them."""
+    """Return the figures of one arm: for each step, and of exams by the steps before them."""
     paths = RunPaths(root / "runs" / f"{_named(arm)}-ppo")
     records = [StepRecord.from_json(json.loads(line)) for line in paths.metrics.read_text().splitlines()]
     episodes = [record.episodes[DOMAIN] for record in records]

@@ -1,4 +1,4 @@
-"""How many tokens does a pass of the model write with a draft, by kind of draft, loss and rule of acceptance? And how many a second?
+"""Measure how many tokens a pass of the model writes with a draft, by kind of draft, loss and rule of acceptance, and how many a second.
 
     python -m benchmarks.draft ablation --pipeline quickstart --model runs/quickstart/model --seeds 0 1 2 --json draft.json
     python -m benchmarks.draft speed --pipeline smollm2 --model models/smollm2 --draft drafts/smollm2 --json speed.json
@@ -71,7 +71,7 @@ BATCH = 16
 
 @dataclass(frozen=True)
 class Judged:
-    """What a draft is worth on held-out texts."""
+    """Worth of a draft on held-out texts."""
 
     kept: dict[str, list[float]]
     """Rule and number K of guesses, as in `rejection/3` -> probability that the first 1, 2, ... K are kept, at starts with K tokens

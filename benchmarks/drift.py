@@ -62,7 +62,7 @@ class Result:
     curve: list[tuple[int, float]]
     """Trained tokens and success of every exam."""
     states: States | None = None
-    """What its training episodes passed, if that is counted."""
+    """States that its training episodes passed, if these are counted."""
 
 
 def cures(over: int) -> dict[str, dict[str, Any]]:
@@ -182,12 +182,12 @@ def runs(args: argparse.Namespace, arm: str, seed: int) -> RunPaths:
 
 
 def visited(args: argparse.Namespace, arm: str, seed: int) -> Path:
-    """Where the episodes of a merge, or of the comparison with it, write their states."""
+    """Return the file in which the episodes of a merge, or of the comparison with it, write their states."""
     return runs(args, arm, seed).root.with_suffix(".visited")
 
 
 def states_of(args: argparse.Namespace, arm: str, seed: int) -> States | None:
-    """What an arm that has just ended saw. Its file gets its name, and the next arm a new one."""
+    """Return the states that an arm which has just ended saw. Its file gets its name, and the next arm a new one."""
     if not args.count_states:
         return None
     shared = visited(args, first_on_policy(args) if arm == OFF_POLICY else arm, seed)

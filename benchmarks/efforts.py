@@ -44,7 +44,7 @@ Task = Callable[[random.Random], tuple[str, list[str]]]
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Amount of everything."""
 
     rows: int
     base_steps: int

@@ -1,4 +1,4 @@
-"""How far beyond its experts should a student be trained? A merge for each factor of `objective.extrapolate`.
+"""Find how far beyond its experts a student should be trained: a merge for each factor of `objective.extrapolate`.
 
     python -m benchmarks.extrapolate --quick
     python -m benchmarks.extrapolate --seeds 0 1 2 --json extrapolate.json      after `make demo` has made prompts and experts

@@ -1,4 +1,4 @@
-"""How far do a right engine and a right trainer differ? The measure behind the default of `sync.tolerance`.
+"""Measure how far a right engine and a right trainer differ, as a basis for the default of `sync.tolerance`.
 
     python -m benchmarks.gap MODEL_DIR [--output FILE]
 

@@ -1,4 +1,4 @@
-"""What a GPU can show, with the packages that are here; what is left out is said by name, and why.
+"""Measure what a GPU can show, with the packages that are here; what is left out is said by name, and why.
 
     make gpu-check
     python3 -m benchmarks.gpu_check --output gpu-check
@@ -30,7 +30,7 @@ PACKAGES = (
     "flash-linear-attention", "causal-conv1d", "flash-attn", "pyarrow", "pydantic", "numpy",
 )  # fmt: skip
 GRACE_S = 20.0
-"""How long a part may go on after its time before it is killed."""
+"""Seconds that a part may go on after its time before it is killed."""
 
 
 def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,7 +51,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the facts that the figures depend on."""
     import torch
 
     facts: dict[str, Any] = {"device": "CPU, not a GPU" if device == "cpu" else torch.cuda.get_device_name()}
@@ -64,7 +64,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def refuse(device: str) -> str | None:
-    """Why nothing can be measured here."""
+    """Return the reason why nothing can be measured here."""
     try:
         import torch
     except ImportError:

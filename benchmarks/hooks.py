@@ -1,4 +1,4 @@
-"""What DeepSpeed's hooks cost one trainer rank: forward and backward pass of a model whose arithmetic is next to nothing.
+"""Measure what DeepSpeed's hooks cost one trainer rank: forward and backward pass of a model whose arithmetic is next to nothing.
 
     python -m benchmarks.hooks --json hooks.json
     python -m benchmarks.hooks --quick

@@ -49,7 +49,7 @@ GLM_5_2 = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Amount of everything."""
 
     dense: int
     """Steps of the body with attention to all."""

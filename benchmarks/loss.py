@@ -70,7 +70,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What one worker said; `note` instead of figures if it could not."""
+    """Figures of one worker; `note` instead if it has none."""
 
     wall_s: float | None = None
     cpu_s: float | None = None
@@ -138,7 +138,7 @@ def make_inputs(case: Case) -> Inputs:
 
 
 def materialised(inputs: Inputs, case: Case) -> Tensor:
-    """What one writes first: all logits at once, autograd does the rest."""
+    """Compute the loss as one writes it first: all logits at once, autograd does the rest."""
     import torch
 
     logp_T_V = (inputs.hidden_T_D @ inputs.head_V_D.T).float().log_softmax(-1)
@@ -317,7 +317,7 @@ def run_case(case: Case, interpreter: str, threads: int, timeout_s: float) -> Re
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run measures, whatever it measures."""
+    """Settings of a run, whatever it measures."""
 
     rounds: int
     threads: int

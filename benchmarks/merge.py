@@ -120,7 +120,7 @@ def cases(args: argparse.Namespace, folder: str) -> tuple[list[Case], list[Case]
 
 
 def turns_of_round(number: int, with_trl: bool, case: Case) -> list[str]:
-    """Who takes turns, in which order: who is first changes from round to round."""
+    """Return the sides that take turns, in their order: the first one changes from round to round."""
     sides = [OURS, TRL] if with_trl else [OURS]
     # The last one trains every weight, of layers that are not compiled.
     alone = [limit for limit in LIMITS if limit != SHARDED or not (case.lora or case.compiled)]

@@ -1,4 +1,4 @@
-"""How sure models of a game are of each right move, where nobody has made a mistake yet.
+"""Measure how sure models of a game are of each right move, where nobody has made a mistake yet.
 
     python -m benchmarks.moves hanoi --tasks eval.jsonl --trained train.jsonl --expert MODEL MODEL ...
 
@@ -50,12 +50,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What a model says of one right move."""
+    """A model's reading of one right move."""
 
     state: str
     p: float
     likeliest: bool
-    """Whether each of its tokens is the likeliest one."""
+    """True if each of its tokens is the likeliest one."""
 
 
 def right_episodes(tokenizer: PreTrainedTokenizerBase, game: str, tasks: Path) -> list[tuple[list[int], list[Move]]]:
@@ -71,7 +71,7 @@ def right_episodes(tokenizer: PreTrainedTokenizerBase, game: str, tasks: Path) -
 
 
 def read(model: PreTrainedModel, ids: Sequence[int], moves: Sequence[Move]) -> list[Read]:
-    """What a model says of each move of an episode."""
+    """Return what a model says of each move of an episode."""
     with torch.no_grad():
         logprobs_T_V = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     told = torch.tensor(ids)
@@ -82,7 +82,7 @@ def read(model: PreTrainedModel, ids: Sequence[int], moves: Sequence[Move]) -> l
 
 
 def of_model(directory: Path, game: str, tasks: Path) -> list[Read]:
-    """What the model of a directory says of the right moves of all tasks."""
+    """Return what the model of a directory says of the right moves of all tasks."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     return [said for ids, moves in right_episodes(tokenizer, game, tasks) for said in read(model, ids, moves)]

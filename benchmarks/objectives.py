@@ -1,4 +1,4 @@
-"""Which divergence merges best? A merge for each objective and setting, all else equal.
+"""Find the divergence that merges best: a merge for each objective and setting, all else equal.
 
     python -m benchmarks.objectives --quick
     python -m benchmarks.objectives --seeds 0 1 2 --json objectives.json        after `make demo` has made prompts and experts

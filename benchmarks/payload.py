@@ -130,7 +130,7 @@ def make_rollouts(rows: int, prompt: int, response: int) -> dict[str, list[Rollo
 
 
 def answer(payload: Payload, response: int, domain: str) -> Answer:
-    """What a scorer fills in for one row."""
+    """Return what a scorer fills in for one row."""
     num = response * payload.width
     columns: dict[str, dict[str, Any]] = {
         "hidden_states": {

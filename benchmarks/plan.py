@@ -44,7 +44,7 @@ MEASURED_FACTORS = ("forward", "backward", "decode")
 
 
 def predicted(run: Mapping[str, Any], folder: Path | None = None) -> dict[str, float]:
-    """What the plan says of a measured merge: seconds of each phase and of a step, GiB of a worker of each role at its
+    """Return what the plan says of a measured merge: seconds of each phase and of a step, GiB of a worker of each role at its
     fullest. Model paths are relative to `folder`."""
     from opd.config import PipelineConfig
     from pipelines.plan.plan import make_plan
@@ -138,7 +138,7 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def summary(config: Mapping[str, Any], records: Sequence[Mapping[str, Any]], command: Sequence[str]) -> dict[str, Any]:
-    """What is kept of a merge's own records."""
+    """Return what is kept of a merge's own records."""
     from opd.config import PipelineConfig
 
     def of(key: str, name: str) -> float:

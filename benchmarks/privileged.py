@@ -1,4 +1,4 @@
-"""What is a reference solution worth that only the teacher reads? The student is its own teacher; three controls on as many responses.
+"""Measure the worth of a solution that only the teacher reads. The student is its own teacher; three controls on as many responses.
 
     python -m benchmarks.privileged --quick
     python -m benchmarks.privileged --seeds 0 1 2 --json privileged.json
@@ -39,7 +39,7 @@ PIPELINE = "pipeline.yaml"
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Amount of everything."""
 
     rows: int
     base_steps: int

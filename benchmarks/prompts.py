@@ -1,4 +1,4 @@
-"""What a million prompts cost before the first step: time, and the process's peak memory.
+"""Measure what a million prompts cost before the first step: time, and the process's peak memory.
 
     python benchmarks/prompts.py --json prompts.json
 
@@ -33,7 +33,7 @@ FORMATS = ("parquet", "csv", "jsonl")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _draw = random.Random(0)
 WORDS = ["".join(_draw.choices(LETTERS, k=_draw.randrange(2, 9))) for _ in range(5000)]
-"""What prompts and the tokenizer are made of."""
+"""Words that prompts and the tokenizer are made of."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def first_step(train: Path, exam: Path, model: Path) -> dict[str, Any]:
-    """What a merge does with its prompts up to step 1, in this process."""
+    """Do what a merge does with its prompts up to step 1, in this process."""
     began = time.monotonic()
     from blake3 import blake3
 

@@ -73,7 +73,7 @@ MERGES = (
 AT_ONCE = Variant("rewards at once", ())
 BASELINES = ("off_policy", "linear", "task_arithmetic", "ties")
 ARMS = (*(one.name.replace(" ", "-") for one in (*MERGES, AT_ONCE)), *BASELINES)
-"""What `--arms` chooses from."""
+"""Arms that `--arms` chooses from."""
 MARGIN = 1.1
 """`rewards at once` may take so many times the steps that it is expected to need: its responses may be shorter than the experts'."""
 TINY = ("between", "number")

@@ -1,4 +1,4 @@
-"""What writing one step ahead gains and costs: `sync` against `one_step_off`, each role on cores of its own.
+"""Measure what writing one step ahead gains and costs: `sync` against `one_step_off`, each role on cores of its own.
 
     python benchmarks/schedules.py --json schedules.json
 

@@ -34,7 +34,7 @@ WAYS = (SHARED, SEPARATE)
 
 @dataclass(frozen=True)
 class Case:
-    """What a step has."""
+    """Contents of a step."""
 
     prompts: int
     n: int

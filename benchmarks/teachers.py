@@ -1,4 +1,4 @@
-"""What the hundredth expert costs: time per scored token, memory, swaps, bytes and disk of a scoring worker with N experts.
+"""Measure what the hundredth expert costs: time per scored token, memory, swaps, bytes and disk of a scoring worker with N experts.
 
     python benchmarks/teachers.py --quick
     python benchmarks/teachers.py --json teachers.json
@@ -403,7 +403,7 @@ class Child:
         self._process.wait()
 
     def _ask(self) -> tuple[dict[str, Any], int, int]:
-        """What the process says, and the most anonymous and file memory that was seen until it did."""
+        """Return what the process says, and the most anonymous and file memory that was seen until it did."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()

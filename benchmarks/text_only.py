@@ -1,4 +1,4 @@
-"""What does a student learn of an expert that only writes text? The quickstart with one expert behind a server on loopback.
+"""Measure what a student learns of an expert that only writes text: the quickstart with one expert behind a server on loopback.
 
     python -m benchmarks.text_only --quick
     python -m benchmarks.text_only --seeds 0 1 2 --questions exam --json text-only.json

@@ -123,7 +123,7 @@ def make_rollouts(config: PipelineConfig) -> list[Rollout]:
 class _Clock:
     now: float = 0.0
     ends: list[float] = field(default_factory=list)
-    """When each round ends."""
+    """Time at which each round ends."""
 
 
 class _Scorers:
@@ -145,7 +145,7 @@ class _Scorers:
         self.taken, self.overlapped, self.arrived = 0, 0, False
 
     def _ready(self, worker: int) -> float:
-        """When the worker's next part is there: it begins when it was asked, and has answered the part before."""
+        """Return the time when the worker's next part is there: it begins when it was asked, and has answered the part before."""
         _, cost = self._rows[worker][self._place[worker]]
         return max(self._free[worker], self._asked[worker][0]) + cost
 

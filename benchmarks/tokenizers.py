@@ -65,7 +65,7 @@ of the same text, and weighs these by their share of the vocabulary; `matched` c
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Amount of everything."""
 
     domain: str
     tokens: int

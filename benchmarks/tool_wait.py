@@ -41,14 +41,14 @@ LENGTHS = ("varied", "even")
 SLEEPS, AT_ONCE = "sleeps", "at once"
 WAYS = (AT_ONCE, SLEEPS)
 TOLD = " done. "
-"""What the tool gives back."""
+"""Text that the tool gives back."""
 LONGEST = 3
 """A turn of varied length has at most so many times the mean."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a step has."""
+    """Contents of a step."""
 
     episodes: int
     turns: int
@@ -125,7 +125,7 @@ class Time:
     lengths: str
     way: str
     tokens: int
-    """What the policy wrote."""
+    """Tokens that the policy wrote."""
     wall_s: float
     engine_s: float
     """Time that the engine was at work."""

@@ -39,7 +39,7 @@ TINY = ("reverse", "double")
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the pipeline."""
+    """Settings that differ from the pipeline's."""
 
     name: str
     settings: tuple[str, ...]
@@ -67,7 +67,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where merges run."""
+    """Place where merges run."""
 
     cwd: Path
     """Paths in the pipeline are relative to it."""
@@ -218,7 +218,7 @@ def carry_out(where: Place, paths: RunPaths, begin: Sequence[str]) -> None:
 
 
 def outcome(paths: RunPaths, variant: Variant, seed: int) -> Outcome:
-    """What a finished merge came to."""
+    """Return the outcome of a finished merge."""
     exams = {exam: Evaluation.load(paths.evaluation_file(exam)).scores for exam in MERGE_EVALUATIONS}
     wall_s = json.loads(paths.report.read_text(encoding="utf-8"))["wall_s"]
     return measured(variant, seed, exams, read_progress(paths.metrics)[1], wall_s)

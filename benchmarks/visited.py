@@ -1,4 +1,4 @@
-"""Which states of a game the episodes of a training run pass, for `benchmarks.drift --count-states`."""
+"""States of a game that the episodes of a training run pass, for `benchmarks.drift --count-states`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Visited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """What a training run saw."""
+    """States that a training run saw."""
 
     turns: int
     different: int

@@ -106,7 +106,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _placeholder(param: Any, types: Mapping[str, Any]) -> str:
-    """What stands for the value: the metavar if the command gives one."""
+    """Return what stands for the value: the metavar if the command gives one."""
     return param.metavar or PLACEHOLDERS.get(types.get(param.name, str), "TEXT")
 
 

@@ -231,7 +231,7 @@ def pipeline_page() -> tuple[str, ...]:
 
 
 def shipped_files() -> str:
-    """What `opd pipelines list` shows, and the training specs."""
+    """Return what `opd pipelines list` shows, and the training specs."""
     configs = {name: load_pipeline(path) for name, path in shipped_pipelines().items()}
     rows = [(f"`{n}`", f"`{c.student.model}`", str(len(c.domains)), str(c.trainer.steps)) for n, c in configs.items()]
     specs = {p.name.removesuffix(".yaml"): load_yaml(Path(str(p))) for p in _experts_yaml()}

@@ -25,7 +25,7 @@ FULL = {"reverse": 160, "sort": 180}
 """Expert that is a whole model -> steps of its training."""
 ADAPTED = "rotate"
 OTHERS = ("shift", "double", "mask", "compare", "walk", "swap")
-"""What the student has learned a little of besides."""
+"""Tasks that the student has learned a little of besides."""
 ROWS, PROMPTS = 2000, 1000
 """Rows of a task that models learn from, and prompts of it that the merge gets."""
 SHAPE = {"tokenizer": "letters", "hidden_size": 128, "layers": 4, "heads": 4, "intermediate_size": 344}

@@ -57,7 +57,7 @@ class AdapterInfo(Strict):
     target_modules: tuple[str, ...]
     """Last parts of the names of the modules that it changes, e.g. `q_proj`."""
     parameters: int
-    """How many numbers its weight file holds."""
+    """Count of the numbers in its weight file."""
     files: dict[str, str]
     """File name → BLAKE3 hash of its weights and its configuration; empty if hashing was not asked for."""
 

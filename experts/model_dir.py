@@ -53,7 +53,7 @@ class ModelInfo(Strict):
     dtype: str
     """Type of most weights, by torch's name, e.g. `bfloat16`."""
     parameters: int
-    """How many numbers the weight files hold; a tied head counts once."""
+    """Count of the numbers in the weight files; a tied head counts once."""
     hidden_size: int
     """Width of the last hidden state."""
     vocab_rows: int

@@ -59,7 +59,7 @@ class ExpertManifest(Strict):
     probe: ProbeRecord | None = None
     """Log-probs by which a scoring worker recognises the expert; None if it was registered without torch."""
     training: dict[str, Any] | None = None
-    """How `opd experts train` made it: base, method, data and result. None for an expert that was made elsewhere."""
+    """Record of its making by `opd experts train`: base, method, data and result. None for an expert that was made elsewhere."""
     registered_at: str
     """UTC, ISO 8601."""
 
@@ -70,7 +70,7 @@ class ExpertManifest(Strict):
 
     @property
     def parameters(self) -> int:
-        """How many numbers its weight files hold, for an adapter together with its base."""
+        """Count of the numbers in its weight files, for an adapter together with its base."""
         return self.info.parameters + (self.adapter.parameters if self.adapter else 0)
 
 

@@ -230,7 +230,7 @@ class Rewards(Protocol):
 
 class Schedule(Protocol):
     STEPS_AHEAD: ClassVar[int]
-    """How many steps before its training a step's prompts are taken."""
+    """Number of steps between the taking of a step's prompts and its training."""
     max_staleness: int
     """Most weight pushes between the writing of a token and its training; the loop refuses rows that are older."""
 

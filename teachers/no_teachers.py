@@ -25,7 +25,7 @@ from opd.stream.targets import ExpectedRow, StreamPart, TargetStream, TeacherReq
 NOBODY = "nobody"
 """Value of the column `teacher` of these rows."""
 SENDER = "rollouts"
-"""Who sends the rows, as errors name it."""
+"""Sender of the rows, as errors name it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,7 +56,7 @@ class PoolSpec:
     gpus: float = 0
     """GPUs of each worker; with engine `vllm`, GPUs of each process of the worker's engine. 0: the CPU."""
     roles: int = 1
-    """How many roles, this one included, compute at the same time on these cores."""
+    """Number of roles, this one included, that compute at the same time on these cores."""
     kv_cache_gib: int = 1
     """Key-value cache of each process of engine `vllm` on the CPU, whole GiB."""
     max_quarantined: float

@@ -53,7 +53,7 @@ class WeightCache:
         self._in_use: set[str] = set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self.loads = 0
-        """How often a model or an adapter was read from disk."""
+        """Number of times that a model or an adapter was read from disk."""
 
     def prefetch(self, teacher: Teacher) -> None:
         """Begin to read a teacher ahead if there is room for it beside the one in use; returns at once."""

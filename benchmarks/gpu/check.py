@@ -1,4 +1,4 @@
-"""What the parts of the GPU check share: where figures go, what is left out and why, and how long there is."""
+"""Common parts of the GPU check: where figures go, what is left out and why, and how long there is."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ USUAL = tuple(part.name for part in PARTS if part.name not in ("packing", "archi
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """End of a command."""
 
     code: int | None
     """None: its time was over."""
@@ -88,7 +88,7 @@ def within(command: Sequence[str], seconds: float, env: Mapping[str, str] | None
 
 
 def is_here(module: str) -> bool:
-    """Whether a module could be imported; nothing is imported but the packages around it."""
+    """Return True if a module could be imported; nothing is imported but the packages around it."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -129,7 +129,7 @@ class Check:
         print(f"[{self.part}] left out: {what}: {why}", flush=True)
 
     def in_time(self, what: str, seconds: float) -> bool:
-        """Whether there is time for something that takes so long; said if not."""
+        """Return True if there is time for something that takes so long; leave it out if not."""
         if self.left_s >= seconds:
             return True
         self.leave_out(what, f"{max(0.0, self.left_s):.0f} s were left of the time given")

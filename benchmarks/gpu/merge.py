@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 WARM = 2
 """First steps, which compile and allocate, and are not counted."""
 SIZES: dict[bool, dict[str, int]] = {False: {"hidden": 2048, "heads": 64, "layers": 12}, True: {}}
-"""Whether the check is quick -> sizes of the random models: 610 million parameters, or those of the tests."""
+"""True for a quick check -> sizes of the random models: 610 million parameters, or those of the tests."""
 
 
 def measure(check: Check) -> None:

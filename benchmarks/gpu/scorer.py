@@ -33,7 +33,7 @@ PASSES = (4096, 16384, 65536)
 
 
 def measure(check: Check) -> None:
-    """What a process takes, speed in bfloat16, then equality in float32."""
+    """Measure what a process takes, speed in bfloat16, then equality in float32."""
     if check.device == "cuda" and shutil.which("nvidia-smi"):
         _context(check)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +45,7 @@ def measure(check: Check) -> None:
 
 
 def _context(check: Check) -> None:
-    """What the GPU has less of, as the driver says, once a process has multiplied two matrices on it."""
+    """Measure how much less memory the GPU has, as the driver says, once a process has multiplied two matrices on it."""
     before = used_bytes()
     ones = torch.ones(256, 256, device="cuda")
     (ones @ ones).sum().item()

@@ -97,7 +97,7 @@ def num_tokens(rollouts: Sequence[types.Rollout]) -> int:
 
 @dataclass
 class Span:
-    """How long something took, and the most memory that it had beyond what was there before."""
+    """Duration of something, and the most memory that it had beyond what was there before."""
 
     seconds: float = 0.0
     peak_bytes: int | None = None

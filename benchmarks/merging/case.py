@@ -1,4 +1,4 @@
-"""What is measured: a case, the turns that both sides take at it, and what follows from them.
+"""Subject of a measurement: a case, the turns that both sides take at it, and what follows from them.
 
 Needs nothing but Python, because the other side's interpreter reads it too.
 """
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def compiled(self) -> bool:
-        """Whether our trainer compiles its layers."""
+        """True if our trainer compiles its layers."""
         return "trainer.compile=true" in self.options
 
     @property
@@ -125,7 +125,7 @@ class Turn:
     round: int
     steps: list[Step] = field(default_factory=list)
     figures: dict[str, float] = field(default_factory=dict)
-    """What a process that measures limits said."""
+    """Figures of a process that measures limits."""
     start_s: float = 0.0
     """Until the first step that counts could begin."""
     memory: dict[str, int] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Turn:
 
 
 def unequal(case: Case, step: Step) -> str | None:
-    """What a step did that the case does not say; None if it did the work that was asked for."""
+    """Return what a step did that the case does not say; None if it did the work that was asked for."""
     wanted = (case.responses * case.prompt_tokens, case.response_tokens)
     found = (step.prompt_tokens, step.response_tokens)
     if found == wanted:

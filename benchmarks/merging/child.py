@@ -24,7 +24,7 @@ END_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Interpreters:
-    """Who runs what, and for how long at most."""
+    """Interpreters of the sides, and the most time for a step."""
 
     ours: str
     trl: str | None
@@ -115,7 +115,7 @@ class Child:
         return Step(**said, cpu_s=self._cpu_s - before)
 
     def told(self) -> dict[str, Any]:
-        """What the process says next, after which it is looked at and sent on."""
+        """Return what the process says next, after which it is looked at and sent on."""
         deadline = time.monotonic() + self._timeout_s
         with selectors.DefaultSelector() as selector:
             selector.register(self._pipe, selectors.EVENT_READ)

@@ -36,7 +36,7 @@ SPECIALS = ["<pad>", "<unk>"]
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to write into a folder."""
+    """Contents to write into a folder."""
 
     folder: str
     model_dir: str | None

@@ -1,4 +1,4 @@
-"""What the machine gives to each part of a step alone: the rates that no loop around these parts can pass.
+"""Measure what the machine gives to each part of a step alone: the rates that no loop around these parts can pass.
 
     python -m benchmarks.merging.limits CASE DESCRIPTOR engine
     python -m benchmarks.merging.limits CASE DESCRIPTOR body

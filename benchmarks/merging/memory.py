@@ -39,7 +39,7 @@ def anonymous(pids: list[int]) -> dict[int, int]:
 
 
 def title(pid: int) -> str:
-    """What a process calls itself, a Ray actor without what it does just now; empty if it has ended."""
+    """Return what a process calls itself, a Ray actor without what it does just now; empty if it has ended."""
     with _ended():
         program, *words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if program.startswith("ray::"):

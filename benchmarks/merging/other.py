@@ -70,7 +70,7 @@ def config(case: Case, folder: str) -> Any:
 
 
 def adapters(case: Case) -> Any:
-    """What TRL trains in place of the weights; None for the weights themselves."""
+    """Return the adapters that TRL trains in place of the weights; None for the weights themselves."""
     if not case.lora:
         return None
     from peft import LoraConfig

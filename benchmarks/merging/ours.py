@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def pipeline(case: Case) -> dict[str, Any]:
-    """What a pipeline file of the case would hold; `case.options` come on top."""
+    """Return the contents of a pipeline file of the case; `case.options` come on top."""
     numbers = range(case.experts)
     lora = {"lora": {"r": case.lora, "alpha": 2 * case.lora}} if case.lora else {}
     return {

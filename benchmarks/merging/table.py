@@ -74,7 +74,7 @@ class Phase:
     alone: float | None
     """None where nothing of the phase was measured alone."""
     parts: str
-    """What that is."""
+    """Parts of it, with their seconds."""
     sharding: float | None = None
     """Seconds of the rest that our ZeRO engine takes, measured without a loop around it."""
 
@@ -98,7 +98,7 @@ def phases(case: Case, side: str, turns: Sequence[Turn], found: Mapping[str, flo
 
 
 def by_phase(measured: Sequence[Measured]) -> Any:
-    """Where a step's time goes."""
+    """Return a table of where a step's time goes."""
     from rich.table import Table
 
     caption = "alone: the same work at the rate measured alone in the same run; rest: what the loop around it costs, ZeRO: of it"
@@ -144,7 +144,7 @@ LIMIT_COLUMNS = {
 
 
 def of_limits(measured: Sequence[Measured]) -> Any:
-    """What was measured alone."""
+    """Return a table of what was measured alone."""
     from rich.table import Table
 
     table = Table("case", title="Limits: each part alone, in the same run")
@@ -159,7 +159,7 @@ def of_limits(measured: Sequence[Measured]) -> Any:
 
 
 def by_process(measured: Sequence[Measured]) -> Any:
-    """Who holds the memory."""
+    """Return a table of who holds the memory."""
     from rich.table import Table
 
     table = Table(
@@ -177,7 +177,7 @@ def by_process(measured: Sequence[Measured]) -> Any:
 
 
 def of_experts(measured: Sequence[Measured]) -> Any:
-    """What more experts cost."""
+    """Return a table of what more experts cost."""
     from rich.table import Table
 
     table = Table("experts", title=f"Ours with more experts, {measured[0].case.name}")

@@ -1,4 +1,4 @@
-"""How a child process says that a step is over, and waits until it may go on. Needs nothing but Python.
+"""A child process's way to say that a step is over, and to wait until it may go on. Needs nothing but Python.
 
 What libraries print goes to the log, so a child talks through a pipe of its own.
 """

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TAUGHT = ("word_reversal", "needle", "rotation")
 """Domains of smollm2 that take part, each with an expert."""
 CHANGED = 1e-3
-"""How far an expert of smollm2 is from the student, as a share of each weight's standard deviation."""
+"""Distance of an expert of smollm2 from the student, as a share of each weight's standard deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)

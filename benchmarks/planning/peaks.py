@@ -15,7 +15,7 @@ ROLES = {
     "ray::VLLMWorker": "rollout engine",
     "ray::TeacherWorker": "scoring worker",
 }
-"""What a Ray actor calls itself -> the role, as the plan names it."""
+"""Title of a Ray actor -> the role, as the plan names it."""
 LOOK_S, WHO_S = 0.25, 2.0
 """Seconds between two looks at the workers' memory, and at who they are."""
 

@@ -10,8 +10,8 @@ FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}
 """malloc would have an arena of memory for each thread. Ray and gloo have three dozen threads in a worker, and each arena would take
 a large page or more, nearly all of it empty."""
 SPIN_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""How OpenMP's threads wait for each other: they spin for a moment, then sleep. Measured with vLLM engines on two cores (SmolLM2-135M, 64
-prompts of 150 tokens, 8 tokens to each), in seconds for one engine, and for each of two engines at the same time:
+"""Settings with which OpenMP's threads, waiting for each other, spin for a moment, then sleep. Measured with vLLM engines on two cores
+(SmolLM2-135M, 64 prompts of 150 tokens, 8 tokens to each), in seconds for one engine, and for each of two engines at the same time:
 
     these settings                        1.05    2.5
     sleeping at once                      1.25    1.9

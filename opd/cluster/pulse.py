@@ -59,7 +59,7 @@ def _write_pulse(key: bytes) -> None:
 
 @dataclass
 class Pulse:
-    """What the driver knows of one worker's pulse."""
+    """The driver's knowledge of one worker's pulse."""
 
     key: bytes
     """Key of the worker in the key-value store."""
@@ -68,7 +68,7 @@ class Pulse:
     silent_s: float = 0.0
     """Seconds for which the driver has listened without a new message."""
     looked_at: float = 0.0
-    """When the driver looked last, by the monotonic clock."""
+    """Time of the driver's last look, by the monotonic clock."""
     kill_reason: str = ""
     """The reason why the worker was killed, if it was silent or did not start in time; else empty. Errors show it."""
 

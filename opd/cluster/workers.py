@@ -32,7 +32,7 @@ class Worker(Generic[T]):
         self.name = name
         """The worker's name in errors, such as `trainer rank 0`."""
         self.pulse = pulse
-        """What the driver knows of the worker's pulse."""
+        """The driver's knowledge of the worker's pulse."""
         self.watch = watch
         """The watch of its session."""
         self._actor = actor

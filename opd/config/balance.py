@@ -33,7 +33,7 @@ class GapBalance(Strict):
     kind: Literal["gap"]
     """A domain's share is `weight` times what it has left to learn."""
     of: Literal["samples", "tokens"] = "samples"
-    """What is shared out: a step's samples, or its trained tokens."""
+    """Quantity to share out: a step's samples, or its trained tokens."""
     per: Literal["token", "response"] = "token"
     """Count the loss a `token`, over that of the domain's first steps, or of a whole `response`."""
     floor: float = Field(0.5, gt=0, le=1)

@@ -88,9 +88,9 @@ class ZeroOptimizationConfig(_DeepSpeedSection):
     """Ranks that hold a second copy of the weights together, usually those of one machine: weights are then gathered within it.
     Divides `trainer.ranks`."""
     offload_optimizer: OffloadConfig = OffloadConfig()
-    """Where the optimiser's state and the gradients are, and where AdamW computes."""
+    """Place of the optimiser's state and the gradients, and of AdamW's computation."""
     offload_param: OffloadConfig = OffloadConfig()
-    """Where a rank's part of the weights is; a layer's weights are copied to the GPU while it computes."""
+    """Place of a rank's part of the weights; a layer's weights are copied to the GPU while it computes."""
 
 
 class DeepSpeedConfig(_DeepSpeedSection):

@@ -63,8 +63,8 @@ class StudentConfig(Strict):
     add_special_tokens: bool | None = None
     """Begin a prompt of plain text as the tokenizer does, with a begin token for example; default: true."""
     tool_call_parser: ToolCallParser = "auto"
-    """How the student writes tool calls: a name of docs/agents.md#how-calls-are-written, or of vLLM's `--tool-call-parser`.
-    `auto`: as its chat template does, else `hermes`."""
+    """Form of the student's tool calls: a name of docs/agents.md#how-calls-are-written, or of vLLM's `--tool-call-parser`.
+    `auto`: that of its chat template, else `hermes`."""
 
     @property
     def puts_in_front(self) -> bool:
@@ -98,7 +98,7 @@ class ExpertConfig(Strict):
     effort: Name | None = None
     """The effort of the domain, one of `efforts`, that this expert is for; default: all of them."""
     prompt: TeacherPromptConfig | None = None
-    """What this expert reads before a response, see docs/teacher_prompts.md; default: what the student reads."""
+    """Prompt that this expert reads before a response, see docs/teacher_prompts.md; default: the student's."""
     engine: dict[str, Any] | None = None
     """The engine that scores with this expert, as `kind`, and the keys that this engine has under `teachers`; see docs/engines.md.
     Default: `teachers`."""
@@ -153,7 +153,7 @@ class DomainEvalConfig(Strict):
     holdout: float | None = Field(None, gt=0, lt=1)
     """Instead of `prompts`: share of the training prompts to hold out, chosen by each prompt's hash."""
     verifier: VerifierConfig = "exact_match"
-    """How an answer is judged: a kind, or a mapping with `kind` and options."""
+    """Way to judge an answer: a kind, or a mapping with `kind` and options."""
 
     @model_validator(mode="after")
     def _check_one_source(self) -> DomainEvalConfig:
@@ -212,7 +212,7 @@ class DomainConfig(Strict):
     ) = None
     """`false`: no guard here. A mapping: keys of the section `guard` that differ here."""
     eval: DomainEvalConfig | None = None
-    """How the domain is measured; without it the domain is trained only."""
+    """Exam of the domain; without it the domain is trained only."""
     teachers: (
         Annotated[
             Annotated[Name, Tag("~text")]

@@ -14,7 +14,7 @@ class LMEvalConfig(Strict):
     tasks: list[Annotated[PathOrName, Field(min_length=1)]] = []
     """Names of the harness, such as `gsm8k`, or YAML files of yours."""
     model: Literal["hf", "vllm"] = "hf"
-    """Which of the harness's adapters runs the model."""
+    """Adapter of the harness that runs the model."""
     limit: int | None = Field(None, ge=1)
     """Questions per task, for a first look; default: all."""
     timeout_s: float = Field(14400, gt=0, allow_inf_nan=False)

@@ -92,9 +92,9 @@ class GuardConfig(Strict):
     protected: list[Annotated[str, AfterValidator(_check_anchored_glob)]] = []
     """Globs of what the environment hides, from `/` or with `**/` in front: `/box/.cases/**`."""
     workdir: Annotated[str, AfterValidator(_check_absolute)] = "/workspace"
-    """Where an episode begins, as its shell sees it."""
+    """An episode's first directory, as its shell sees it."""
     home: Annotated[str, AfterValidator(_check_absolute)] = "/root"
-    """What `~` is."""
+    """Directory behind `~`."""
     keeps_shell: bool = True
     """Calls share one shell, with its `cd` and variables; false: each begins anew in `workdir`."""
     tools: dict[str, dict[str, Literal["shell", "python", "read", "write", "text"]]] = {}
@@ -111,7 +111,7 @@ class GuardConfig(Strict):
     cache: int = Field(4096, ge=0)
     """Answers of the judge held in memory; a run's file has all."""
     on_failure: Literal["allow", "block"] = "block"
-    """What becomes of a suspicious call without a judge's answer. What a rule is certain of is blocked anyway."""
+    """Verdict on a suspicious call without a judge's answer. What a rule is certain of is blocked anyway."""
     on_hit: Literal["mask", "keep", "negative"] = "keep"
     """Tokens of a turn with a blocked call: trained as usual, masked, or trained against, which needs a reward."""
 

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from opd.settings.strict import Strict
 
 ACTIONS = ("warn", "pause", "stop")
-"""What a monitor can do, from the mildest to the hardest."""
+"""Actions of a monitor, from the mildest to the hardest."""
 
 
 class SignalLimits(Strict):

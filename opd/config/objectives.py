@@ -86,7 +86,7 @@ class ObjectiveConfig(Strict):
 
     @property
     def top_k(self) -> int:
-        """How many of its likeliest tokens a teacher has to give at each position."""
+        """Number of its likeliest tokens that a teacher has to give at each position."""
         return 0
 
     def problem_with(self, payload: str) -> PydanticCustomError | None:

@@ -93,7 +93,7 @@ class PipelineConfig(Strict):
     seed: int = Field(0, ge=0)
     """Decides the order of prompts and every sampled token."""
     student: StudentConfig
-    """Who learns."""
+    """The learner."""
     registry: UserPath | None = None
     """Expert registry for `experts: {use: ...}`; default: OPD_REGISTRY, else ./registry."""
     experts: ExpertsConfig
@@ -106,7 +106,7 @@ class PipelineConfig(Strict):
     """Effort, from the least to the most -> its tag in the student's prompt, see docs/efforts.md: domain `math` becomes the
     domains `math-low`, `math-high` and so on."""
     balance: BalanceConfig = SamplesBalance(kind="samples")
-    """How many samples of a step each domain gets, see docs/balance.md."""
+    """Samples that each domain gets in a step, see docs/balance.md."""
     rollout: RolloutConfig = RolloutConfig()
     teachers: TeachersConfig = TransformersTeachers()
     objective: AnyObjective = Field(default_factory=build_default_objective)
@@ -121,7 +121,7 @@ class PipelineConfig(Strict):
     """Check tool calls of episodes before they run, see docs/guard.md."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     target_log: TargetLogConfig = TargetLogConfig()
-    """What is on disk of the steps since the last checkpoint, for a resume."""
+    """Log on disk of the steps since the last checkpoint, for a resume."""
     evaluate: EvaluateConfig = EvaluateConfig()
     logging: LoggingConfig = LoggingConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -32,7 +32,7 @@ def _refuse_rendering(variables: dict[str, Any]) -> dict[str, Any]:
 
 ChatTemplateKwargs = Annotated[dict[str, JsonValue], AfterValidator(_refuse_rendering)]
 ToolCallParser = Annotated[str, AfterValidator(check_parser_name)]
-"""How a model writes calls of tools, by the names of `opd.tool_formats`."""
+"""Form of a model's calls of tools, by the names of `opd.tool_formats`."""
 
 
 def _scalar_kind(value: Any) -> str:
@@ -75,7 +75,7 @@ class PromptsConfig(Strict):
     split: Name | None = None
     """Default: `train`, or the only one."""
     columns: dict[Column, Annotated[str, Field(min_length=1)] | None] = {}
-    """What the data set calls our columns: `{prompt: question, answer: solution}`. `null`: not read."""
+    """The data set's names for our columns: `{prompt: question, answer: solution}`. `null`: not read."""
     chat: bool = False
     """Read `prompt` as a chat, see docs/pipelines.md#prompts; default: as plain text."""
     filter: FilterConfig | None = None

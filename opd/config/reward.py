@@ -32,7 +32,7 @@ class EmaBaseline(Strict):
     kind: Literal["ema"]
     """Minus a running mean of the domain's rewards."""
     decay: float = Field(0.95, ge=0, lt=1)
-    """What an episode leaves of the mean before it."""
+    """Share of the old mean that an episode leaves."""
 
 
 class WarmUpConfig(Strict):
@@ -67,7 +67,7 @@ class CriticBaseline(Strict):
     freeze_attention: bool = False
     """Keep the critic's attention layers as they are."""
     warm_up: WarmUpConfig = WarmUpConfig()
-    """How long the critic learns alone."""
+    """First steps: the critic learns alone."""
 
 
 KINDS = ("leave_one_out", "group", "ema", "none", "critic")
@@ -103,7 +103,7 @@ class BudgetConfig(Strict):
     share: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The same as a share of the mean in the step and domain; beside `tokens` the larger of the two holds."""
     reward: float = Field(-1.0, allow_inf_nan=False)
-    """What a longer one earns in the place of its reward."""
+    """Reward of a longer one, in place of its own."""
 
     @model_validator(mode="after")
     def _check_limit(self) -> BudgetConfig:
@@ -116,7 +116,7 @@ class PreferenceConfig(Strict):
     """A second model, the discriminator, learns in each step to tell the student's answers from those of text-only experts."""
 
     controls: Literal["none", "length", "form"] = "form"
-    """What no answer is preferred for: its `length`, or its `form`: length, lines and share of punctuation."""
+    """Properties that no answer is preferred for: its `length`, or `form`: length, lines and share of punctuation."""
     length_ratio: float = Field(2.0, ge=1, allow_inf_nan=False)
     """A response more than so many times as long or as short as the expert's answer earns 0; so does one cut where that was not."""
     lr_ratio: float = Field(0.25, gt=0, allow_inf_nan=False)
@@ -133,11 +133,11 @@ class RewardConfig(Strict):
     schedule: WeightSchedule | None = None
     """Changes `weight` from step to step; default: it stays."""
     baseline: BaselineConfig = LeaveOneOutBaseline(kind="leave_one_out")
-    """What is subtracted from a reward to make an advantage, see docs/credit.md; a kind alone will do."""
+    """Number to subtract from a reward to make an advantage, see docs/credit.md; a kind alone will do."""
     preference: PreferenceConfig | None = None
     """Reward the domains of text-only experts by a discriminator, see docs/text_only.md; default: as other domains."""
     ratio: RatioConfig = RatioConfig()
-    """How far a token's probability may move before it is masked."""
+    """Distance that a token's probability may move before it is masked."""
     compare_every: int = Field(0, ge=0)
     """Steps between comparisons of both gradients, in norms and cosine; 0: never. Such a step trains twice as long and
     holds three more gradients."""

@@ -95,7 +95,7 @@ class TrainerConfig(Strict):
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: constant, or down to `min_lr_ratio` of `lr` at the last step."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """Where linear and cosine decay end, as a share of `lr`."""
+    """End of linear and cosine decay, as a share of `lr`."""
     extended: tuple[ShorterConfig, ...] = ()
     """Written by `opd merge --extend`: the shorter merges that this one was, each with its own decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
@@ -201,7 +201,7 @@ class ScheduleConfig(Strict):
 
 class SyncConfig(Strict):
     kind: Literal["auto", "shared_memory", "network", "direct"] = "auto"
-    """How weights reach the engines: `shared_memory` on one machine; `network` through Ray, to any; `direct` from GPU to
+    """Transport of weights to engines: `shared_memory` on one machine; `network` through Ray, to any; `direct` from GPU to
     GPU, to any. `auto`: `direct` if trainer and engines are on GPUs, else `shared_memory`."""
     tolerance: float | None = Field(None, gt=0)
     """The run stops at a larger mean gap of trainer and engine log-probs, nats. Default: 0.02 in float32, else 0.15;
@@ -221,7 +221,7 @@ class CheckpointConfig(Strict):
 
 class TargetLogConfig(Strict):
     keep: Literal["targets", "rollouts"] = "targets"
-    """What stays on disk of each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
+    """Data on disk for each step since the last checkpoint: responses and teachers' scores, or responses alone, which a
     resume scores again. See docs/resume.md#the-size-of-the-target-log."""
     max_size: ByteSize | None = Field(None, gt=0)
     """The next checkpoint comes early where the log would exceed this; one step is always logged. Default: the bytes of a
@@ -250,7 +250,7 @@ class ClusterConfig(Strict):
     placement: PlacementConfig = PlacementConfig()
     """Nodes for each role's workers, see docs/cluster.md; default: where Ray finds room."""
     max_restarts: int = Field(3, ge=0)
-    """How often a merge may restart all workers from its last checkpoint."""
+    """Times that a merge may restart all workers from its last checkpoint."""
     start_timeout_s: float = Field(300, gt=0)
     """Deadline for a worker to start and load its model."""
     phase_timeout_s: float = Field(3600, gt=0)

@@ -27,7 +27,7 @@ class SubAgentConfig(Strict):
     prompt: str = TASK
     """First message, with the task that the student wrote."""
     result: str = ANSWER
-    """What the call returns, with the sub-agent's last turn."""
+    """Result of the call, with the sub-agent's last turn."""
     max_turns: int = Field(16, ge=1)
     """Turns of the sub-agent, each of `rollout.max_new_tokens` at most."""
     max_tokens: int | None = Field(None, ge=1)

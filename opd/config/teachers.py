@@ -215,7 +215,7 @@ class TrainerTeachers(Teachers):
     engine: Literal["trainer"]
     """The trainer's ranks, for a LoRA student and LoRA experts of its base, see [gpu.md](gpu.md)."""
     payload: Literal["hidden_states", "sampled_logprobs", "top_k"] = "hidden_states"
-    """What a teacher says of each trained token, as with `transformers`."""
+    """A teacher's answer about each trained token, as with `transformers`."""
     dtype: DType = "float32"
     """Type in which the ranks keep hidden states; they compute in `trainer.dtype`."""
 

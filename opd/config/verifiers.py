@@ -74,11 +74,11 @@ class JudgeConfig(TextServerConfig):
     kind: Literal["judge"]
     """A model on a server gives a number, see docs/judge.md; not for an `agent`."""
     rubric: RowText
-    """What earns how much, in words. `{{ row.rubric }}`: the row's column `rubric`."""
+    """Criteria of the score, in words. `{{ row.rubric }}`: the row's column `rubric`."""
     range: list[Annotated[float, Field(allow_inf_nan=False)]] = Field([0.0, 10.0], min_length=2, max_length=2)
     """The least and the largest number, which become 0 and 1; default: 0 and 10."""
     controls: Literal["none", "length", "form"] = "none"
-    """What no response is rewarded for: its `length`, or its `form`: length, lines and punctuation."""
+    """Properties that no response is rewarded for: its `length`, or `form`: length, lines and punctuation."""
     max_tokens: int = Field(1024, ge=1)
     """Most tokens that the judge writes."""
     max_quarantined: float = Field(0.1, ge=0, le=1)

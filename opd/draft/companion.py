@@ -65,7 +65,7 @@ class DraftSpec:
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """What the draft reads of the student, see `opd.train.companions.Companion.layers`."""
+        """Layers of the student that the draft reads, see `opd.train.companions.Companion.layers`."""
         return (*self.shape.layers, EMBEDDING)
 
     def start(self, options: ModelOptions, rank: int, student: Any, device: torch.device) -> DraftCompanion:

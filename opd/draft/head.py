@@ -38,7 +38,7 @@ from opd.draft.shape import DraftShape, IndexerShape
 
 @dataclass(frozen=True)
 class Context:
-    """What the draft reads of the student's sequences."""
+    """Tensors of the student's sequences that the draft reads."""
 
     states_S_L_D: Tensor
     """States of all depths after `fc`."""
@@ -48,7 +48,7 @@ class Context:
     """Keys of the first guess after each position, turned by the position."""
     value_S_G_L_E: Tensor
     joined_S_L_J: Tensor
-    """What attention reads of the first guess after each position."""
+    """Input of attention for the first guess after each position."""
 
 
 @dataclass(frozen=True)

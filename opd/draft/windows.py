@@ -26,7 +26,7 @@ class DraftBatch:
     """Flat index of each position of the sequences; 0 beyond their ends."""
     windows: Windows
     row_I_W_K: Tensor
-    """Which of the N trained tokens each guess is about; 0 where `valid_I_W_K` is False."""
+    """Index, among the N trained tokens, of the one that each guess is about; 0 where `valid_I_W_K` is False."""
     valid_I_W_K: Tensor
     """True where there is a trained token to judge the guess by; a start's first guesses, without a gap."""
     domains: tuple[str, ...]

@@ -28,7 +28,7 @@ NEEDED = (
 
 class VerifiersOptions(Strict):
     id: str
-    """What `verifiers.load_environment` is asked for."""
+    """Name that `verifiers.load_environment` is asked for."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for it."""
 

@@ -14,7 +14,7 @@ from opd.environments.game import Game, GameOptions
 
 class SortingOptions(GameOptions):
     digits: int = Field(5, ge=3, le=9)
-    """How many there are to sort, all different."""
+    """Number of digits to sort, all different."""
 
 
 class Sorting(Game[str]):

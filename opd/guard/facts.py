@@ -128,7 +128,7 @@ class ProgramCall:
     feeds: tuple[str, ...] = ()
     """The calls behind it in the pipeline that get its output, each as its `call_line`."""
     tags: frozenset[str] = frozenset()
-    """What else is known of the call.
+    """Further facts about the call.
 
     `unseen`: it runs code that we cannot see. `decoded`: it is, or evaluates, code that comes out of encoded text. `encoded`: also that, and
     the code was encoded for no other reason than to hide it. `unknown`: the name of its program is not known. `outward`: a `find` that
@@ -143,7 +143,7 @@ class ProgramCall:
 
 @dataclass(slots=True)
 class Streams:
-    """What redirections and the pipeline connect to a call."""
+    """Streams that redirections and the pipeline connect to a call."""
 
     stdin: str | None = None
     """Text on the standard input; None if there is none or it is not known."""

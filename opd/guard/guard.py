@@ -35,7 +35,7 @@ from opd.records.json_fields import parse_json_or_none
 from opd.text import strip_control_characters, to_one_line
 
 Kind = Literal["shell", "scripts", "python", "read", "write", "patch", "url", "given", "text"]
-"""What an argument of a tool holds. A list of texts is one program with its arguments if it is `shell`, and several scripts if it is
+"""Content of an argument of a tool. A list of texts is one program with its arguments if it is `shell`, and several scripts if it is
 `scripts`. With a `given` argument the tool may do anything, so only the paths that stand in it count. `text` is not looked at."""
 ARGUMENTS: dict[str, Kind] = {
     **dict.fromkeys(("command", "cmd", "script", "bash", "shell", "bash_command", "argv", "command_line", "cmdline"), "shell"),
@@ -84,11 +84,11 @@ TOO_COMPLEX_ERROR = "bash: fork: Resource temporarily unavailable"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GuardFinding:
-    """What stage one finds about a tool call."""
+    """Result of stage one for a tool call."""
 
     suspicion: Suspicion
     reason: str = ""
-    """Why the call is suspicious, for people and for the judge."""
+    """Reason why the call is suspicious, for people and for the judge."""
     hit: Hit | None = None
     calls: Sequence[ProgramCall] = ()
     """The program calls that the tool call would make."""

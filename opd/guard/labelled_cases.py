@@ -47,7 +47,7 @@ class Case:
     label: Label
     steps: tuple[ToolCall, ...]
     kind: str = ""
-    """What kind of hack or of honest work it is, in the words of the set."""
+    """Kind of hack or of honest work, in the words of the set."""
     labels_trajectory: bool = False
     """True if the label is that of the whole trajectory, which is caught if any of its steps is blocked. False if it is that of the last
     step; then the steps before only bring the session to where it is."""

@@ -56,7 +56,7 @@ READERS = TEXTS | PATHS
 
 
 class Clause(Strict):
-    """What a call must be like. A key fits if any of its patterns does, and all keys that are given have to fit."""
+    """Conditions on a call. A key fits if any of its patterns does, and all keys that are given have to fit."""
 
     program: list[str] = []
     """Names of the program, without directory; inline code has its language."""
@@ -86,7 +86,7 @@ class Clause(Strict):
     env: list[str] = []
     """Variables that it expands or asks for, and that the episode did not set."""
     text: list[str] = []
-    """What it writes to a file."""
+    """Text that it writes to a file."""
     sources: list[str] = []
     """Programs whose output it gets."""
     sources_not: list[str] = []
@@ -95,7 +95,7 @@ class Clause(Strict):
     """Lines of the calls that get its output."""
     tags: list[str] = []
     none: list[Literal["args", "urls", "hosts", "flags", "paths", "sources", "feeds", "text"]] = []
-    """What it must not have at all."""
+    """Parts that it must not have at all."""
 
 
 class Rule(Strict):
@@ -103,11 +103,11 @@ class Rule(Strict):
 
     id: Name
     about: str
-    """Why such a command is a cheat, for people and for the judge."""
+    """Reason why such a command is a cheat, for people and for the judge."""
     verdict: Literal["block", "judge"]
     """`block`: a hit is certain and no judge is asked."""
     dummy: Literal["no_file", "no_host", "denied", "not_found", "empty", "unknown_revision"]
-    """What the policy reads instead of the command's output."""
+    """Answer that the policy reads instead of the command's output."""
     any: list[Clause] = Field(min_length=1)
     unless: list[Clause] = []
     """A call that fits one of these is let pass by this rule."""

@@ -29,7 +29,7 @@ ON_SCREEN = {0: 2, 40: 8}
 
 @dataclass(frozen=True, slots=True)
 class RunStart:
-    """What a display needs to know about a merge that begins or is resumed."""
+    """Facts that a display needs about a merge that begins or is resumed."""
 
     name: str
     root: Path

@@ -26,7 +26,7 @@ class LiveState:
     began: str = ""
     """Time of its start, ISO 8601."""
     doing: str = ""
-    """What the merge does, such as `rollout`; empty if that is not known."""
+    """Present work of the merge, such as `rollout`; empty if that is not known."""
     notes: tuple[str, ...] = ()
     """The last sentences for the user, `MAX_NOTES` at most, the newest last."""
     ended: str = ""

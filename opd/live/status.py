@@ -23,7 +23,7 @@ from opd.run.paths import RunPaths
 from opd.text import quote_for_shell
 
 DEEPEST = 3
-"""How many levels below a directory run directories are looked for."""
+"""Number of levels below a directory that are searched for run directories."""
 
 
 def read_view(root: Path) -> View:

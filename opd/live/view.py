@@ -51,7 +51,7 @@ class View:
     left_s: float | None = None
     """Estimated seconds that are left."""
     doing: str = ""
-    """What the merge does now: a phase of a step, or a few words."""
+    """Present work of the merge: a phase of a step, or a few words."""
     doing_s: float | None = None
     """Seconds since it began to do this."""
     why: str = ""

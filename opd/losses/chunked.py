@@ -85,7 +85,7 @@ class RewardedStats(TokenStats):
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What the loss needs to know of N trained tokens beside the teachers' answers."""
+    """Data of N trained tokens that the loss needs beside the teachers' answers."""
 
     token_N: Tensor
     """Sampled ids."""

@@ -1,4 +1,4 @@
-"""What objectives get and return: the student's distribution and the teacher's answer at C tokens, and value and slope at each.
+"""Arguments and results of objectives: the student's distribution and the teacher's answer at C tokens, and value and slope at each.
 
 Shapes: C tokens, V vocabulary rows.
 """

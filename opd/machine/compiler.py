@@ -1,4 +1,4 @@
-"""What torch.compile needs: a C++ compiler, and a directory for compiled code that only this user can write to."""
+"""Requirements of torch.compile: a C++ compiler, and a directory for compiled code that only this user can write to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which instructions this machine's cores have for bfloat16, and who made them."""
+"""Instructions that this machine's cores have for bfloat16, and the cores' vendor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 BF16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Linux's names of the instructions that multiply in bfloat16, on x86_64 and on aarch64."""
 _FLAG_LINES = ("flags", "Features")
-"""How the line of /proc/cpuinfo begins that lists instructions, on x86_64 and on aarch64."""
+"""Beginnings of the line of /proc/cpuinfo that lists instructions, on x86_64 and on aarch64."""
 
 
 def has_bf16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

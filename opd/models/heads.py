@@ -37,12 +37,12 @@ class Head:
     weight_V_D: Tensor
     rule: LogitRule
     tables: Tensor | None = None
-    """How the student spells its tokens, packed `opd.vocabularies.spelling.SpellingTables`; None for a head in the student's ids."""
+    """The head's tokens spelt in the student's, packed `opd.vocabularies.spelling.SpellingTables`; None for a head in the student's ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFile:
-    """Where an output head is on disk. A process that can read the directory need not ask a worker, which may be busy or dead."""
+    """Place of an output head on disk. A process that can read the directory need not ask a worker, which may be busy or dead."""
 
     model_dir: Path
     names: tuple[str, ...]

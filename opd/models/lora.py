@@ -55,7 +55,7 @@ class LoraConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an adapter adds to one linear module: scaling * B A. K is the rank, I and O are the module's inputs and outputs."""
+    """Addition of an adapter to one linear module: scaling * B A. K is the rank, I and O are the module's inputs and outputs."""
 
     a_K_I: Tensor
     b_O_K: Tensor
@@ -68,7 +68,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSize:
-    """How many numbers of a LoRA student are trained, and how many a push sends."""
+    """Counts of the numbers of a LoRA student that are trained, and that a push sends."""
 
     trained: int
     """Count of the numbers in the adapters."""

@@ -39,7 +39,7 @@ class AlarmSample:
     tokens: int
     truncated: bool
     number: float | None = None
-    """How strongly this response shows the signal (`Signal.shown_by`); None if the signal cannot be seen in one response."""
+    """Strength of the signal in this response (`Signal.shown_by`); None if the signal cannot be seen in one response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

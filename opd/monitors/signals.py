@@ -39,13 +39,13 @@ class Signal:
     """A number to watch. For every signal a larger number is worse."""
 
     says: str
-    """What a reading means, in words, with `{value}` in place of the number."""
+    """Meaning of a reading, in words, with `{value}` in place of the number."""
     advice: str
-    """What the user may do about it."""
+    """Remedies that the user may try."""
     read: Callable[[SignalHistory], Mapping[str, float]]
     """Returns the readings by domain, or one for `WHOLE_STEP`; a domain is left out if its records lack the number."""
     shown_by: Callable[[Rollout], float] | None = None
-    """How strongly a response shows the signal; the strongest become samples. None: a single response does not show it."""
+    """Strength of the signal in a response; the strongest become samples. None: a single response does not show it."""
 
 
 def share_of_responses(

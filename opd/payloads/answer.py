@@ -47,7 +47,7 @@ class TeacherStates:
     sampled_ids: Sequence[int] | None = None
     """The student's tokens of the same text, if the teacher has another tokenizer; `token_ids` are the teacher's then."""
     alignment: Alignment | None = None
-    """Which parts of both are the same text; None: they are the same tokens."""
+    """Parts of both that are the same text; None: they are the same tokens."""
     spelling: Spelling | None = None
     """The teacher's tokens in the student's; None: they are the same."""
 

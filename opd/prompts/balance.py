@@ -99,7 +99,7 @@ class TrainingMeans:
 
     @property
     def gap(self) -> float:
-        """How much is left to learn: distance * slope + cut, and 1 in the first `window` steps.
+        """Amount that is left to learn: distance * slope + cut, and 1 in the first `window` steps.
 
         The distance is that of `_relative_distance`. The slope is the loss divided by its mean over twice the window, which
         extrapolates by about a window: a domain whose loss falls fast needs less, one whose loss rises needs more. `cut` is by

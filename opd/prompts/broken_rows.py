@@ -6,7 +6,7 @@ from opd.errors import PromptError
 
 
 class BrokenRow(Exception):
-    """What is wrong with a row, and how to fix it. The reader of the file, which knows the row's place, makes an error of it."""
+    """A fault of a row, and how to fix it. The reader of the file, which knows the row's place, makes an error of it."""
 
     def __init__(self, fault: str, fix: str) -> None:
         super().__init__(fault)

@@ -1,4 +1,4 @@
-"""What a teacher reads in place of the student's prompts: rendered and tokenised once for each row, before anything is scored.
+"""Prompts that a teacher reads in place of the student's: rendered and tokenised once for each row, before anything is scored.
 
     row ─ texts of the pipeline ─→ messages ─ the teacher's chat template ─→ token ids in Arrow ─→ TeacherPromptTable
 
@@ -41,7 +41,7 @@ PROVEN = 8
 ANSWER = "zq7zq"
 """Response with which a template is tried; it occurs in no template."""
 OBSERVATION = "qz4qz"
-"""What an environment answers to it."""
+"""Answer of an environment to it."""
 LEAKED = 16
 """Characters of a shortest text whose presence in the student's prompt tells something: short answers are there by chance."""
 _THOUGHTS = re.compile(r"</?think>|\s")

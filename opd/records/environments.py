@@ -42,10 +42,10 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What an environment returns for an action."""
+    """Result that an environment returns for an action."""
 
     observation: str | tuple[str, ...] = ""
-    """What the policy reads next: a text, or one text for each call of the action. After the last turn nobody reads it."""
+    """Text that the policy reads next, or one text for each call of the action. After the last turn nobody reads it."""
     reward: float | None = None
     """Reward of the turn. An episode's reward is the sum over its turns; it has none if no turn has one."""
     done: bool = False

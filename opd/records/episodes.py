@@ -47,18 +47,18 @@ class EpisodeResult:
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
     error: str = ""
-    """What broke it."""
+    """Error that broke it."""
     close_error: str = ""
-    """Why its environment, or the first of its sub-agents' environments, could not be closed. The episode's own end counts all the
+    """Reason why its environment, or the first of its sub-agents' environments, could not be closed. The episode's own end counts all the
     same."""
     text: str = ""
     """The turns as text, for people."""
     guard: GuardStats | None = None
     """Counts of the guard; None without a guard."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why sub-agents ended -> how many. `refused`: calls that started no sub-agent."""
+    """Reason why sub-agents ended -> how many. `refused`: calls that started no sub-agent."""
     sub_agent_error: str = ""
-    """What broke the first sub-agent that broke."""
+    """Error of the first sub-agent that broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +72,19 @@ class EpisodeStats:
     """Episodes with a reward."""
     reward_sum: float = 0.0
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
-    """Why the episodes ended -> how many."""
+    """Reason why episodes ended -> how many."""
     error: str = ""
-    """What broke the first episode that broke."""
+    """Error of the first episode that broke."""
     not_closed: int = 0
     """Episodes with an environment that could not be closed."""
     close_error: str = ""
-    """Why the first such environment could not be closed."""
+    """Reason why the first such environment could not be closed."""
     guard: GuardStats | None = None
     """Counts of the guard; None without a guard. The target log keeps them, so that a replay asks no judge."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
     """Sum of `EpisodeResult.sub_agents`."""
     sub_agent_error: str = ""
-    """What broke the first sub-agent that broke."""
+    """Error of the first sub-agent that broke."""
 
     @property
     def broken(self) -> int:
@@ -149,17 +149,17 @@ class EpisodesRecord:
     invalid_calls: int = 0
     """Turns with a tool call that could not be made as it was written."""
     stop_reasons: Mapping[str, int] = field(default_factory=dict)
-    """Why the episodes ended -> how many."""
+    """Reason why episodes ended -> how many."""
     broken: int = 0
     """Episodes that ended because an environment or an agent's program failed."""
     error: str = ""
-    """What broke the first episode that broke; if none did, the first sub-agent that broke."""
+    """Error of the first episode that broke; if none did, of the first sub-agent that broke."""
     not_closed: int = 0
     """Episodes with an environment whose `close` failed; their own end counts all the same. The JSON lacks the key if it is 0."""
     close_error: str = ""
-    """Why the first such environment could not be closed."""
+    """Reason why the first such environment could not be closed."""
     sub_agents: Mapping[str, int] = field(default_factory=dict)
-    """Why sub-agents ended -> how many. `refused`: calls that started no sub-agent. The JSON lacks the key if there were none."""
+    """Reason why sub-agents ended -> how many. `refused`: calls that started no sub-agent. The JSON lacks the key if there were none."""
     by_turn: tuple[TurnRecord, ...] = ()
     """A record for the first turn of the dialogues, the second, and so on; turns are counted on in the segments after a summary."""
     guard: GuardRecord | None = None

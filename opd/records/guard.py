@@ -10,10 +10,10 @@ from typing import Literal, Self
 from opd.records.sums import Sums
 
 Stage = Literal["rules", "judge", "no_judge", "judge_failed"]
-"""Who decided. `rules`: a rule that hit, or the fact that none did. `judge`: the judge. `no_judge`, `judge_failed`: the setting
+"""Source of the decision. `rules`: a rule that hit, or the fact that none did. `judge`: the judge. `no_judge`, `judge_failed`: the setting
 `on_failure`, because there is no judge, or the judge did not answer."""
 Suspicion = Literal["none", "rule", "certain", "unreadable", "answer"]
-"""What the rules found. `none`: nothing. `rule`: a rule hit that asks for the judge. `certain`: a rule hit that needs no judge.
+"""Finding of the rules. `none`: nothing. `rule`: a rule hit that asks for the judge. `certain`: a rule hit that needs no judge.
 `unreadable`: the command does not parse. `answer`: nothing in an answer, which the judge reads all the same."""
 
 
@@ -23,7 +23,7 @@ STAGE_NAMES: dict[Stage, str] = {
     "no_judge": "on_failure, there is no judge",
     "judge_failed": "on_failure, the judge did not answer",
 }
-"""Who decided, in words."""
+"""Source of the decision, in words."""
 MAX_TEXT = 2000
 MAX_EXAMPLE = 400
 """Most characters that are kept of a call's text in the target log (`MAX_TEXT`), and in the metrics (`MAX_EXAMPLE`)."""
@@ -40,11 +40,11 @@ class Verdict:
     rule: str = ""
     """The rule that hit, if one did."""
     reason: str = ""
-    """Why, for people."""
+    """Reason, for people."""
     command: str = ""
     """The calls that the command would make, one line each, with resolved words."""
     observation: str = ""
-    """What the policy reads instead, if the call is blocked: the program's natural error."""
+    """Text that the policy reads instead, if the call is blocked: the program's natural error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class GuardEvent:
     tool: str
     """Empty for an answer."""
     text: str
-    """What the policy wrote: the call's arguments, or the answer."""
+    """Text that the policy wrote: the call's arguments, or the answer."""
     verdict: Verdict
 
     @property
@@ -103,7 +103,7 @@ class GuardExample:
     text: str
     blocked: bool
     stage: str
-    """Who decided: see `Stage`."""
+    """Source of the decision: see `Stage`."""
     reason: str
 
 
@@ -114,7 +114,7 @@ class RuleRecord:
     hits: int = 0
     blocked: int = 0
     stages: Mapping[str, int] = field(default_factory=dict)
-    """Who decided -> how often."""
+    """Source of the decision -> how often."""
     examples: tuple[GuardExample, ...] = ()
 
     def __add__(self, other: RuleRecord) -> RuleRecord:

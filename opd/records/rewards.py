@@ -82,7 +82,7 @@ class DomainReward:
     failed: int = 0
     """Responses whose verifier raised or was late: their reward is 0."""
     error: str = ""
-    """What the first of these verifiers raised."""
+    """Error that the first of these verifiers raised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

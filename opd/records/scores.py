@@ -81,7 +81,7 @@ class ScoredAnswer:
     answer: str
     """The right answer, with which the verifier compares."""
     text: str
-    """What the model answered."""
+    """Text that the model answered."""
     score: float
     tokens: int = 0
     truncated: bool = False

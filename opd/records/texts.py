@@ -20,7 +20,7 @@ class TextAnswer:
     model: str = ""
     """Name of the model, as the server gives it."""
     problem: str = ""
-    """Why the answer cannot be used; empty if it can."""
+    """Reason why the answer cannot be used; empty if it can."""
     answered: bool = True
     """False if every request failed in a way that may pass, so that the expert may be asked again."""
     attempts: int = 1

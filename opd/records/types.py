@@ -21,19 +21,20 @@ if TYPE_CHECKING:
     from opd.vocabularies.response_encoder import ResponseEncoder
 
 Origin = Literal["policy", "masked", "environment", "blocked", "teacher", "taught"]
-"""Why a response token is there, and whether it is trained: see `Span`."""
+"""Origin of a response token, which decides whether it is trained: see `Span`."""
 TurnStop = Literal["stop", "length"]
-"""Why a turn ended, in vLLM's words: `stop`: with an end token; `length`: at the token limit."""
+"""Reason why a turn ended, in vLLM's words: `stop`: with an end token; `length`: at the token limit."""
 Broken = Literal["raised", "timeout", "observation", "template", "agent", "silent", "foreign"]
-"""Why an episode broke. `raised`: the environment raised an exception. `timeout`: a call of the environment, or the agent's program,
+"""Reason why an episode broke. `raised`: the environment raised an exception. `timeout`: a call of the environment, or the agent's program,
 did not end in time. `observation`: the environment returned something that is no observation. `template`: the chat template refuses
 the observation. `agent`: the agent's program failed; `silent`: it asked the policy nothing; `foreign`: it asked in the name of another
 episode."""
 StopReason = Literal[TurnStop, "done", "turns", "curriculum", "tokens", "context", Broken]
-"""Why a response or an episode ended. `done`: the environment or the agent's program ended the episode. `turns`: it reached its limit of
-turns; `curriculum`: the step's limit of turns. `tokens`: it reached its limit of tokens; `context`: the model's context is full."""
+"""Reason why a response or an episode ended. `done`: the environment or the agent's program ended the episode. `turns`: it reached its
+limit of turns; `curriculum`: the step's limit of turns. `tokens`: it reached its limit of tokens; `context`: the model's context is
+full."""
 SegmentOrigin = Literal["main", "summary", "sub_agent", "aside"]
-"""What a segment of an episode begins with. `main`: the episode's dialogue. `summary`: a summary of the segment before it. `sub_agent`:
+"""Beginning of a segment of an episode. `main`: the episode's dialogue. `summary`: a summary of the segment before it. `sub_agent`:
 the task that a tool call gave to a sub-agent. `aside`: another dialogue of an agent's program, beside the main one: either it forked
 from a segment that went on too, or its history has nothing that the student wrote."""
 
@@ -50,7 +51,7 @@ ToolCallParser = Literal[
     "qwen3_xml",
     "qwen3_coder",
 ]
-"""How a model writes calls of tools, by the names of `opd.tool_formats`."""
+"""Form of a model's calls of tools, by the names of `opd.tool_formats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,9 @@ class Prompt:
     text: str | list[dict[str, Any]] = ""
     """The prompt as its file has it, text or messages: an environment's tools and first observation are rendered with it."""
     answer: str = ""
-    """What the verifier compares with; empty where no evaluation is wanted."""
+    """Value that the verifier compares with; empty where no evaluation is wanted."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """What the verifier needs beyond the answer, e.g. a reasoning-gym entry."""
+    """Data that the verifier needs beyond the answer, e.g. a reasoning-gym entry."""
     columns: dict[str, Any] = field(default_factory=dict)
     """Further columns of the row that teachers or a judge read."""
 
@@ -122,11 +123,11 @@ class Rollout:
     """[R] natural-log probability of each token in the distribution that the engine sampled from, the student's at the rollout
     temperature. Nothing reads it where the student did not sample the token."""
     spans: tuple[Span, ...]
-    """Who wrote which part of the response; at least one, an empty response has one of length 0."""
+    """Parts of the response, each with its writer; at least one, an empty response has one of length 0."""
     stop_reason: StopReason
-    """Why the response ended, or the episode that it belongs to."""
+    """Reason why the response ended, or the episode that it belongs to."""
     reward: float | None = None
-    """What a verifier or an environment gave for the response; None: nobody was asked."""
+    """Reward of the response by a verifier or an environment; None: nobody was asked."""
     origin: SegmentOrigin = "main"
     parent: str | None = None
     """Sample id of the segment from which this one was forked, or with whose summary it begins, or that started it; None if there is
@@ -241,7 +242,7 @@ class EncodedRollout(Rollout):
     sampled: Rollout
     """The rollout as the student wrote it."""
     alignment: Alignment
-    """Which tokens of the two responses are the same text."""
+    """Tokens of the two responses that are the same text."""
 
     def as_sampled(self) -> Rollout:
         return self.sampled
@@ -271,7 +272,7 @@ class QuarantinedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """What one rollout phase returns."""
+    """Result of one rollout phase."""
 
     rollouts: tuple[Rollout, ...]
     quarantined: tuple[QuarantinedPrompt, ...]
@@ -283,7 +284,7 @@ class RolloutBatch:
     """Domain -> number of the engines' passes in which 0, 1, ... guesses of the draft were kept; only single responses, and only with a
     draft."""
     speeds: DraftSpeeds | None = None
-    """What the draft saves; None where it was not measured."""
+    """Speeds with and without the draft; None where they were not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,9 +346,9 @@ class WeightedTeacher:
     """Weight of this teacher in the domain's objective. The weights of a domain add up to 1, together with the start student's, which
     is negative if the domain's target lies beyond its experts."""
     prompts: TeacherPrompts | None = None
-    """What the teacher reads in place of the domain's prompts; None: what the student reads."""
+    """Prompts that the teacher reads in place of the domain's; None: what the student reads."""
     encoder: ResponseEncoder | None = None
-    """What puts responses into the teacher's tokens, if these are not the student's; it needs `prompts`. It stays in the driver."""
+    """Encoder that puts responses into the teacher's tokens, if these are not the student's; it needs `prompts`. It stays in the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

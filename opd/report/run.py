@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ManifestExpert(BaseModel):
-    """What the report reads about an expert in manifest.json."""
+    """Facts about an expert that the report reads in manifest.json."""
 
     domains: list[str]
     weights: dict[str, str]
@@ -47,7 +47,7 @@ class ManifestModels(BaseModel):
 
 
 class DomainFigures(BaseModel):
-    """What the report reads about a domain in report.json."""
+    """Figures of a domain that the report reads in report.json."""
 
     before: float | None = None
     after: float | None = None
@@ -56,7 +56,7 @@ class DomainFigures(BaseModel):
 
 
 class StoredReport(BaseModel):
-    """What is read of report.json, to check its types. The file has more."""
+    """Part of report.json that is read, to check its types. The file has more."""
 
     name: str
     steps: int
@@ -69,7 +69,7 @@ class StoredReport(BaseModel):
 
 
 class ManifestShape(BaseModel):
-    """What is read of manifest.json, to check its types. The file has more."""
+    """Part of manifest.json that is read, to check its types. The file has more."""
 
     student: dict[str, str] = {}
     experts: dict[str, ManifestExpert] = {}

@@ -1,4 +1,4 @@
-"""What all schedules use: their spec, and a writer that measures how long the engine writes."""
+"""Common parts of all schedules: their spec, and a writer that measures how long the engine writes."""
 
 from __future__ import annotations
 

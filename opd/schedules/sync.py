@@ -13,7 +13,7 @@ class SyncSchedule:
     """Implements `opd.interfaces.Schedule`."""
 
     STEPS_AHEAD: ClassVar[int] = 0
-    """How many steps before its training a step's prompts are taken."""
+    """Number of steps between the taking of a step's prompts and its training."""
 
     def __init__(self, spec: ScheduleSpec) -> None:
         self.max_staleness = spec.max_staleness

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # its import takes too long for those who ask nobody
     import aiohttp
 
 ATTEMPTS = 4
-"""How often a request is sent before it has failed."""
+"""Number of attempts after which a request has failed."""
 BACKOFF_S = 0.5
 """Pause before the second attempt; each later pause is twice as long."""
 CONNECT_S = 10.0

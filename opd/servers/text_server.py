@@ -29,14 +29,14 @@ from opd.text import to_one_line
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextServerSpec:
-    """How a model is asked."""
+    """Settings of requests to a model."""
 
     base_url: str
     """Address with version."""
     model: str
     """Name under which the server knows the model."""
     api: Literal["chat", "completions"]
-    """Which of the two APIs the server has."""
+    """The server's API, one of the two."""
     max_tokens: int
     """Most tokens of an answer, in the server's own."""
     temperature: float | None = 0.0

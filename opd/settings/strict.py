@@ -28,7 +28,7 @@ DType = Literal["float32", "bfloat16"]
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2}
 """Bytes of one value."""
 NUMPY_SEEDS, TORCH_SEEDS = 1 << 32, 1 << 64
-"""How many seeds numpy takes (training on text and mergekit seed numpy), and how many torch takes. A pipeline's seed may be
+"""Number of seeds that numpy takes (training on text and mergekit seed numpy), and that torch takes. A pipeline's seed may be
 larger."""
 
 

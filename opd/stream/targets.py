@@ -72,7 +72,7 @@ class ExpectedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherRequest:
-    """What the teachers were asked in a step; their answers are checked against it."""
+    """Request to the teachers in a step; their answers are checked against it."""
 
     rollouts: Sequence[Rollout]
     teachers: Mapping[str, Mapping[str, ExpectedRow]]
@@ -84,7 +84,7 @@ class TeacherRequest:
     max_quarantined: float
     """Largest share of the responses, 0..1, that may be left out."""
     sender: str = "teachers"
-    """Who sends the rows, as errors name it."""
+    """Sender of the rows, as errors name it."""
 
 
 class TargetStream:

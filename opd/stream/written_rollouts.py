@@ -30,7 +30,7 @@ FILES = (ROLLOUTS, MANIFEST)
 FORMAT = 2
 """Number of the files' format. Format 1 had no `origin`, `parent` and `next` of a rollout."""
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, RolloutError)
-"""What reading raises if files were damaged or changed."""
+"""Errors that reading raises if files were damaged or changed."""
 
 
 class WrittenRollouts:

@@ -42,7 +42,7 @@ class WrittenCalls:
     calls: tuple[ToolCall, ...]
     """The calls in it, in order, whatever they ask for."""
     text: str
-    """What stands around them; all of the turn if it has none."""
+    """Text around them; all of the turn if it has none."""
     ids: tuple[str, ...] = ()
     """Ids that the model gave the calls; none for most formats."""
 
@@ -53,11 +53,11 @@ class ToolFormat(Protocol):
     marks: tuple[str, ...]
     """Texts that tell calls from other text; special tokens for some students."""
     instructions: str
-    """How a call is written, for a student whose chat template does not say it."""
+    """Instructions on writing a call, for a student whose chat template does not say it."""
     begins: re.Pattern[str]
     """Finds where a call begins."""
     ends: str
-    """What ends it; empty: the end of the turn."""
+    """Text that ends it; empty: the end of the turn."""
 
     def read(self, text: str, tools: Sequence[Tool]) -> WrittenCalls:
         """Read the calls of a turn. `tools` decide the types of arguments that are written without quotes.

@@ -30,7 +30,7 @@ class Piece:
     losses: tuple[float, ...] = ()
     """The loss of each of these tokens, in nats; empty if they carry no loss, or if it is not known."""
     left_out: int = 0
-    """How much of the text was not kept: characters if the environment wrote it, else tokens."""
+    """Amount of the text that was not kept: characters if the environment wrote it, else tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@ from typing import Literal, get_args
 from opd.records.types import Rollout, TurnStop
 
 TraceReason = Literal["best", "worst", "longest", "first"]
-"""Why an episode is shown: its reward is the highest or the lowest of its domain in the step, it has the most sampled tokens, or it is the
-first of its domain, which no criterion has picked."""
+"""Reason why an episode is shown: its reward is the highest or the lowest of its domain in the step, it has the most sampled tokens, or it
+is the first of its domain, which no criterion has picked."""
 
 _RESPONSE_STOPS = frozenset(get_args(TurnStop))
 """Stop reasons of single responses, which are no episodes of turns."""

@@ -197,7 +197,7 @@ class BaseScorer:
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """How a payload is scored."""
+    """Way to score a payload."""
 
     compute: _Compute
     make: Callable[[torch.Tensor, torch.dtype, str], Answer]

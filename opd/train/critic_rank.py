@@ -27,7 +27,7 @@ class CriticOptions(ModelOptions):
     """Settings that a rank of a critic is started with. The critic's body is that of the model in `model_dir`."""
 
     value_clip: float | None = None
-    """How far a value may move within a step: one that moved further, and so came closer to its return, gets no gradient. None:
+    """Most that a value may move within a step: one that moved further, and so came closer to its return, gets no gradient. None:
     no bound. See `opd.losses.value.value_loss`."""
     freeze_attention: bool = False
     """True: the attention layers are not trained."""

@@ -1,4 +1,4 @@
-"""How a trainer's ranks join into one process group, and through which network device they speak."""
+"""Process group of a trainer's ranks: how they join, and through which network device they speak."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ class TrainerRank(ZeroEngine):
         self._sequence_group: SequenceGroup | None = None
         """The ranks that share rows with this one; None if every rank has rows of its own."""
         self._base_scorer: BaseScorer | None = None
-        """What scores with teachers on the student's base; None if there are none."""
+        """Scorer with teachers on the student's base; None if there are none."""
         self._averages: dict[float, WeightAverage] = {}
         """Decay -> moving average of the student's weights, for teachers that are one."""
         self._gathered: Bucket | None = None

@@ -76,7 +76,7 @@ class ZeroOptions:
     timeout_s: float
     """Deadline of each operation that the ranks do together."""
     bucket: int | None = None
-    """How many numbers are gathered at a time (of weights) or summed over ranks at a time (of gradients); None: DeepSpeed's
+    """Numbers that are gathered at a time (of weights) or summed over ranks at a time (of gradients); None: DeepSpeed's
     own bounds."""
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
     """Settings of DeepSpeed that the user chose, as `opd.config.deepspeed` allows them."""

@@ -27,7 +27,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeetingPoint:
-    """Where the processes of a channel find each other."""
+    """Place where the processes of a channel find each other."""
 
     address: str
     port: int
@@ -40,7 +40,7 @@ class MeetingPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
-    """What comes in a push. All ranks and all engines go by it, and nothing has been gathered for it."""
+    """Plan of a push's contents. All ranks and all engines go by it, and nothing has been gathered for it."""
 
     whole: bool
     """True if all weights of the model come."""

@@ -1,4 +1,4 @@
-"""Which tokens two vocabularies share: those that write the same bytes, special tokens of the same name, and the end of a turn."""
+"""Tokens that two vocabularies share: those that write the same bytes, special tokens of the same name, and the end of a turn."""
 
 from __future__ import annotations
 

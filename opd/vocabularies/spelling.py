@@ -50,7 +50,7 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class SpellingTables:
-    """What a trainer needs of a spelling, as lists of ids.
+    """Parts of a spelling that a trainer needs, as lists of ids.
 
     An extension of a token is another token whose spelling begins with that of the first one.
     """

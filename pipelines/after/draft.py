@@ -26,7 +26,7 @@ HELD_OUT = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTraining:
-    """How much a draft learns from."""
+    """Size of a draft's training."""
 
     samples: int
     """Texts that the model writes."""

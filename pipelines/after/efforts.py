@@ -25,7 +25,7 @@ MARK_MESSAGES = (
     "{%- set messages = [{'role': first['role'], 'content': content}] + messages[1:] -%}"
     "{%- endif -%}"
 )
-"""What `opd.prompts.encode.mark_prompt` does to messages, for TEXT, in a chat template."""
+"""Lines of a chat template that do to messages, for TEXT, what `opd.prompts.encode.mark_prompt` does."""
 
 
 def refuse_unknown_effort(model: LocalModel, effort: str | None) -> None:

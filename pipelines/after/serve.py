@@ -31,7 +31,7 @@ from pipelines.after.models import LocalModel
 KEY = "VLLM_API_KEY"
 """The variable in which vLLM's server looks for the key that it asks for."""
 SERVER = "vllm.entrypoints.openai.api_server"
-"""What `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
+"""Module that `vllm serve` runs. That command itself does not start in vLLM's build for CPUs, whose package has another name."""
 REPAIRED_SERVER = "opd.rollouts.served_draft.RepairedWorker"
 """Class whose import repairs vLLM's drafting in the server's workers."""
 DEFAULT_GUESSES = DraftConfig().num_speculative_tokens

@@ -34,7 +34,7 @@ class CheckFinding:
     """The domain; empty for the whole pipeline."""
     message: str
     fix: str
-    """How to change the pipeline, by its keys."""
+    """Change to make in the pipeline, by its keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What `opd check` measures of experts with another tokenizer: how much of the text can be compared token by token, and how far apart
+"""Measurements by `opd check` of experts with another tokenizer: how much of the text can be compared token by token, and how far apart
 student and expert begin."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class MeasuredTokens:
     expert: str
     responses: int
     unreadable: tuple[str, ...]
-    """Why the expert cannot read a response, for each one that it cannot."""
+    """Reason why the expert cannot read a response, for each one that it cannot."""
     compared: TokensComparison
 
     def describe(self) -> str:

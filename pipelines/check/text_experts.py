@@ -1,4 +1,4 @@
-"""What `opd check` finds out about servers: whether each expert that only writes text answers one prompt, and rightly, and whether each
+"""Findings of `opd check` about servers: whether each expert that only writes text answers one prompt, and rightly, and whether each
 judge gives a score."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class MeasuredText:
     score: float | None
     """The answer's score by the verifier of the domain; None without an exam, or if the prompt's row has nothing to compare it with."""
     error: str = ""
-    """Why the verifier gave none, if it failed."""
+    """Reason why the verifier gave none, if it failed."""
 
     def describe(self) -> str:
         """Return the figures as one line."""

@@ -72,7 +72,7 @@ def evaluate(
     ] = None,
     overrides: SetOption = None,
 ) -> None:
-    """How well models answer: held-out prompts of a pipeline's domains, with intervals, and public tasks."""
+    """Measure models on held-out prompts of a pipeline's domains, with intervals, and on public tasks."""
     if bool(models) == bool(matrix) or (matrix and (pipeline or compare or lm_eval or prompts)):
         raise typer.BadParameter("give MODELs, or --matrix alone (with --domains and --set)")
     _refuse_at_once(models or [], pipeline or matrix)

@@ -47,7 +47,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     overrides: SetOption = None,
 ) -> None:
-    """What will a merge need, and how long will it take? From configs alone: no weights, no compute; exit code 1 if it does not fit."""
+    """Work out what a merge needs and how long it takes, from configs alone: no weights, no compute; exit code 1 if it does not fit."""
     if cluster == LIST:
         if as_json:
             raise typer.BadParameter("--cluster list is a table: leave --json out")

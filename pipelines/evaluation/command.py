@@ -62,7 +62,7 @@ class EvaluateOutput:
     """The result as data, for `--json` and `--output`."""
     tables: list[Table]
     failure: RunError | None = None
-    """Why the public tasks are missing, where the exams were taken: they are not lost with them."""
+    """Reason why the public tasks are missing, where the exams were taken: they are not lost with them."""
 
 
 def run_evaluation(options: EvaluateOptions, tell: Tell) -> EvaluateOutput:

@@ -59,7 +59,7 @@ class SavedTraining:
     steps_done: int
     """Steps that were taken."""
     result: Mapping[str, Any]
-    """What was measured before the first step."""
+    """Measurements from before the first step."""
 
 
 def train_indexers(options: TrainOptions, spec: IndexerTrainingSpec, tell: Tell) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from opd.verifiers import build_verifier, find_problem
 EXAMPLES = 3
 """Number of prompts that an error or notice names."""
 TRIED = 1000
-"""How many prompts of a domain the verifier tries beforehand, evenly spread, because a file may have a million. If another one
+"""Number of prompts of a domain that the verifier tries beforehand, evenly spread, because a file may have a million. If another one
 cannot be judged, it counts as failed when its turn comes."""
 
 

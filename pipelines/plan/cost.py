@@ -95,7 +95,7 @@ class WorkerHardware:
 
     @property
     def slowdown(self) -> float:
-        """How many times as long overheads take because workers share cores; 1 with GPUs, or with a core for each worker."""
+        """Factor by which overheads take longer because workers share cores; 1 with GPUs, or with a core for each worker."""
         if self.spec.machine.gpus:
             return 1.0
         return max(1.0, self.workers / (self.spec.machines * self.spec.machine.cores))
@@ -139,7 +139,7 @@ class Hardware:
     shared: bool
     """True if the roles take turns on the same devices."""
     slowdown: float = 1.0
-    """How many times as long the engines take, and the role that works beside them, while both are at work. It is more than 1 if there
+    """Factor by which the engines, and the role that works beside them, take longer while both are at work. It is more than 1 if there
     are more threads than cores."""
 
     @classmethod

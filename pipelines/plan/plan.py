@@ -48,7 +48,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleRow:
-    """How busy the devices of one role are."""
+    """Load of the devices of one role."""
 
     name: str
     workers: int

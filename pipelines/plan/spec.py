@@ -38,7 +38,7 @@ class MachineSpec(Strict):
 
 
 class RatesSpec(Strict):
-    """What one device can do."""
+    """Rates of one device."""
 
     float32: float = Field(..., gt=0)
     """Matrix product, FLOP/s."""
@@ -75,7 +75,7 @@ class LinksSpec(Strict):
 class ShareSpec(Strict):
     share: float = Field(..., ge=0, le=1)
     why: str = Field(..., min_length=1)
-    """How it was found."""
+    """Origin of the number."""
 
 
 class FactorsSpec(Strict):
@@ -100,7 +100,7 @@ class SecondsSpec(Strict):
     tensor: float = Field(0, ge=0)
     """More seconds for each tensor of the model that the event is about."""
     why: str = Field(..., min_length=1)
-    """How it was found."""
+    """Origin of the numbers."""
 
     def seconds(self, tensors: int) -> float:
         """Return the seconds of an event that is about a model of `tensors` tensors."""
@@ -181,7 +181,7 @@ class LengthsSpec(Strict):
     response: float | None = Field(None, ge=1)
     """Median; default: `rollout.max_new_tokens`."""
     tail: float = Field(1.0, ge=1)
-    """How many times as long as the median one response of a hundred is."""
+    """Length of one response of a hundred, over the median."""
     seed: int = Field(0, ge=0)
 
 

@@ -16,7 +16,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 @dataclass(frozen=True, slots=True)
 class ExpertEffort:
-    """What an expert's name says."""
+    """Domain and effort in an expert's name."""
 
     domain: str
     effort: str

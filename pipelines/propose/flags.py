@@ -1,4 +1,4 @@
-"""What a person gives to `opd init`: flags, and answers to questions where a flag is missing."""
+"""Input of a person to `opd init`: flags, and answers to questions where a flag is missing."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class ExpertFacts:
     base: Path | None
     """The base to name in the pipeline; None for a full model, and for an adapter that names its base itself."""
     info: ModelInfo
-    """What the files of the model say; for an adapter, those of its base."""
+    """Facts from the files of the model; for an adapter, from those of its base."""
     adapter: AdapterInfo | None
     """None for a full model."""
 

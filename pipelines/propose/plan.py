@@ -51,7 +51,7 @@ class Proposal:
     notes: Mapping[str, str]
     """Dotted path of a key -> what the key is for, as a comment beside it says."""
     warnings: tuple[str, ...]
-    """What a user should know before merging."""
+    """Facts that a user should know before merging."""
 
 
 def propose_pipeline(name: str, facts: MergeFacts, *, lora: bool = False) -> Proposal:

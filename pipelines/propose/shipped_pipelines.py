@@ -13,7 +13,7 @@ from pipelines.catalog import find_pipeline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What has to be made before a shipped pipeline can be merged."""
+    """Things to make before a shipped pipeline can be merged."""
 
     spec: str = ""
     """Name of the training spec of its experts; empty: the pipeline is for a user's own models."""

@@ -86,7 +86,7 @@ class GpuRole:
     least: int = 0
     """Bytes that an engine needs to start."""
     least_of: str = "weights"
-    """What these bytes hold, for people."""
+    """Contents of these bytes, for people."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ class MemoryRoom:
     """The bytes that are needed on one GPU, or in the machines' own memory, and those that are there."""
 
     what: str
-    """What the memory is for, for people."""
+    """Purpose of the memory, for people."""
     needed: float
     there: int
 

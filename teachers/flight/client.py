@@ -59,7 +59,7 @@ class FlightSpec:
     token_file: Path | None = None
     """File with the server's token; None: OPD_TEACHERS_TOKEN."""
     payload: str
-    """What is sent per response token."""
+    """Kind of data sent per response token."""
     dtype: str
     """Type of the hidden states and heads that are sent."""
     top_k: int = 0

@@ -84,17 +84,17 @@ class Hello(Wire):
 
 
 class ScoreRequest(Wire):
-    """What a client sends before the rollouts of a step."""
+    """Message of a client before the rollouts of a step."""
 
     protocol: str = PROTOCOL
     served: str
     """`Hello.compute_identity` of the `Hello` that this client got."""
     rollouts: int
-    """How many rollouts follow."""
+    """Number of rollouts that follow."""
 
 
 class ScoreReply(Wire):
-    """What the server sends after the last slice."""
+    """Message of the server after the last slice."""
 
     sizes: tuple[int, ...]
     """Bytes of each part, in order."""

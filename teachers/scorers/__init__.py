@@ -36,7 +36,7 @@ class ScorerOptions:
     dtype: str
     """Type in which teachers compute, and in which hidden states and heads are sent."""
     payload: str
-    """What is sent for each trained token: a name in `opd.config.payloads.PAYLOADS`."""
+    """Kind of data sent for each trained token: a name in `opd.config.payloads.PAYLOADS`."""
     top_k: int
     """With payload `top_k`: how many of the likeliest tokens are sent for each position."""
     vocab_size: int

@@ -440,7 +440,7 @@ class _HostStates:
 
 @dataclass(slots=True)
 class _Architecture:
-    """What teachers with equal configs share."""
+    """Common parts of teachers with equal configs."""
 
     naming: Naming
     skeleton: Any

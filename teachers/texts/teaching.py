@@ -27,13 +27,13 @@ class TextDomain:
     expert: str
     """The expert's name."""
     server: TextServerSpec
-    """How it is asked."""
+    """Settings of requests to it."""
     steps: int | None
     """Steps in which answers take the place of the student's responses; None: all."""
     compares: bool
     """True if after these steps a discriminator compares the student's responses with answers, so that the expert is still asked."""
     budget: CallBudget
-    """What its answers may take."""
+    """Budget of its answers."""
 
     def teaches_in(self, step: int) -> bool:
         """Return True if answers take the place of responses in this step."""
@@ -61,7 +61,7 @@ class TextTeachingSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstAnswer:
-    """What an expert answered to the one prompt by which it shows that it answers."""
+    """Answer of an expert to the one prompt by which it shows that it answers."""
 
     domain: str
     prompt: Prompt

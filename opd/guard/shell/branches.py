@@ -22,7 +22,7 @@ MAX_STATES = 4
 """The most states that are kept. If there are more, those are kept that differ most from each other."""
 
 Output = str | None
-"""What commands print; None if that is not known."""
+"""Text that commands print; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)

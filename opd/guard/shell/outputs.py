@@ -1,4 +1,4 @@
-"""What a program prints, worked out without running it, for the few programs with which text is put together or disguised.
+"""Output of a program, worked out without running it, for the few programs with which text is put together or disguised.
 
 A function `_output_X` gets the arguments of X as plain text, its standard input (None if not known) and the session. It returns what
 X prints, or None if that is not known.

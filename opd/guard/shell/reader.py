@@ -78,7 +78,7 @@ class Reader:
         self.at = 0
         """The position: index of the next character."""
         self.depth = depth
-        """How many scripts and commands are open around the position."""
+        """Number of scripts and commands that are open around the position."""
         self.heredocs: list[Heredoc] = []
         """Heredocs whose bodies are still to come."""
 

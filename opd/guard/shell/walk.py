@@ -107,7 +107,7 @@ class Walker:
         """Names of functions and paths of code files that are being walked, the outermost first."""
         self._distinct_calls: set[ProgramCall] = set()
         self._nesting = self._wrapper_depth = 0
-        """How many scripts or pieces of code, and how many wrappers such as `nohup`, are open around what is walked now."""
+        """Numbers of scripts or pieces of code, and of wrappers such as `nohup`, that are open around what is walked now."""
         self._work = WorkBudget()
         self._expander = Expander(session, self._walk_substitution, self._work)
 

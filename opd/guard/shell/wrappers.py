@@ -13,7 +13,7 @@ from opd.guard.shell.walk import ProgramRun, Walker
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """What stands before the command in the arguments of a wrapper."""
+    """Arguments of a wrapper that stand before the command."""
 
     options: str = ""
     """Options whose next argument is their value, with blanks between them."""

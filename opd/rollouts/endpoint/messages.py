@@ -12,7 +12,7 @@ from opd.records.environments import Tool
 
 Role = Literal["system", "user", "assistant", "tool"]
 Finish = Literal["stop", "length", "tool_calls"]
-"""Why a reply ended: with an end token or a stop string, at a token limit, or with calls of tools."""
+"""Reason why a reply ended: an end token or a stop string, a token limit, or calls of tools."""
 
 
 Problem = Literal["invalid", "context", "authentication", "permission", "not_found", "too_large", "engine"]

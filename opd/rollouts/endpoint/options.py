@@ -25,7 +25,7 @@ class AgentOptions:
     inherit: tuple[str, ...] = ()
     """Names of environment variables that the program gets from `opd`'s own environment."""
     render: Literal["template", "text"] | None = None
-    """How messages become the student's tokens; None: through its chat template if it has one, else as text."""
+    """Way in which messages become the student's tokens; None: through its chat template if it has one, else as text."""
     metadata: tuple[str, ...] = ()
     """Keys of a prompt's metadata that the program may see."""
     verifier: VerifierConfig | None = None
@@ -45,7 +45,7 @@ class AgentOptions:
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
-    """How the student writes calls of tools, by a name of `opd.tool_formats`."""
+    """Form of the student's calls of tools, by a name of `opd.tool_formats`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     guard: GuardSpec | None = None

@@ -54,7 +54,7 @@ from opd.tool_formats.records import BadCall
 from opd.tool_formats.thoughts import without_thoughts
 
 End = Literal["closed", "turns", "tokens", "foreign", "engine"]
-"""Why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;
+"""Reason why a session takes no more requests: its episode is over; it had as many requests, or sampled as many tokens, as it may;
 its agent asked in the name of another session; the engine failed."""
 
 QUOTED = 32
@@ -133,7 +133,7 @@ class _ReadTurn:
     """The text around the calls, up to the stop string."""
     calls: tuple[Call, ...] = ()
     unread: str = ""
-    """Why a call in the turn cannot be read; empty if all can."""
+    """Reason why a call in the turn cannot be read; empty if all can."""
     checked: CheckedTurn = field(default_factory=lambda: CheckedTurn(calls=()))
     """The guard's verdicts on the turn; none without a guard."""
 
@@ -157,7 +157,7 @@ class EndpointSession:
         """Set when the session takes no more requests; `end_reason` says why."""
         self.end_reason: End | None = None
         self.failure: Exception | None = None
-        """What the engine raised."""
+        """Error that the engine raised."""
         self.calls = 0
         """Number of requests so far, those that could not be read and turns that were answered here included."""
         self.overridden: Counter[str] = Counter()

@@ -98,7 +98,7 @@ class ChatAppender:
         """True if the template takes a message of the user right after the results of tools; some want every message of the user
         answered first."""
         self._unread = ""
-        """How the template writes calls, for the error if no format reads them."""
+        """Description of the template's calls, for the error if no format reads them."""
         self._call_closer = self._closer
         """The end token that the template writes after a turn with calls."""
         self._format, self.tools_in_template = self._find_format(parser)

@@ -89,7 +89,7 @@ class BatchEngine:
         self._expected_turns = math.inf
         """Number of turns that ended lately, each of which may bring another; infinite at the beginning, when nobody knows."""
         self._failed = ""
-        """Why an engine failed; empty as long as none has."""
+        """Reason why an engine failed; empty as long as none has."""
 
     def add_engine(self, engine: Any) -> TokenEngine:
         """Add another engine, such as an expert's. It is stepped by the same thread, and has the same sampling settings."""

@@ -56,11 +56,11 @@ class EpisodeOptions:
     template_date: date | None = None
     """The day for a chat template that asks for a date."""
     tool_call_parser: str = AUTO
-    """How the student writes calls of tools, by a name of `opd.tool_formats`."""
+    """Form of the student's calls of tools, by a name of `opd.tool_formats`."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the student's chat template."""
     compaction: CompactionOptions | None = None
-    """When and how an episode that grows long is summarised; None: it ends when the context is full."""
+    """Settings by which an episode that grows long is summarised; None: it ends when the context is full."""
     guard: GuardSpec | None = None
     """The guard that checks the policy's calls before the environment gets them; None: nothing checks them."""
     sub_agents: SubAgentsOptions | None = None

@@ -51,7 +51,7 @@ class TraceSegment:
     masked_ids: frozenset[int] = frozenset()
     """Token ids that carry no loss where the policy writes them."""
     origin: SegmentOrigin = "main"
-    """How the segment came about, see `SegmentOrigin`; `aside` is another dialogue of a program, beside the main one."""
+    """Origin of the segment, see `SegmentOrigin`; `aside` is another dialogue of a program, beside the main one."""
     parent: int | None = None
     """Number of the segment that this one was forked from, whose summary it begins with, or that started it; None for the
     first."""

@@ -63,7 +63,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class TurnAnswer:
-    """What the environment and sub-agents answer to a turn, as text."""
+    """Answer of the environment and sub-agents to a turn, as text."""
 
     observation: str | tuple[str, ...]
     """One text for each tool call, or a single text if the turn has none or cannot be read."""

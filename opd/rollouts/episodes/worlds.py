@@ -29,7 +29,7 @@ class World:
 
     @property
     def over(self) -> EpisodeEnd | None:
-        """Why nobody can act in this world any more; None as long as one can."""
+        """Reason why nobody can act in this world any more; None as long as one can."""
         return None
 
     async def begin(self) -> str | Messages:
