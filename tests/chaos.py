@@ -42,7 +42,7 @@ DEADLINE_S = 420.0
 NOTICE_S = 60.0
 """A worker that was stopped must be noticed within this time."""
 SETTLE_S = 15.0
-"""How long a process may take to go after its driver went."""
+"""Time that a process may take to go after its driver went."""
 
 LONGER = [
     f"--set={key}={value}"
@@ -63,7 +63,7 @@ STOPS = (
     ("raylet", "scoring"),
     ("gcs", "rollout"),
 )
-"""Where a process is stopped, not killed."""
+"""Roles and moments at which a process is stopped, not killed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -83,13 +83,13 @@ MATRIX = [Cell(role, moment) for moment in MOMENTS for role in ROLES] + [Cell(*s
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a merge with one fault."""
+    """The outcome of a merge with one fault."""
 
     exits: list[int | None]
     """Exit status of the merge, and of each resume; None: it did not end before the deadline."""
     same_weights: bool
     restarts: int
-    """How often all workers were started again within a command."""
+    """Times that all workers were started again within a command."""
     mended: list[str]
     """Workers that were started again alone."""
     idle: bool
@@ -383,7 +383,7 @@ def mended(run: Path) -> list[str]:
 
 
 def left(commands: Sequence[Merge], place: Path) -> list[str]:
-    """What our drivers left in shared memory and in their own directory for temporary files."""
+    """List what our drivers left in shared memory and in their own directory for temporary files."""
     pids = [str(merge.driver.pid) for merge in commands]
     shared = [path for path in SHARED_MEMORY.glob("opd-run-*") if path.name.split("-")[2] in pids]
     return [str(path) for path in (*shared, *(place / "tmp").glob("opd-*"))]
@@ -396,7 +396,7 @@ def unfinished(run: Path) -> list[str]:
 
 
 def complaints(cells: Sequence[Cell], outcome: Outcome) -> list[str]:
-    """How the outcome differs from what is promised; `cells` are of one role."""
+    """List the outcome's differences from what is promised; `cells` are of one role."""
     cell = cells[-1]
     wanted = [-signal.SIGKILL] * len(cells) + [0] if cell.role == "driver" else [0]
     found = []
@@ -501,7 +501,7 @@ def run_cells(
 
 
 def keep(place: Path, directory: Path) -> None:
-    """What the commands said."""
+    """Keep what the commands said."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     for errors in place.glob("stderr-*"):

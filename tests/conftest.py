@@ -174,7 +174,7 @@ MIXTURES: dict[str, dict[str, object]] = {
         "position_embedding_type": "rope",
     },
 }
-"""What makes a family a mixture or a hybrid, at small sizes that vLLM's CPU build runs."""
+"""Settings that make a family a mixture or a hybrid, at small sizes that vLLM's CPU build runs."""
 
 
 def build_mixture_dir(path: Path, family: str, *, seed: int = 0, **sizes: object) -> Path:

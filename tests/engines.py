@@ -1,4 +1,4 @@
-"""What stands for DeepSpeed's engine in a test."""
+"""Stand-in for DeepSpeed's engine in a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands for the engine, the evaluator and the reporter of a merge where its exams are taken."""
+"""Stand-in for the engine, the evaluator and the reporter of a merge where its exams are taken."""
 
 from __future__ import annotations
 

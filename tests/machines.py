@@ -41,11 +41,11 @@ mount --bind /tmp/hosts /etc/hosts
 echo ready
 exec sleep infinity
 """
-"""What a machine does when it starts. Its own name stands for 127.0.1.1, as on Debian: nobody else reaches that."""
+"""Shell script with which a machine starts. Its own name stands for 127.0.1.1, as on Debian: nobody else reaches that."""
 
 
 def missing() -> str:
-    """Why there can be no machines here; empty if there can."""
+    """Say why there can be no machines here; empty if there can."""
     absent = [tool for tool in TOOLS if shutil.which(tool) is None]
     if absent:
         return f"needs {', '.join(absent)}"

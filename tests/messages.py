@@ -1,4 +1,4 @@
-"""What `opd` says when it refuses something, kept word for word in `messages.txt` beside this file.
+"""The words in which `opd` refuses something, kept as they are in `messages.txt` beside this file.
 
 Tests call `opd` of this module, and then `check(NAME)`: what was refused since the last check must be what the file has under
 that name. `python -m tests.make_messages` writes the file anew; its changes are then read in `git diff` like any others.

@@ -22,7 +22,7 @@ Policy = Callable[[list[str]], str]
 
 
 def refused() -> str:
-    """Why there can be no sandbox here; empty if there can be."""
+    """Say why there can be no sandbox here; empty if there can be."""
     try:
         Box(SandboxLimits()).close()
     except ConfigError as error:
@@ -35,7 +35,7 @@ NEEDS_SANDBOX = pytest.mark.skipif(bool(REFUSED), reason=f"no sandbox on this ma
 
 
 def results(text: str) -> list[str]:
-    """What came back in a dialogue so far: of a chat the tools' messages; of plain text what follows each turn, the next turn included."""
+    """Return the results in a dialogue so far: a chat's tool messages; of plain text what follows each turn, the next turn included."""
     if "<|im_start|>" in text:
         return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
     return text.split("<|im_end|>")[1:]

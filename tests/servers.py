@@ -66,7 +66,7 @@ def _members(session: int) -> list[int]:
 
 
 def _segments(session: int) -> set[Path]:
-    """What its processes have mapped of /dev/shm."""
+    """Return what its processes have mapped of /dev/shm."""
     found: set[Path] = set()
     for pid in _members(session):
         with contextlib.suppress(OSError):

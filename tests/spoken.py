@@ -33,7 +33,7 @@ class Speaker:
 
 
 def spoken(tokenizer: Any, place: str, task: Mapping[str, Any], said: Sequence[str], **options: Any) -> EpisodeResult:
-    """What comes of an episode of the environment at `place` with these turns; `options` are its constructor's."""
+    """Play an episode of the environment at `place` with these turns; `options` are its constructor's."""
     request = EpisodeRequest(
         prompt=Prompt(id="d/0", domain="d", token_ids=(1,), text=task["prompt"], metadata=task["metadata"]),
         sample=EpisodeKey(sample_id="s", group="s", step=1, domain="d"),

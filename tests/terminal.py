@@ -24,7 +24,7 @@ class Terminal:
 
     @property
     def screen(self) -> list[str]:
-        """What is seen: the last lines."""
+        """Return the last lines: what is seen."""
         return [line.rstrip() for line in self.lines[-self.height :]]
 
     @property

@@ -15,7 +15,7 @@ Reply = tuple[int, Any]
 
 
 class Writer:
-    """What the server does; a test spoils it."""
+    """The server's behaviour; a test spoils it."""
 
     def __init__(self) -> None:
         self.url = ""

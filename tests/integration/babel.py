@@ -22,14 +22,14 @@ ALPHABETS = (
     "e\u0301a\u0308\u0323\u200b\u200d\u2060\ufeff\u202e\u2066\u00a0\u3000",
     "\U00010348\U0001f9ff\ufffd\ue000\U0010fffd",
 )
-"""What observations are made of: most of it is text that no model ever saw, but text."""
+"""Parts of observations: most of it is text that no model ever saw, but text."""
 PIECES = (
     "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<eos>", "<unk>", "<|im_", "end|>",
     "{{ messages }}", "<tool_call>", "</tool_call>", " the maze", "\n\n\n", "0123456789" * 3,
 )  # fmt: skip
-"""What looks like a special token, a template or a call, and is none."""
+"""Look-alikes of a special token, a template or a call, which are none."""
 CONTROL = "\x00\x07\x08\x1b\x7f\x85\ud83d"
-"""What no policy may read: it ends the episode."""
+"""Characters that no policy may read: one ends the episode."""
 
 
 class Babel:

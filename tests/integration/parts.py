@@ -203,7 +203,7 @@ class Shared:
     pool: Pool
     """It keeps nothing of what it scored."""
     root: Path
-    """Where trainers save what they begin with."""
+    """Directory in which trainers save what they begin with."""
     trainers: list[DeepSpeedTrainer] = dataclasses.field(default_factory=list)
 
     def trainer(self, cfg: PipelineConfig) -> DeepSpeedTrainer:

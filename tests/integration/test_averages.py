@@ -44,7 +44,7 @@ def build_config(student: Path, payload: str, lora: Any, ema: float | None = DEC
 
 
 def read_hint(rollout: Rollout) -> tuple[int, ...]:
-    """What the teacher reads: without it, it would say what the student says at first, and nothing would ever move."""
+    """Return the teacher's prompt: without it, it would say what the student says at first, and nothing would ever move."""
     return (9, 11, *rollout.prompt_ids)
 
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SHORT = ("shift", "rotate", "double")
 """Of the suite `letters`: three to eight letters and an end token."""
 BASE = ("reverse", "sort", "rotate", "shift", "double", "mask", "compare", "walk", "swap")
-"""What the quickstart's base learns: it then solves a part of each task, so that there is something to keep and something to learn."""
+"""Tasks of the quickstart's base: it then solves a part of each, so that there is something to keep and something to learn."""
 REPEATS = 13
 """A word said so often is ten times as long."""
 SAMPLES = 16

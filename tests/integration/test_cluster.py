@@ -187,12 +187,12 @@ def test_an_answer_that_does_not_come_is_an_error_of_the_run() -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """What this one looked like while it had a single worker."""
+    """This session's state while it had a single worker."""
 
     listening: set[tuple[str, str]]
     """Name of a process, and an address at which it listens."""
     address: str
-    """Where the worker says that the cluster reaches its machine."""
+    """Address of its machine in the cluster, as the worker says."""
     marks: dict[str, str | None]
     """Title of a process -> the mark that it carries."""
 

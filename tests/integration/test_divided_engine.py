@@ -84,7 +84,7 @@ def left_in_memory() -> set[Path]:
 
 
 def folder_of(owner: psutil.Process) -> Path:
-    """Where vLLM's files are; they were in the temporary directory, and stayed."""
+    """Return the directory of vLLM's files; they were in the temporary directory, and stayed."""
     (folder,) = SHARED_MEMORY.glob(f"opd-run-{owner.pid}-*")
     assert any(path.name.startswith("vllm_dist_") for path in folder.iterdir())
     return folder

@@ -1,4 +1,4 @@
-"""What a merge opens to the other users of its machine: under umask 077 nothing."""
+"""Under umask 077 a merge opens nothing to the other users of its machine."""
 
 from __future__ import annotations
 

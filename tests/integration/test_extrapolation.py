@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 def merge(root: Path, run: str) -> str:
-    """What the merge said."""
+    """Merge, and return what was said."""
     script = root / f"{run}.py"
     script.write_text(MERGE.replace("RUN", run))
     done = subprocess.run(

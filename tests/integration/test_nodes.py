@@ -163,7 +163,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def losses(run: Path) -> list[Any]:
-    """What each step's training gave, but for times."""
+    """Return the results of each step's training, but for times."""
     return [(line["step"], line["loss"], line["grad_norm"]) for line in records(run)]
 
 

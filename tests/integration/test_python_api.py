@@ -1,4 +1,4 @@
-"""What docs/python.md shows, run as it stands there: ten lines that merge, with an objective and an engine of the user's."""
+"""The lines of docs/python.md, run as they stand there: ten that merge, with an objective and an engine of the user's."""
 
 from __future__ import annotations
 

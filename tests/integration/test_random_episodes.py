@@ -125,7 +125,7 @@ def gap_by_turn(rollouts: Sequence[Rollout], said: Sequence[Sequence[float]]) ->
 
 
 def trainer_logprobs(config: PipelineConfig, vocab_size: int, whole: Sequence[tuple[int, ...]]) -> list[list[float]]:
-    """What a rank of the trainer says, several sequences packed into one row."""
+    """Ask a rank of the trainer, several sequences packed into one row."""
     trainer = start_trainer(config, vocab_size)
     said = [line for first in range(0, len(whole), 10) for line in trainer.logprobs(whole[first : first + 10])]
     stop(trainer)

@@ -119,7 +119,7 @@ def live(case: dict[str, Any], rank: int, out: Path) -> dict[str, int]:
 
 
 def case_of(path: Path, numbers: int, lora: bool, bucket: int) -> tuple[dict[str, Any], int]:
-    """What a rank is told, and the most memory that it may need by the sum of `opd check`."""
+    """Return a rank's options, and the most memory that it may need by the sum of `opd check`."""
     config = AutoConfig.from_pretrained(path)
     pipeline = PipelineConfig.model_validate(
         {

@@ -155,7 +155,7 @@ def kill_a_rank(merge: Merge, title: str, methods: Collection[str], step: int) -
 
 
 def hashes(directory: Path) -> dict[str, str]:
-    """What a checkpoint holds of policy and critic."""
+    """Hash a checkpoint's tensors of policy and critic."""
     return {str(f.relative_to(directory)): blake3_file(f) for f in directory.rglob("*") if f.suffix == ".safetensors"}
 
 

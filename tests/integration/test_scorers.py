@@ -36,7 +36,7 @@ OBJECTIVES = {"hidden_states": {}, "sampled_logprobs": {"kind": "sampled"}, "top
 PLAIN = {("transformers", "sampled_logprobs"), ("transformers", "top_k")}
 """Without a pool in tests/unit/teachers/test_transformers_scorer.py, so only in the long run here."""
 PADDED = {("vllm", "top_k", "float32"): 60}
-"""Where the tokenizer knows fewer ids than the head has rows."""
+"""Ids that the tokenizer knows where the head has more rows."""
 
 
 @pytest.fixture(scope="module")

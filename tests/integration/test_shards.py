@@ -104,7 +104,7 @@ def whole_export(made: ZeroEngine, path: Path) -> None:
 
 
 def compare(case: dict[str, Any], out: Path, rank: int, ranks: int) -> None:
-    """What both ways hold at the start, give in two steps, hold and export then; and what a resume makes of it."""
+    """Compare both ways at the start, in two steps and after them; then export both, and resume one."""
     made = [engine(load, case, rank, ranks) for load in (load_causal_lm, load_share)]
     assert same(*map(held, made)), "at the start"
     for step in (1, 2):

@@ -112,7 +112,7 @@ class Finished:
 
     root: Path
     errors: str
-    """What it said on stderr."""
+    """Its text on stderr."""
 
     @property
     def records(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a finished merge left, looked at from outside: `python -m tests.models.check ROOT`, one JSON object a line.
+"""A finished merge's files, looked at from outside: `python -m tests.models.check ROOT`, one JSON object a line.
 
 `ROOT` has `student`, `whole`, `adapter` and the run directory `run`. The trainer is what its last checkpoint says: those
 parameters in a student that plain transformers loads, so that whatever an export loses shows. Every reference is one
@@ -83,7 +83,7 @@ def packing(model: Any, layout: str, vocab_size: int) -> float:
 
 
 def scored(root: Path, name: str, given: list[list[int]], vocab_size: int) -> Logprobs:
-    """What the product's scorer says of the tokens after the prompt, all sequences in one call."""
+    """Ask the product's scorer about the tokens after the prompt, all sequences in one call."""
     from opd.records.types import Rollout, Teacher
     from teachers.scorers import ScorerOptions
     from teachers.scorers.transformers import TransformersScorer

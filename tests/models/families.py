@@ -82,9 +82,9 @@ class Family:
     rows: int = 0
     """Rows of the embedding; 0: as many as the tokenizer has tokens."""
     note: str = ""
-    """What the family is there to show."""
+    """The property that the family is there to show."""
     engine_dtype: str = "float32"
-    """What the rollout engine computes in; some of vLLM's CPU kernels know bfloat16 alone."""
+    """Number type of the rollout engine; some of vLLM's CPU kernels know bfloat16 alone."""
     engine: str = "vllm"
     """`rollout.engine`: `transformers` where vLLM does not serve the family on a CPU."""
 

@@ -26,7 +26,7 @@ STEPS, RESUME_FROM = 6, 3
 DEADLINE_S = 480.0
 """Of one command; on two quiet cores it takes 15 to 40 s, on busy ones five times as long."""
 WORKERS = ("ray::", "raylet", "gcs_server")
-"""How the processes that a merge starts begin."""
+"""Prefixes of the names of processes that a merge starts."""
 EXPORT_NATS = 1e-5
 """Between trainer and exported model in plain transformers, float32."""
 SCORER_NATS = 1e-4
@@ -39,7 +39,7 @@ ENGINE_NATS = {"float32": 2e-3, "bfloat16": 0.5}
 
 @dataclass
 class Row:
-    """What is known of a family; a value that was not measured is None."""
+    """The facts of a family; a value that was not measured is None."""
 
     family: str
     note: str
@@ -74,7 +74,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended."""
+    """The end of a command."""
 
     code: int | None
     """None: it did not before its deadline."""
@@ -263,7 +263,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_run(row: Row, run_dir: Path, experts: Sequence[str]) -> None:
-    """What the run says of itself."""
+    """Read what the run says of itself."""
     steps = records(run_dir)
     gaps = [record["probe_gap"] for record in steps]
     row.probe_gap = math.nan if any(math.isnan(gap) for gap in gaps) else max(gaps)

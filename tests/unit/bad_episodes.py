@@ -1,4 +1,4 @@
-"""What goes wrong in episodes: the proofs of `test_bad_inputs` about environments, agents' programs and compaction.
+"""Faults in episodes: the proofs of `test_bad_inputs` about environments, agents' programs and compaction.
 
 Episodes run through the driver's engine and the real runners, with a policy of a few lines in place of vLLM.
 """
@@ -83,7 +83,7 @@ class Played:
 
     @property
     def record(self) -> EpisodesRecord:
-        """What `metrics.jsonl` has of them."""
+        """Return their record in `metrics.jsonl`."""
         return EpisodesRecord.from_stats(self.batch.episodes["d"], {})
 
 

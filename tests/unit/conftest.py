@@ -1,4 +1,4 @@
-"""What several unit tests share: Ray's process boundary as plain calls, and a merge's inputs on disk."""
+"""Things that several unit tests share: Ray's process boundary as plain calls, and a merge's inputs on disk."""
 
 from __future__ import annotations
 

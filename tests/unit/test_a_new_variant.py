@@ -1,4 +1,4 @@
-"""What a new payload, objective, scorer and signal take: what stands in this file, and a line of a dictionary each.
+"""A new payload, objective, scorer and signal take what stands in this file, and a line of a dictionary each.
 
 The payload is each position's likeliest token alone, the objective cross-entropy against it, the scorer one that knows the
 answer without a model, the signal one that counts skipped steps.

@@ -95,7 +95,7 @@ class Bench:
     make_adapter: Callable[..., Path]
     capsys: Any
     inputs: Inputs | None = None
-    """What the last merge that started was given."""
+    """Inputs of the last merge that started."""
 
     @property
     def root(self) -> Path:

@@ -817,7 +817,7 @@ def test_evaluate_refuses_a_model_that_is_not_there(world: Any) -> None:
 
 @pytest.fixture
 def no_serving(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What got as far as starting Ray."""
+    """Record what got as far as starting Ray."""
     import pipelines.serve
 
     started: list[Any] = []

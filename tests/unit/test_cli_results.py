@@ -1,4 +1,4 @@
-"""What the commands around results print, and how they end when a signal stops them."""
+"""The output of the commands around results, and their end when a signal stops them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How deep the method lies: at most ten of our own frames from `opd merge` to the objective, the driver's and the rank's."""
+"""The method lies at most ten of our own frames deep, from `opd merge` to the objective, the driver's and the rank's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stood in the way of people who tried `opd` for the first time: each has a message that says the way out, at once."""
+"""Obstacles met by people who tried `opd` for the first time: each has a message that says the way out, at once."""
 
 from __future__ import annotations
 

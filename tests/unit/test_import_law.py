@@ -66,7 +66,7 @@ def test_ray_is_imported_in_one_package() -> None:
 
 
 def test_ray_is_imported_inside_of_functions_alone() -> None:
-    """What it reads of the environment when it is imported is set by then: see `opd.cluster.session`."""
+    """Ensure that what Ray reads of the environment at its import is set by then: see `opd.cluster.session`."""
     assert {one.source for one in imports() if one.package == "ray" and one.when != "later"} == set()
 
 

@@ -41,7 +41,7 @@ MADE = {
 MERGES = {"rl": "rewards"}
 """Pipelines that are not called like their target."""
 FIRST = {target: ["models from-gguf"] for target in ("smollm2-tools", "smollm2-rewards")}
-"""What a target needs before its prompts."""
+"""Commands that a target needs before its prompts."""
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")

@@ -1,4 +1,4 @@
-"""Which tasks the arms of `benchmarks.drift` begin at."""
+"""Tasks at which the arms of `benchmarks.drift` begin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.moves` reads: right episodes, and what a model says of each of their moves."""
+"""The readings of `benchmarks.moves`: right episodes, and what a model says of each of their moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes through the driver of a step."""
+"""A step's bytes that go through the driver."""
 
 from __future__ import annotations
 

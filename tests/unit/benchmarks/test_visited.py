@@ -1,4 +1,4 @@
-"""Which states `benchmarks.visited` counts."""
+"""States that `benchmarks.visited` counts."""
 
 from __future__ import annotations
 

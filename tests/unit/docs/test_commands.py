@@ -76,7 +76,7 @@ def tree() -> Tree:
 
 
 def opd_errors(tree: Tree, command: Command) -> list[str]:
-    """What is wrong with one `opd ...`."""
+    """Say what is wrong with one `opd ...`."""
     words = command.words[1:]
     if not command.whole or {"--help", "COMMAND"} & set(words) or words[0].startswith("-"):
         return [f"unknown: {word}" for word in tree.unknown(words)]
@@ -128,7 +128,7 @@ def schema_of(model: type[BaseModel]) -> Mapping[str, Any]:
 
 
 def has_key(model: type[BaseModel], path: Sequence[str]) -> bool:
-    """Whether a dotted key stands for something, whatever kind a section with several kinds is of."""
+    """Return True if a dotted key stands for something, whatever kind a section with several kinds is of."""
     return _has_key(schema_of(model), schema_of(model), list(path))
 
 
@@ -157,14 +157,14 @@ VARIABLES = set(re.findall(r"^([A-Z_]+) \?=", MAKEFILE, re.MULTILINE))
 
 
 def make_errors(words: Sequence[str]) -> list[str]:
-    """What is wrong with one `make ...`."""
+    """Say what is wrong with one `make ...`."""
     given = {word.partition("=")[0] for word in words if "=" in word}
     targets = {word for word in words if "=" not in word}
     return [f"no target {word}" for word in targets - TARGETS] + [f"no variable {word}" for word in given - VARIABLES]
 
 
 def python_errors(words: Sequence[str]) -> list[str]:
-    """What is wrong with one `python ...`; modules of others are theirs."""
+    """Say what is wrong with one `python ...`; modules of others are theirs."""
     if words[0] == "-m":
         top = words[1].partition(".")[0]
         if not (ROOT / top).is_dir():

@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type: lines of code blocks, commands within a sentence, and blocks of YAML and Python."""
+"""Everything the pages tell a reader to type: lines of code blocks, commands within a sentence, and blocks of YAML and Python."""
 
 from __future__ import annotations
 

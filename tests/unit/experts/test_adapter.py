@@ -1,4 +1,4 @@
-"""Which LoRA adapters are accepted, what is read from them, and what base and adapter are as one model."""
+"""LoRA adapters that are accepted, what is read from them, and base and adapter as one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a conversion takes from a GGUF file, how it is proven, and files that are none."""
+"""A conversion from a GGUF file: what it takes, how it is proven, and files that are none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from a model directory, and every directory that is refused before anything is written."""
+"""Facts read from a model directory, and every directory that is refused before anything is written."""
 
 from __future__ import annotations
 

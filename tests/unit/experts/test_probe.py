@@ -1,4 +1,4 @@
-"""What an expert says of a few token ids is kept in its manifest; weights with a NaN are not registered at all."""
+"""An expert's answers about a few token ids are kept in its manifest; weights with a NaN are not registered at all."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_every_line_of_worked_answers_is_right_and_the_last_is_the_answer(domain
 
 @pytest.mark.parametrize("domain", WORKED)
 def test_several_ways_are_right_and_rows_take_different_ones(domain: str):
-    """Where an answer may begin at several places, it is now the last of them, now another."""
+    """Check that an answer that may begin at several places takes now the last of them, now another."""
     taken: Counter[bool] = Counter()
     for row in SUITES["letters"].make_rows(domain, 200, 3):
         question = str(row["prompt"]).removesuffix("=").split(" ")[1]
@@ -276,7 +276,7 @@ def test_games_are_played_blindly_and_every_move_is_learned(domain: str) -> None
 
 
 def played(domain: str, row: Any) -> bool:
-    """Whether the recorded moves win."""
+    """Return True if the recorded moves win."""
     game = find_environment(domain, "test")()
     game.reset(row["metadata"], 0)
     turns = [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]

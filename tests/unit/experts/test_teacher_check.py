@@ -1,4 +1,4 @@
-"""Which experts fit a student."""
+"""Experts that fit a student."""
 
 from __future__ import annotations
 

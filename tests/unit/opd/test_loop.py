@@ -73,17 +73,17 @@ class Events:
     skips: bool = False
     """Nothing is trained, as while a critic learns alone."""
     known: dict[str, float] = field(default_factory=dict)
-    """What the trainer can tell of domain `a` beyond the usual."""
+    """The trainer's values for domain `a` beyond the usual."""
     restarted: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Step -> scoring workers that died in it."""
     logged: frozenset[int] = frozenset()
     """Steps that the log has."""
     sleeps: bool = False
-    """Whether the engine gives its memory back after it has written or answered."""
+    """True: the engine gives its memory back after it has written or answered."""
     stopped_at: int = 0
     """The step after which a monitor ends the run."""
     commits_after: int = 0
-    """How often a checkpoint is asked for before its files are there."""
+    """Times that a checkpoint is asked for before its files are there."""
     logs_targets: bool = True
     """False: the log has rollouts alone."""
     max_logged: int | None = None

@@ -1,4 +1,4 @@
-"""Where rewards come in: responses are judged before they are logged, and credit is given before the optimiser steps."""
+"""Rewards in a step: responses are judged before they are logged, and credit is given before the optimiser steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers share a GPU: rank i, engine i and scorer i, as far as their shares add up."""
+"""Workers that share a GPU: rank i, engine i and scorer i, as far as their shares add up."""
 
 from __future__ import annotations
 

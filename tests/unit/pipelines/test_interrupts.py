@@ -1,4 +1,4 @@
-"""What Ctrl-C and SIGTERM do, and when."""
+"""The effects of Ctrl-C and SIGTERM at each moment."""
 
 from __future__ import annotations
 

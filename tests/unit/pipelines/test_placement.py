@@ -1,4 +1,4 @@
-"""Where a pipeline's workers go: what each asks, and which wishes no node can grant. The nodes are records here."""
+"""The places of a pipeline's workers: what each asks, and which wishes no node can grant. The nodes are records here."""
 
 from __future__ import annotations
 

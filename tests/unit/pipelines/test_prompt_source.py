@@ -1,4 +1,4 @@
-"""What the section `balance` puts together: today's prompts by default, else a source that hears of every step."""
+"""The source built for the section `balance`: today's prompts by default, else one that hears of every step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def learning(world: Any) -> Any:
 
 
 def parts_of(world: Any, monkeypatch: pytest.MonkeyPatch, sinks: list[Sink]) -> Any:
-    """What `build` puts together around workers that do nothing."""
+    """Let `build` put a merge together around workers that do nothing."""
     monkeypatch.setattr(build, "_start_roles", lambda *_: (MagicMock(), MagicMock(), MagicMock()))
     config = load_pipeline(world.write())
     return build.build_merge(config, read_inputs(config), RunPaths(world.root), MagicMock(), {}, sinks)

@@ -1,4 +1,4 @@
-"""Who scores a domain: by default, by name, by weights; and what a pipeline may not say about it."""
+"""A domain's scorers: by default, by name, by weights; and what a pipeline may not say about them."""
 
 from __future__ import annotations
 

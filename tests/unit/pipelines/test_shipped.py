@@ -1,4 +1,4 @@
-"""What ships as a pair: a pipeline, the spec that trains its experts, and the prompts that `make` writes for both."""
+"""Pipelines that ship with the spec that trains their experts, and the prompts that `make` writes for both."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ ALONE: dict[str, Any] = {
     "domains": {"d": {"environment": {"name": "maze"}}},
     "objective": {"kind": "none", "reward": {}},
 }
-"""What goes with `teachers.engine: none`."""
+"""Sections that go with `teachers.engine: none`."""
 
 
 def config(**sections: Any) -> PipelineConfig:

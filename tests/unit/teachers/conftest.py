@@ -1,4 +1,4 @@
-"""What tests of scorers and of the pool share: two teachers, one that is damaged, and the check of what they say."""
+"""Things that tests of scorers and of the pool share: two teachers, one that is damaged, and the check of what they say."""
 
 from __future__ import annotations
 

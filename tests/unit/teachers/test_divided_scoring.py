@@ -173,7 +173,7 @@ def test_a_module_without_weights_may_be_the_only_one_on_disk(
 
 
 def test_gpus_share_the_layers_equally_and_the_rest_computes_on_the_first(experts: dict[str, Teacher]) -> None:
-    """Where layers go, which needs no GPU. On GPUs: tests/integration/test_divided_teacher.py."""
+    """Check where layers go, which needs no GPU. On GPUs: tests/integration/test_divided_teacher.py."""
     model_dir = experts["rev"].model_dir
     size = nbytes(model_dir)
     both = Division.from_skeleton(skeleton(model_dir), {0: 2 * size, 1: 2 * size}, 0)

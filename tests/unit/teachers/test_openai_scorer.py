@@ -55,7 +55,7 @@ def prompt_logprobs(ids: list[int], k: int) -> list[Any]:
 
 
 class Served:
-    """What the server does; a test spoils it."""
+    """The server's behaviour; a test spoils it."""
 
     def __init__(self) -> None:
         self.url = ""

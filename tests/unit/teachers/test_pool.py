@@ -215,7 +215,7 @@ def test_a_part_that_a_worker_cannot_write_leaves_nothing(directory: PartsDirect
 def test_the_files_are_the_same_after_a_worker_died(
     method: str, teachers: dict[str, Teacher], small_parts: None, directory: PartsDirectory, in_process: Any
 ) -> None:
-    """What had come is not written again: its hash is with the driver."""
+    """Check that what had come is not written again: its hash is with the driver."""
     targets = pool(teachers, 2).score(ROLLOUTS, directory)
     targets.wait_for_parts()
     wanted = files_of(directory)

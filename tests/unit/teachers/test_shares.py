@@ -1,4 +1,4 @@
-"""Who scores what: workers are balanced, batches stay whole, and weights go to few workers."""
+"""Shares of the scoring: workers are balanced, batches stay whole, and weights go to few workers."""
 
 from __future__ import annotations
 

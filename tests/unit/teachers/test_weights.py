@@ -1,4 +1,4 @@
-"""Which teachers' tensors stay in memory, and how often files are read."""
+"""Teachers' tensors that stay in memory, and how often files are read."""
 
 from __future__ import annotations
 

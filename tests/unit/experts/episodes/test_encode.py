@@ -28,7 +28,7 @@ ADD = Tool(
     parameters={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
 )
 Script = list[tuple[str, tuple[str, ...]]]
-"""What the policy says in each turn, and what the environment answers: a text for each call, one without calls."""
+"""The policy's words in each turn, and the environment's answers: a text for each call, one without calls."""
 
 
 class Scripted:

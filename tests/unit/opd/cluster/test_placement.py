@@ -1,4 +1,4 @@
-"""What a worker asks of a node, whether a node has it, and whether the node lives."""
+"""A worker's demands on a node, whether a node meets them, and whether the node lives."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_seat_of_workers_that_share_gpus_asks_for_all_of_them() -> None:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """What Ray knows: the node of a worker's place, and whether it lives; a door where that node answers."""
+    """Stand in for Ray: the node of a worker's place, and whether it lives; a door where that node answers."""
     with socket.create_server(("127.0.0.1", 0)) as door:
         known = SimpleNamespace(node="a1", alive=True, door=door, slept=[], then=lambda: None)
         address, port = door.getsockname()
@@ -112,7 +112,7 @@ def test_a_place_on_a_node_that_answers_or_on_none_is_settled(cluster: SimpleNam
 
 @pytest.mark.parametrize("knows", [True, False])
 def test_a_worker_waits_until_ray_knows_that_its_node_is_gone(cluster: SimpleNamespace, knows: bool) -> None:
-    """Whether Ray calls the node dead before it has another one, or still thinks that it lives."""
+    """Check both cases: Ray calls the node dead before it has another one, or still thinks that it lives."""
     cluster.door.close()
     cluster.alive = not knows
 

@@ -1,4 +1,4 @@
-"""Where workers look for modules."""
+"""Places in which workers look for modules."""
 
 from __future__ import annotations
 

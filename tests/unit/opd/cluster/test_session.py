@@ -1,4 +1,4 @@
-"""What a session of Ray refuses before it starts anything."""
+"""Refusals of a session of Ray before it starts anything."""
 
 from __future__ import annotations
 

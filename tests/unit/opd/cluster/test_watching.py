@@ -13,7 +13,7 @@ from opd.cluster.watching import WorkerWatch
 
 
 class Listening:
-    """What workers said, what time it is, and who was killed."""
+    """Record of what workers said, what time it is, and who was killed."""
 
     def __init__(self) -> None:
         self.now = 1000.0

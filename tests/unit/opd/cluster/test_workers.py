@@ -17,7 +17,7 @@ from opd.errors import RunError
 
 
 class Counter:
-    """What runs in the worker."""
+    """The object that runs in the worker."""
 
     def add(self, number: int, times: int = 1) -> int:
         return number * times

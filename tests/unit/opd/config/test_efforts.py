@@ -1,4 +1,4 @@
-"""What `efforts` makes of domains and experts, and what a pipeline may not say about them."""
+"""The domains and experts that `efforts` makes, and what a pipeline may not say about them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def read(data: dict[str, Any]) -> PipelineConfig:
 
 
 def refused(data: dict[str, Any]) -> list[str]:
-    """Where, what was found, what is wanted."""
+    """Return the place, what was found, what is wanted."""
     with pytest.raises(ConfigError) as error:
         read(data)
     where, found, wanted, *_ = str(error.value).splitlines()

@@ -1,4 +1,4 @@
-"""What a teacher's own prompt may say, before any row is read."""
+"""A teacher's own prompt, checked before any row is read."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def lambda_of_the_row(episode: Episode, values: Values, spec: GaeSpec) -> dict[s
 
 
 def the_horizon_is_that_of_the_line(made: Implementation) -> None:
-    """What the outcome gives the first token, over what it gives the last, is lambda^(l - 1)."""
+    """Check that the outcome gives the first token lambda^(l - 1) times what it gives the last."""
     episode = chain("aaoooooa")
     values = values_of(episode)
     more = Episode(episode.segments, episode.reward + 1)

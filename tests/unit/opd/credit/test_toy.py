@@ -27,7 +27,7 @@ from tests.credit import PlainRank, critic_options, segment
 
 A, B, X, Y = 10, 11, 20, 21
 Context = tuple[int, ...]
-"""What the policy sees, but for the prompt."""
+"""Tokens that the policy sees, but for the prompt."""
 CONTEXTS: list[Context] = [(), *product((A, B), (X, Y)), *((o, a, 0) for o, a in product((X, Y), (A, B)))]
 """Those before a1, before a2 and before a3; the last have a 0, for they are of another segment."""
 CHANCE_OF_X = {A: 0.75, B: 0.25}
@@ -54,7 +54,7 @@ class Way:
 
     @property
     def steps(self) -> list[tuple[Context, int]]:
-        """What the policy saw, and what it did."""
+        """Return what the policy saw, and what it did."""
         return [((), self.a1), ((self.a1, self.o), self.a2), ((self.o, self.a2, 0), self.a3)]
 
     def segments(self, name: str, **columns: Any) -> list[Rollout]:

@@ -31,7 +31,7 @@ LIMITS = SandboxLimits(seconds=3.0, memory_mb=256, disk_mb=4, processes=16)
 
 
 def allowed() -> str:
-    """Why there can be no sandbox here; empty if there can be."""
+    """Say why there can be no sandbox here; empty if there can be."""
     try:
         Box(LIMITS).close()
     except ConfigError as error:
@@ -333,7 +333,7 @@ def test_only_sockets_that_a_namespace_confines(box: Box) -> None:
 
 
 def decide(program: bytes, arch: int, number: int, *arguments: int) -> int:
-    """What a filter answers, by the rules of the kernel's BPF."""
+    """Return a filter's answer, by the rules of the kernel's BPF."""
     data = struct.pack("<IIQ6Q", number, arch, 0, *arguments, *[0] * (6 - len(arguments)))
     steps, at, value = list(struct.iter_unpack("<HBBI", program)), 0, 0
     while True:

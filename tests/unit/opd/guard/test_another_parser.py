@@ -1,4 +1,4 @@
-"""Where tree-sitter's grammar of bash reads a script without an error, ours reads it, and finds every command that it finds."""
+"""Our parser reads every script that tree-sitter's grammar of bash reads without an error, and finds every command that it finds."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Scripts:
 
 
 def really_read(script: str, root: Path) -> set[str]:
-    """What bash reads."""
+    """Return what bash reads."""
     log = root / "log"
     log.write_text("")
     begin = f"LOG={log}; d={root}/a; cd {root}/b; cd {root}/a\n"

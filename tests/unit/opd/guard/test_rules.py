@@ -42,7 +42,7 @@ def test_the_ids_of_rules_differ() -> None:
     "command", [case.steps[-1].arguments["command"] for case in shipped_cases("development") if case.kind == "evasion"]
 )
 def test_evasions_of_the_development_half(command: str) -> None:
-    """What comes before in a trajectory is taken as having run."""
+    """Take what comes before in a trajectory as having run."""
     (case, *_) = [c for c in shipped_cases("development") if c.steps[-1].arguments["command"] == command]
     session = GUARD.session()
     for step in case.steps[:-1]:

@@ -363,7 +363,7 @@ def test_a_glob_is_listed_where_the_files_can_be_seen(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_takes_long_or_breaks(text: str) -> None:
-    """What a policy writes is checked in bounded time; most of these are not readable in the end."""
+    """Check a policy's text in bounded time; most of these are not readable in the end."""
     guard = Guard(RuleSet([shipped_rules()]))
     began = time.process_time()
     guard.check(ToolCall(name="bash", arguments={"command": text}), guard.session())

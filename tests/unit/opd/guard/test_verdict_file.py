@@ -1,4 +1,4 @@
-"""What the judge said in a run stands: across threads, workers, and kills."""
+"""The judge's words in a run stand: across threads, workers, and kills."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ HONEST = [
 
 
 def allowed(*commands: str) -> bool:
-    """Whether the last of these commands of one episode may run."""
+    """Return True if the last of these commands of one episode may run."""
     session = GUARD.session()
     return [GUARD.check(ToolCall(name="bash", arguments={"command": one}), session).allowed for one in commands][-1]
 

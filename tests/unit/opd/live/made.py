@@ -127,7 +127,7 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 
 
 def draw(view: View, width: int, height: int, **console: Any) -> str:
-    """What a terminal gets of a view; without colours unless the console has some."""
+    """Draw a view as a terminal gets it; without colours unless the console has some."""
     kind = {"color_system": None, "file": StringIO(), "force_terminal": True, "legacy_windows": False} | console
     screen = Console(width=width, height=height + 1, **kind)
     with screen.capture() as capture:

@@ -1,4 +1,4 @@
-"""What a step's record becomes on the terminal."""
+"""A step's record on the terminal."""
 
 from __future__ import annotations
 

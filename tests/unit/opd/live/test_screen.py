@@ -1,4 +1,4 @@
-"""What a user sees of a merge: on a real terminal, elsewhere, as JSON, and not at all."""
+"""A user's view of a merge: on a real terminal, elsewhere, as JSON, and not at all."""
 
 from __future__ import annotations
 

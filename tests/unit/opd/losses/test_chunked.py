@@ -1,4 +1,4 @@
-"""What the loss costs in memory, and what it does with it: one chunk of logits, and gradients in place."""
+"""Memory of the loss, and its use: one chunk of logits, and gradients in place."""
 
 from __future__ import annotations
 

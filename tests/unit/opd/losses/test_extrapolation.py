@@ -152,7 +152,7 @@ class Tables:
 
 @pytest.mark.parametrize("name", ["reverse_kl", "forward_kl", "jsd"])
 def test_a_student_with_a_logit_for_every_state_reaches_the_target_exactly(name: str) -> None:
-    """How often the student comes to a state weighs its loss by a factor above 0, and moves no state's least value."""
+    """Weigh all states alike: how often the student comes to one is a factor above 0, and moves no state's least value."""
     factor, expert, start = 1.25, Tables(1), Tables(2)
     logits_N_V = start.logits_N_V.clone().requires_grad_()
     eye = torch.eye(3, dtype=torch.float64)

@@ -68,7 +68,7 @@ class Kernels(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Case:
-    """What a loss gets."""
+    """The arguments of a loss."""
 
     objective: Objective
     hidden_N_D: Tensor
@@ -139,7 +139,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would be compiled runs as it is, and no dispatch mode sees it."""
+    """Run what would be compiled as it is, unseen by any dispatch mode."""
 
     def unseen(*args: Any) -> Any:
         with _disable_current_modes():

@@ -123,7 +123,7 @@ class Form:
 
     @property
     def has_whole_gradient(self) -> bool:
-        """Whether the gradient is that of the value as it is; else a part of the value counts as constant."""
+        """Return True if the gradient is that of the value as it is; else a part of the value counts as constant."""
         return not isinstance(self.objective, AdaptiveKL)
 
 
@@ -202,7 +202,7 @@ def top_blocks(logq: Tensor, k: int) -> list[Block]:
 
 
 def blocks(c: Case, form: Form) -> list[Block]:
-    """What the teachers send for this objective."""
+    """Return the blocks that teachers send for this objective."""
     return top_blocks(c.logq(), form.k) if form.k else list(c.teachers)
 
 

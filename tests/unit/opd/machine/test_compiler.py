@@ -1,4 +1,4 @@
-"""Where torch keeps the libraries that it compiles, and loads again."""
+"""Torch's place for the libraries that it compiles, and loads again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where torch would keep it."""
+    """Return torch's own place for it."""
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -1,4 +1,4 @@
-"""What belongs to a driver that is gone is cleared, and nothing else."""
+"""Everything that belongs to a driver that is gone is cleared, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cores can compute with, read from files such as Linux shows."""
+"""Number types that the cores can compute with, read from files such as Linux shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says about its model's logits."""
+"""A model's logits as its config describes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an adapter's configuration means; the expected factors are those that PEFT computes (peft/tuners/lora)."""
+"""The meaning of an adapter's configuration; the expected factors are those that PEFT computes (peft/tuners/lora)."""
 
 from __future__ import annotations
 

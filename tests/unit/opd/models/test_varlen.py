@@ -40,7 +40,7 @@ FULL_ATTENTION = ["Llama", "Qwen2", "Qwen3-MoE", "OLMo2", "GPT-NeoX"]
 def attend_one_by_one(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scaling: float | None
 ) -> Tensor:
-    """What the kernel computes, a sequence at a time."""
+    """Compute what the kernel computes, a sequence at a time."""
     assert starts.dtype == torch.int32 and int(starts.diff().max()) == longest
     parts = [
         nn.functional.scaled_dot_product_attention(

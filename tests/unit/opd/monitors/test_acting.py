@@ -1,4 +1,4 @@
-"""When a monitor acts, what it leaves on disk, and that a resume goes on as if nothing had happened."""
+"""A monitor's actions, what they leave on disk, and that a resume goes on as if nothing had happened."""
 
 from __future__ import annotations
 

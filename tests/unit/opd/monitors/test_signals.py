@@ -1,4 +1,4 @@
-"""What each signal reads from the records of the steps, and which responses show it."""
+"""Each signal's reading from the records of the steps, and the responses that show it."""
 
 from __future__ import annotations
 

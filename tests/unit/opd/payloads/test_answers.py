@@ -1,4 +1,4 @@
-"""What answers say of each other, and of what cannot be one."""
+"""Answers compared with each other, and what cannot be one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples each domain gets: by tokens, by what is left to learn, and the same again after a resume."""
+"""Numbers of samples for each domain: by tokens, by what is left to learn, and the same again after a resume."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def source(section: Any, records: list[StepRecord] | None = None, seed: int = 3)
 
 
 def told(step: int, asked: list[Prompt]) -> StepRecord:
-    """What a step with these prompts could have recorded, with losses that are no round numbers."""
+    """Return a record that a step with these prompts could have, with losses that are no round numbers."""
     counts = Counter(p.domain for p in asked)
     losses = {"a": 1 / step, "b": 0.3 + 0.1 / step, "c": 3 / step**2}
     return StepRecord(

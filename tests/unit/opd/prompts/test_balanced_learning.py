@@ -1,4 +1,4 @@
-"""What balance does to a learner: ten domains of tables, trained for real, through the prompts, records and shares of a merge.
+"""Balance and a learner: ten domains of tables, trained for real, through the prompts, records and shares of a merge.
 
 A domain is a table: for each of its prompts a response of some tokens, each with the teacher's distribution. The student has a
 table of its own and follows the gradient of the forward KL, as a token mean over the step. A domain of more prompts learns

@@ -35,7 +35,7 @@ def files() -> list[str]:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is read and tokenised from now on."""
+    """Record what is read and tokenised from now on."""
     done: list[str] = []
     read, encode = rows.read_row, table.encode_prompts
     monkeypatch.setattr(rows, "read_row", lambda *a: (done.append("row"), read(*a))[1])

@@ -275,7 +275,7 @@ def test_a_weight_is_a_share_of_the_samples(total: int, weights: dict[str, float
 
 
 def shares(total: int, weights: dict[str, float], steps: int, seed: int = 0) -> list[Counter[str]]:
-    """How many prompts each domain has in each step."""
+    """Count the prompts of each domain in each step."""
     source = MixedPrompts({d: prompts(d, 50) for d in weights}, samples_by_weight(total, weights), seed)
     return [Counter(p.domain for p in source.take(step)) for step in range(1, steps + 1)]
 

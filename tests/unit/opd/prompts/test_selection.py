@@ -98,7 +98,7 @@ def test_a_split_is_named_or_the_only_one(write_rows: WriteRows, tmp_path: Path)
 
 
 class Hub:
-    """What `datasets` does with a hub data set of two files, without a network."""
+    """A hub data set of two files as `datasets` handles it, without a network."""
 
     def __init__(self, files: dict[str, Path], reader: str = "parquet") -> None:
         self.files, self.reader = files, reader

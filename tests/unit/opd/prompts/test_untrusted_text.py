@@ -40,7 +40,7 @@ LLAMA2 = (
     "{{ m.content + '<|im_end|>' }}{% else %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
 )
 WORDS = "A <td> of a table,\n\na list [1], a NOTE: x, <think>so</think>, <tool_call>, f(a|b) < 3 > 2.  "
-"""What is no mark of a turn."""
+"""Words that are no mark of a turn."""
 
 
 def tokenizer_of(template: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""What is made of an engine's counts of kept guesses."""
+"""Figures made of an engine's counts of kept guesses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitors saw, in report.json and on the page."""
+"""The monitors' alarms, in report.json and on the page."""
 
 from __future__ import annotations
 

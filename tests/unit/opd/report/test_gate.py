@@ -1,4 +1,4 @@
-"""Which domains fail a threshold."""
+"""Domains that fail a threshold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the guard saw, in report.json and on the page; nothing where none looked on."""
+"""The guard's findings, in report.json and on the page; nothing where none looked on."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ PLOTS = [
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: elements with their attributes, and the text of each table cell."""
+    """A page as a browser reads it: elements with their attributes, and the text of each table cell."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How busy the roles were and how old the tokens, from the records to the page."""
+"""Busy shares of the roles and ages of the tokens, from the records to the page."""
 
 from __future__ import annotations
 

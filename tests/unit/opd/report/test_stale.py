@@ -1,4 +1,4 @@
-"""What was measured on another stand of a merge is marked, in the report, on the page and in its JSON."""
+"""Results measured on another stand of a merge are marked, in the report, on the page and in its JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the reward asks of a step: who takes part, how much it weighs, and what is recorded of it."""
+"""The reward in a step: who takes part, how much it weighs, and what is recorded of it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ OPTIONS = EngineOptions(
 
 @pytest.fixture
 def swaps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """What was put into the engine: a directory's name, and whether it was taken for the whole model."""
+    """Record what was put into the engine: a directory's name, and True if it was taken for the whole model."""
     made: list[tuple[str, bool]] = []
 
     def swap(llm: Any, model_dir: Path, *, whole: bool = True) -> None:

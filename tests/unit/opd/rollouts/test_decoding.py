@@ -1,4 +1,4 @@
-"""What a model wrote is all that is neither end nor padding."""
+"""A model's text is all that is neither end nor padding."""
 
 from __future__ import annotations
 

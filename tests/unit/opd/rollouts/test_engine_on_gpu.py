@@ -1,4 +1,4 @@
-"""What an engine on a GPU is told that one on a CPU is not: CUDA graphs, and to sleep while others compute."""
+"""Settings for an engine on a GPU that one on a CPU does not get: CUDA graphs, and to sleep while others compute."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_graphs_are_captured_on_a_gpu_alone(platform: SimpleNamespace, cpu: bool
 def test_latent_attention_does_not_depend_on_the_cores(
     platform: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, cpu: bool, latent: bool
 ) -> None:
-    """What vLLM takes on cores with AMX knows no float32."""
+    """Avoid what vLLM takes on cores with AMX: it knows no float32."""
     platform.cpu = cpu
     monkeypatch.setattr(cpu_settings, "inspect_model_kind", lambda model_dir: ModelKind(recurrent=False, latent=latent))
     wanted = "CPU_MLA" if cpu and latent else None

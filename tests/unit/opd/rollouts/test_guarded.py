@@ -32,7 +32,7 @@ CONTEXT = 6000
 PARAMETERS = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 SHELL = Tool(name="shell", description="Run.", parameters=PARAMETERS)
 RAN: list[str] = []
-"""What the environment below carried out."""
+"""Commands that the environment below carried out."""
 NO_FILE = "cat: /tests/{}: No such file or directory"
 
 

@@ -259,7 +259,7 @@ NOTHING = Bucket((), np.empty(0, np.uint8))
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done to the engine; a directory's name is its shape."""
+    """Record what was done to the engine; a directory's name is its shape."""
     done: list[str] = []
 
     class Swap:

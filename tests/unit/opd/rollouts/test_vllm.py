@@ -1,4 +1,4 @@
-"""What surrounds vLLM: which prompts go to it, with which limits and seeds, and whose answer is whose."""
+"""The surroundings of vLLM: which prompts go to it, with which limits and seeds, and whose answer is whose."""
 
 from __future__ import annotations
 

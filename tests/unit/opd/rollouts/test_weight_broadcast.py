@@ -27,7 +27,7 @@ class Handle:
     bucket: int
     node: str
     origin: Handle | None = None
-    """What it is still to be copied from."""
+    """The value that it is still to be copied from."""
     lost: bool = False
     readers: set[str] = field(default_factory=set)
     """Nodes that have fetched it."""

@@ -224,7 +224,7 @@ class Student:
 
 
 class Engine:
-    """What it writes follows from its weights and the prompt."""
+    """An engine whose responses follow from its weights and the prompt."""
 
     def __init__(self, merge: Merge, weights: str) -> None:
         self._merge = merge

@@ -1,4 +1,4 @@
-"""What a pipeline names of the user's: found from the current directory, refused with the way out."""
+"""The user's objects that a pipeline names: found from the current directory, refused with the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What pydantic finds is told in plain English, for every kind of field that our files have."""
+"""Findings of pydantic are told in plain English, for every kind of field that our files have."""
 
 from __future__ import annotations
 

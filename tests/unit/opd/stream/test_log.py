@@ -398,7 +398,7 @@ def test_a_head_travels_bit_by_bit(dtype: torch.dtype) -> None:
 def test_a_logged_id_that_is_no_token_is_rolled_out_again(
     unscored: bool, log: ArrowTargetLog, said: list[str], tmp_path: Path
 ) -> None:
-    """What a padding row of the student's head once wrote would crash the trainer at every resume."""
+    """Refuse what a padding row of the student's head once wrote: it would crash the trainer at every resume."""
     batch, parts = a_step()
     one, lost, two, three = batch.rollouts
     if unscored:

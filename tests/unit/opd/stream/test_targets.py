@@ -1,4 +1,4 @@
-"""What the driver lets through to the trainer: every row that was asked for, once, and nothing else."""
+"""The driver lets through to the trainer every row that was asked for, once, and nothing else."""
 
 from __future__ import annotations
 

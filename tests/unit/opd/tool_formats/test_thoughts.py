@@ -138,7 +138,7 @@ class Counting:
 
 
 def served(template: str, *turns: tuple[str, str]) -> str:
-    """What a server renders of a history before the next turn, with the turns' content as it was written."""
+    """Render a history as a server does before the next turn, with the turns' content as it was written."""
     messages = [{"role": "user", "content": "count\n\n0 "}]
     for said, seen in turns:
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": seen}]

@@ -74,7 +74,7 @@ class Student:
     call: str
     """A call of `add`, with a place for `a`."""
     around: tuple[str, str, str] = ("", "", "")
-    """What stands before, between and after the calls of a turn."""
+    """Text before, between and after the calls of a turn."""
     broken: tuple[str, ...]
     """Turns with a call that cannot be read."""
     stops: tuple[str, ...] = ("<|im_end|>",)

@@ -1,4 +1,4 @@
-"""Which episodes are shown: few of each domain, and the same ones in every replay."""
+"""Episodes that are shown: few of each domain, and the same ones in every replay."""
 
 from __future__ import annotations
 

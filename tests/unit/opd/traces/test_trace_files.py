@@ -1,4 +1,4 @@
-"""Which steps keep episodes: the early ones by powers of two, and the newest; a killed run keeps the same ones."""
+"""Steps that keep episodes: the early ones by powers of two, and the newest; a killed run keeps the same ones."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Engine(Still):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What both ways are compared in."""
+    """The setting in which both ways are compared."""
 
     options: RankOptions
     models: dict[str, Path]

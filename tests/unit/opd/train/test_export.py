@@ -1,4 +1,4 @@
-"""What is sent in buckets is what the files would have, tensor by tensor."""
+"""Buckets carry what the files would have, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares a GPU with an engine that sleeps hands back what torch keeps, after every step."""
+"""Workers that share a GPU with an engine that sleeps hand back what torch keeps, after every step."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ class Passes:
     def __init__(self, student: Student) -> None:
         self.student = student
         self.seen: list[tuple[bool, bool]] = []
-        """Whether the divergence had weight, and whether there was a reward."""
+        """Marks of each pass: the divergence had weight, and there was a reward."""
 
     def __call__(self, batch: Any, known: Any, weights: dict[str, torch.Tensor], *more: Any) -> Any:
         self.seen.append((bool(weights["divergence"].any()), "policy" in weights))
@@ -222,7 +222,7 @@ class Rank(rank.TrainerRank):
 
 
 def result(one: Rank, share: float) -> RankPolicy | None:
-    """What the rank says of the policy gradient, without an optimiser that steps."""
+    """Return the rank's figures of the policy gradient, without an optimiser that steps."""
     one.take_step = lambda *args: 1.0  # type: ignore[method-assign]
     return one.finish_step(share).policy
 

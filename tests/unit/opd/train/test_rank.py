@@ -1,4 +1,4 @@
-"""What a rank does around DeepSpeed: picking its rows, adding up its numbers, grouping its parameters."""
+"""A rank's work around DeepSpeed: picking its rows, adding up its numbers, grouping its parameters."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_rank_takes_its_own_rows_as_they_come() -> None:
 
 
 def test_a_rank_decodes_its_own_rows_of_a_part_alone(tmp_path: Path) -> None:
-    """Where they lie: in the part's memory, or in a file of the target log."""
+    """Take rows from both places: the part's memory, and a file of the target log."""
     part = stream("b", "a", "x", "c")
     file = tmp_path / "worker-0-part-0000.arrow"
     file.write_bytes(part)

@@ -102,7 +102,7 @@ def test_turns_go_on_in_the_next_segment_of_an_episode() -> None:
 
 
 class Driven:
-    """What the driver does with the ranks of one step, and what DeepSpeed does with their gradients."""
+    """The driver's work with the ranks of one step, and DeepSpeed's with their gradients."""
 
     def __init__(self, model_dir: Any, weights: dict[str, TurnWeights]) -> None:
         self.options = dataclasses.replace(rank_options(config(), 76), turn_weights=weights)

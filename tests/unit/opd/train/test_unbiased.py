@@ -1,4 +1,4 @@
-"""Which settings of `sampled` are unbiased, by exact enumeration in float64: no sampling error can hide or make a bias.
+"""The settings of `sampled` that are unbiased, by exact enumeration in float64: no sampling error can hide or make a bias.
 
 A student over three tokens (a, b, end) writes at most two or three of them; its logits are a table, one row for each
 prefix. An episode may go on in a second segment, which begins with the last token of the first in place of a summary. Every
@@ -87,7 +87,7 @@ class Setting:
     """Behaviour log-probs without the temperature, as vLLM's default reports them."""
     clips: tuple[float | None, float | None] = (None, None)
     age: float = 0.0
-    """How far the student that wrote the responses was from the one that is trained."""
+    """Distance of the student that wrote the responses from the one that is trained."""
     loss_weights: tuple[tuple[str, float], ...] = ()
 
 
@@ -201,7 +201,7 @@ def test_a_clip_against_stale_samples_leaves_fresh_ones_alone(temperature: float
     ids=["sequence mean", "own length", "alone in its domain", "raw, 0.7", "raw, 1.5", "ratio clip", "advantage clip"],
 )
 def test_what_biases_the_estimate(setting: Setting, least: float) -> None:
-    """Why `sampled` has no sequence mean and no length of its own, and asks vLLM for processed log-probs."""
+    """Show why `sampled` has no sequence mean and no length of its own, and asks vLLM for processed log-probs."""
     found = bias(setting)
     assert found > least, found
 

@@ -1,4 +1,4 @@
-"""What a rank tells DeepSpeed about a model, and that any loss can be trained."""
+"""Facts about a model that a rank tells DeepSpeed, and training by any loss."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from opd.transfer.routes import MeetingPoint
 
 CPU = torch.device("cpu")
 MAX_S = 20.0
-"""What takes longer has hung."""
+"""Anything that takes longer has hung."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which texts a draft learns from, and what is refused."""
+"""Texts that a draft learns from, and what is refused."""
 
 from __future__ import annotations
 

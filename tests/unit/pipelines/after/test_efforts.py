@@ -1,4 +1,4 @@
-"""What a merged model reads at an effort, in a talk and from a server, and that it is what the merge rendered."""
+"""A merged model reads at an effort, in a talk and from a server, what the merge rendered."""
 
 from __future__ import annotations
 

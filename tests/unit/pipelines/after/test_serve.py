@@ -1,4 +1,4 @@
-"""What `opd serve` starts, and that it becomes the server."""
+"""The start of `opd serve`, which becomes the server."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class FakeRuns:
 
 @pytest.fixture
 def with_completions(world: Any) -> None:
-    """What `mixed_sft` needs."""
+    """Add what `mixed_sft` needs."""
     for file in world.root.glob("*.jsonl"):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line | {"completion": line["answer"]}) + "\n" for line in lines))

@@ -69,7 +69,7 @@ def opened(world: Any) -> tuple[Any, Inputs]:
 
 
 def written(world: Any) -> list[Rollout]:
-    """What the file of the first domain says to its prompts, in order."""
+    """Return what the file of the first domain says to its prompts, in order."""
     config, inputs = opened(world)
     with file_author(config, read_completions(config, inputs)) as write:
         return write(list(inputs.prompts["reverse"]))

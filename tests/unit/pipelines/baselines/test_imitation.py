@@ -1,4 +1,4 @@
-"""Who writes what the student imitates, and how much of it: the merge's prompts, the experts' words, the merge's tokens."""
+"""The authors of what the student imitates, and its amount: the merge's prompts, the experts' words, the merge's tokens."""
 
 from __future__ import annotations
 

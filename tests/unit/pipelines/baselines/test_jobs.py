@@ -1,4 +1,4 @@
-"""What a command asks for, as results to compute: shares, seeds, budgets, and what is refused."""
+"""A command's request as results to compute: shares, seeds, budgets, and what is refused."""
 
 from __future__ import annotations
 

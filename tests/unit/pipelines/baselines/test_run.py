@@ -151,7 +151,7 @@ def test_adapters_are_merged_before_and_removed_after(
 
 
 def evaluated(root: Path, accuracy: float) -> None:
-    """What a finished merge leaves."""
+    """Leave what a finished merge leaves."""
     (root / "evaluation").mkdir(parents=True, exist_ok=True)
     score = DomainScore(accuracy=accuracy, stderr=0, low=0, high=1, questions=6)
     Evaluation(model="merged", scores={"reverse": score}).save(root / "evaluation" / "after.json")

@@ -1,4 +1,4 @@
-"""Whether two methods differ: how often chance alone would say so, and how often it would hide a difference."""
+"""The verdict that two methods differ: how often chance alone would give it, and how often it would hide a difference."""
 
 from __future__ import annotations
 

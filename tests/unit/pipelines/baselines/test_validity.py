@@ -24,7 +24,7 @@ SCORE = DomainScore(accuracy=0.5, stderr=0, low=0, high=1, questions=6)
 
 
 def finish(root: Path, config: PipelineConfig, steps: int) -> None:
-    """What a merge of so many steps leaves."""
+    """Leave what a merge of so many steps leaves."""
     (root / "evaluation").mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"steps": steps})})
     (root / "pipeline.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))

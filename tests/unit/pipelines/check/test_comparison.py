@@ -74,7 +74,7 @@ def test_figures_are_those_of_plain_transformers(
 
 
 def test_a_teacher_in_parts_compares_as_a_whole_one(tiny_model_dir: Path, expert_dirs: dict[str, Path]) -> None:
-    """What a merge may use of each device is not asked: the comparison is in float32, and the student is there too."""
+    """Compare in float32 beside the student, whatever a merge may use of each device."""
     teacher = Teacher(name="rev", model_dir=expert_dirs["rev"])
     whole = Comparer(tiny_model_dir, options()).compare_teacher(teacher, RESPONSES, TEXTS)
     tight = options(device_map="auto", max_memory={"cpu": 1})

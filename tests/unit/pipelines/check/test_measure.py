@@ -1,4 +1,4 @@
-"""What a check makes of the figures: swapped, garbled, useless and finished experts; a fake engine, real inputs."""
+"""A check's verdict on the figures: swapped, garbled, useless and finished experts; a fake engine, real inputs."""
 
 from __future__ import annotations
 

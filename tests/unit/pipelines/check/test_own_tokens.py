@@ -1,4 +1,4 @@
-"""What a check says of experts with another tokenizer."""
+"""A check of experts with another tokenizer."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Runs:
         self.paths = RunPaths(world.root)
 
     def begin(self) -> list[str]:
-        """What the next run asks its engine."""
+        """Return what the next run asks its engine."""
         self.number += 1
         self.paths = paths = RunPaths(self.world.root / f"run-{self.number}")
         paths.root.mkdir()

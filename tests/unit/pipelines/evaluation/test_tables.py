@@ -1,4 +1,4 @@
-"""What `opd evaluate` prints and writes of agents' exams."""
+"""Tables that `opd evaluate` prints and writes of agents' exams."""
 
 from __future__ import annotations
 

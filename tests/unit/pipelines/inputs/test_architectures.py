@@ -1,4 +1,4 @@
-"""What one of its roles cannot run is refused by name, before any worker starts."""
+"""Models that one of their roles cannot run are refused by name, before any worker starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read where all inputs are right, and the refusals that need no command line."""
+"""Right inputs as they are read, and the refusals that need no command line."""
 
 from __future__ import annotations
 

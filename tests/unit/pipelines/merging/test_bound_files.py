@@ -1,4 +1,4 @@
-"""What a run is bound to beside weights and prompts: each file that changes a token or a number, and day and begin of the prompts."""
+"""Things a run is bound to beside weights and prompts: each file that changes a token or a number, and day and begin of the prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the merged model's README says of the experts it was made from."""
+"""The merged model's README, and its words about the experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may differ between two sittings of a run, and how the rest is refused."""
+"""Differences allowed between two sittings of a run, and the refusal of all others."""
 
 from __future__ import annotations
 

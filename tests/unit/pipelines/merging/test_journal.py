@@ -1,4 +1,4 @@
-"""What a merge says of itself in its run directory, from its first word to its last."""
+"""A merge's account of itself in its run directory, from its first word to its last."""
 
 from __future__ import annotations
 

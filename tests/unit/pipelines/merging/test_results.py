@@ -1,4 +1,4 @@
-"""What was measured says what it is of, and a merge that goes on takes back what is of its past."""
+"""Results say what they are of, and a merge that goes on takes back those of its past."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names(paths: RunPaths) -> list[str]:
 
 @pytest.fixture
 def ended(tmp_path: Path) -> RunPaths:
-    """What a merge of 20 steps leaves, as far as results go."""
+    """Leave what a merge of 20 steps leaves, as far as results go."""
     paths = RunPaths(tmp_path / "run")
     write_records(paths, 20)
     for name in ("before", "expert"):

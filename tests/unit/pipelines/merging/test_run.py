@@ -1,4 +1,4 @@
-"""What a merge records of its experts, and what it hands to an engine that can only hold whole models."""
+"""A merge's record of its experts, and the models handed to an engine that can only hold whole ones."""
 
 from __future__ import annotations
 

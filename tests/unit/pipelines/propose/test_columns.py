@@ -1,4 +1,4 @@
-"""What a file of prompts calls its columns, and how its answers are judged, in each format."""
+"""Columns of a file of prompts, and the judging of its answers, in each format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `opd init` proposes for GPUs has room for a student of 7 billion parameters, and README.md shows it."""
+"""The proposal of `opd init` for GPUs has room for a student of 7 billion parameters, and README.md shows it."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def spec_of(machine: MachineFacts) -> ClusterSpec:
 def is_refused(
     config: PipelineConfig, models: MergeModels, machine: MachineFacts, monkeypatch: pytest.MonkeyPatch
 ) -> bool:
-    """What `opd check` and `opd merge` say on that machine."""
+    """Return True if `opd check` and `opd merge` refuse it on that machine."""
     monkeypatch.setattr(memory, "machine_bytes", lambda: machine.memory)
     monkeypatch.setattr(gpu_memory, "gpu_sizes", lambda: list(machine.gpus))
     config = choose_numbers(config, models, machine)

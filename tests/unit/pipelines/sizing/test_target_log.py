@@ -1,4 +1,4 @@
-"""What the target log takes on disk: W of docs/plan.md, and the bounds that hold it."""
+"""The target log's size on disk: W of docs/plan.md, and the bounds that hold it."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from opd.tool_formats.records import WrittenCalls
 BEGIN, END = 1, 2
 """Tokens around a message; every other token is a letter."""
 Policy = Callable[[str, int], str]
-"""What stands before the turn, seed -> the turn."""
+"""The text before the turn, seed -> the turn."""
 
 
 def encode(text: str) -> list[int]:
@@ -129,12 +129,12 @@ class Served:
 
     @property
     def openai(self) -> dict[str, Any]:
-        """What `openai.AsyncOpenAI` is made with."""
+        """Return the arguments of `openai.AsyncOpenAI`."""
         return {"base_url": self.environ["OPENAI_BASE_URL"], "api_key": self.environ["OPENAI_API_KEY"]}
 
     @property
     def anthropic(self) -> dict[str, Any]:
-        """What `anthropic.AsyncAnthropic` is made with."""
+        """Return the arguments of `anthropic.AsyncAnthropic`."""
         return {"base_url": self.environ["ANTHROPIC_BASE_URL"], "api_key": self.environ["ANTHROPIC_API_KEY"]}
 
 

@@ -1,4 +1,4 @@
-"""What a program may say and ask that is no plain error: it ends its own episode with a reason, and no other."""
+"""Odd words and requests of a program, no plain errors: each ends its own episode with a reason, and no other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def leaves(text: str, answer: str, metadata: Any) -> float:
 
 
 def beside_a_good_one(code: str, tmp_path: Path, **options: Any) -> EpisodeResult:
-    """What became of the program's episode; the one beside it is whole."""
+    """Run the program's episode and return its result; the one beside it is whole."""
     found, good = run(agent(BARE + code, tmp_path, **options), agent(BARE + ASK, tmp_path, 1))[0]
     assert (good.stop_reason, good.error, good.audit.turns) == ("done", "", 1)
     return found

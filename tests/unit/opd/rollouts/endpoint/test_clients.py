@@ -173,7 +173,7 @@ def test_parallel_calls_fork_and_are_sampled_on_their_own() -> None:
 
 
 async def eight_at_once(served: Served) -> list[str]:
-    """How each of eight parallel requests ended."""
+    """Return the end of each of eight parallel requests."""
 
     async def one(number: int) -> str:
         try:

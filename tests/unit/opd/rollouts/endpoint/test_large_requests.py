@@ -1,4 +1,4 @@
-"""What a program sends is read once, beside the loop, and what fits no context is refused before it costs anything."""
+"""A program's requests are read once, beside the loop, and what fits no context is refused before it costs anything."""
 
 from __future__ import annotations
 

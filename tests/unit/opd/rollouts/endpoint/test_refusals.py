@@ -1,4 +1,4 @@
-"""Who may not ask and what cannot be asked, each in the words of the API that was asked."""
+"""Askers and questions that are refused, each in the words of the API that was asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What anybody's environment may do that is no plain error: it ends its own episode with a reason, and no other."""
+"""Odd acts of anybody's environment, no plain errors: each ends its own episode with a reason, and no other."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Stepless:
 
 
 def beside_a_good_one(place: type = Counting, template: str = CHATML, **options: Any) -> EpisodeResult:
-    """What became of the episode; the one beside it is whole."""
+    """Play the episode and return its result; the one beside it is whole."""
     bad = request(1, **options)
     bad = replace(bad, options=replace(bad.options, environment=f"{place.__module__}:{place.__name__}"))
     (good, found), _ = play(request(0), bad, tokenizer=chat_tokenizer(template))

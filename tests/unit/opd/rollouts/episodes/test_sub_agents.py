@@ -110,7 +110,7 @@ def wrote(rollout: Rollout) -> list[str]:
 
 
 def results_in(rollout: Rollout) -> list[str]:
-    """What the calls of a dialogue were answered."""
+    """Return the answers to the calls of a dialogue."""
     return re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", TOKENIZER.decode(rollout.response_ids), re.DOTALL)
 
 
