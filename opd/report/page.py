@@ -6,10 +6,11 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 
 from opd.evaluation.evaluator import MERGED
 from opd.records.scores import ScoredAnswer
@@ -85,8 +86,9 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds_part} s"
 
 
-def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
-    """Return the HTML page of a report, which was made from the files of `run`."""
+@cache
+def _load_template() -> Template:
+    """Return the page's template, compiled once: that takes half a second."""
     environment = Environment(
         loader=FunctionLoader(lambda name: _read_own_file(f"{name}.html.jinja")),
         autoescape=True,
@@ -105,10 +107,15 @@ def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
         "shortened": shorten_text,
         "thousands": format_thousands,
     }
+    return environment.get_template("page")
+
+
+def render_page(report: Mapping[str, Any], run: RunFiles) -> str:
+    """Return the HTML page of a report, which was made from the files of `run`."""
     script = _read_own_file("page.js")
     complete = _with_gaps(report)
     episodes, left_out = shown_episodes(run)
-    return environment.get_template("page").render(
+    return _load_template().render(
         report=complete,
         run=run,
         style=_read_own_file("page.css"),

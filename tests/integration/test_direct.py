@@ -84,7 +84,7 @@ class TakingWorker:
         return {name: tensor.numpy() for name, tensor in self._held.items()}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_engine_is_sent_the_tensors_of_the_files_bit_for_bit(
     tmp_path: Path, make_mixture_dir: Make, ranks: int
 ) -> None:
@@ -139,7 +139,7 @@ def test_engines_hold_what_files_would_give_them(
     assert notices == []
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_engine_that_dies_in_the_middle_is_replaced_and_the_next_push_goes_directly(
     ends: tuple[DeepSpeedTrainer, VLLMRolloutEngine, Path],
     tmp_path: Path,
