@@ -139,7 +139,7 @@ def test_engines_hold_what_files_would_give_them(
     assert notices == []
 
 
-@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("keeps", [False, True])
 def test_an_engine_that_dies_in_the_middle_is_replaced_and_the_next_push_goes_directly(
     ends: tuple[DeepSpeedTrainer, VLLMRolloutEngine, Path],
     tmp_path: Path,
